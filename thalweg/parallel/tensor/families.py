@@ -34,6 +34,9 @@ class Family:
     per_head_args: tuple[str, ...] = ()
 
 
+_QKV = {"self_attn.q_proj": "query", "self_attn.k_proj": "key_value", "self_attn.v_proj": "key_value"}
+_DENSE_MLP = {"mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row"}
+
 _GPT2 = Family(
     {
         "crossattention.c_attn": "kv_fused",
@@ -49,9 +52,7 @@ _GPT2 = Family(
 )
 _LLAMA = Family(
     {
-        "self_attn.q_proj": "query",
-        "self_attn.k_proj": "key_value",
-        "self_attn.v_proj": "key_value",
+        **_QKV,
         "self_attn.o_proj": "out",
         "self_attn.q_norm": "grad_all_reduce",
         "self_attn.k_norm": "grad_all_reduce",
@@ -68,9 +69,7 @@ _LLAMA = Family(
 )
 _PHI = Family(
     {
-        "self_attn.q_proj": "query",
-        "self_attn.k_proj": "key_value",
-        "self_attn.v_proj": "key_value",
+        **_QKV,
         "self_attn.dense": "out",
         "self_attn.q_layernorm": "grad_all_reduce",
         "self_attn.k_layernorm": "grad_all_reduce",
@@ -96,9 +95,7 @@ _PHI3 = Family(
 )
 _OPT = Family(
     {
-        "self_attn.q_proj": "query",
-        "self_attn.k_proj": "key_value",
-        "self_attn.v_proj": "key_value",
+        **_QKV,
         "self_attn.out_proj": "out",
         "fc1": "column",
         "fc2": "row",
@@ -110,8 +107,7 @@ _BLOOM = Family(
     {
         "self_attention.query_key_value": "qkv_interleaved",
         "self_attention.dense": "out",
-        "mlp.dense_h_to_4h": "column",
-        "mlp.dense_4h_to_h": "row",
+        **_DENSE_MLP,
     },
     attention_modules=("self_attention",),
     local_attributes={"num_heads": "query"},
@@ -121,8 +117,7 @@ _GPT_NEOX = Family(
     {
         "attention.query_key_value": "qkv_interleaved",
         "attention.dense": "out",
-        "mlp.dense_h_to_4h": "column",
-        "mlp.dense_4h_to_h": "row",
+        **_DENSE_MLP,
     },
     attention_modules=("attention",),
 )
@@ -131,8 +126,7 @@ _FALCON = {
         {
             "self_attention.query_key_value": kind,
             "self_attention.dense": "out",
-            "mlp.dense_h_to_4h": "column",
-            "mlp.dense_4h_to_h": "row",
+            **_DENSE_MLP,
         },
         attention_modules=("self_attention",),
         local_attributes={"num_heads": "query", "num_kv_heads": "key_value"},

@@ -2,7 +2,7 @@
 
 What is in memory when is decided by ``zero/storage/pager.py: Pager`` itself; a :class:`_FakePagedUnit`
 takes the place of a unit and counts bytes instead of reading them.  How an update cuts parameters,
-gradients and state into buffers is the own doing of ``optim/offload/io_chunks.py``, over tensors without data.
+gradients and state into buffers is the own doing of ``optim/offload/io_pipeline.py``, over tensors without data.
 """
 
 from __future__ import annotations
