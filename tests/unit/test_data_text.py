@@ -8,9 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.cli.demo.documents import read_folder, split_held_out, stdlib_documents
-from thalweg.cli.demo.tokenizer import BytePairTokenizer, train_tokenizer
-from thalweg.data import PackedDataset, open_tokens, pack, save_tokens
+from thalweg.data import (
+    BytePairTokenizer,
+    PackedDataset,
+    open_tokens,
+    pack,
+    read_files,
+    read_folder,
+    save_tokens,
+    split_held_out,
+    stdlib_documents,
+    train_tokenizer,
+)
 
 sequences = st.lists(st.lists(st.integers(0, 70_000), max_size=30), min_size=1, max_size=12)
 
@@ -106,6 +115,9 @@ def test_a_folder_is_read_in_one_order_and_only_text(tmp_path):
     assert [d.name for d in documents] == ["a.py", "a/x.txt", "b/a.py", "b/z.py", "latin.py"]
     assert documents[0].text == "# a.py\nx = 1\n"
     assert "é" in documents[-1].text
+    assert [d.text for d in read_files([tmp_path / "a.py"])] == ["# a.py\nx = 1\n"]
+    with pytest.raises(ValueError, match=r"broken\.py cannot be read as UTF-8"):
+        list(read_files([tmp_path / "broken.py"]))
     with pytest.raises(ValueError, match="not a folder"):
         list(read_folder(tmp_path / "nowhere"))
 
@@ -137,11 +149,19 @@ def test_decoding_is_the_inverse_of_encoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text.replace("<|end|>", "")
 
 
-def test_a_tokenizer_comes_back_from_its_file(tmp_path, tokenizer):
-    tokenizer.save(tmp_path / "a" / "t.json")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["t.json"]
-    again = BytePairTokenizer.load(tmp_path / "a" / "t.json")
-    assert again.encode("return x").tolist() == tokenizer.encode("return x").tolist()
+def test_a_tokenizer_is_trained_once_and_kept(tmp_path, tokenizer):
+    texts = ["def f(x):\n    return x\n" * 20, "class A:\n    pass\n"]
+    first = train_tokenizer(texts, 300, cache_dir=tmp_path)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 1
+    stamp = files[0].stat().st_mtime_ns
+    again = train_tokenizer(iter(texts), 300, cache_dir=tmp_path)
+    assert files[0].stat().st_mtime_ns == stamp
+    assert again.encode("return x").tolist() == first.encode("return x").tolist()
+    train_tokenizer([*texts, "more"], 300, cache_dir=tmp_path)
+    train_tokenizer(["".join(texts)], 300, cache_dir=tmp_path)
+    train_tokenizer(texts, 301, cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
     assert tokenizer.vocab_size == 600
     assert max(map(max, tokenizer.encode_batch(["import os", "def main() -> int:"]))) < 600
     assert len(tokenizer.encode("    return self")) < 8

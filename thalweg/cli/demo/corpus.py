@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from thalweg.cli.demo.documents import split_held_out, stdlib_documents
-from thalweg.cli.demo.tokenizer import BytePairTokenizer, train_tokenizer
-from thalweg.data.packing import concatenate_sequences, save_tokens
+from thalweg.data import BytePairTokenizer, save_tokens, split_held_out, stdlib_documents, train_tokenizer
+from thalweg.data.packing import concatenate_sequences
 
 # One document in so many is never trained on.
 _HELD_OUT = 40

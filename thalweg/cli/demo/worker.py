@@ -23,8 +23,7 @@ from torch import Tensor
 
 import thalweg
 from thalweg.cli.demo.settings import DemoSettings, build_engine_config
-from thalweg.cli.demo.tokenizer import BytePairTokenizer
-from thalweg.data import PackedDataset, cycle, open_tokens
+from thalweg.data import BytePairTokenizer, PackedDataset, cycle, open_tokens
 from thalweg.nn.transformer import GPT, GPTConfig
 
 

@@ -7,6 +7,7 @@ by the ``tokenizers`` package; its files are JSON.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 from collections.abc import Iterable, Sequence
@@ -65,14 +66,20 @@ class BytePairTokenizer:
         return BytePairTokenizer(tokenizer)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> BytePairTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, cache_dir: str | Path | None = None) -> BytePairTokenizer:
     """Return a tokenizer of ``vocab_size`` tokens trained on ``texts``.
 
-    A small corpus may end with fewer tokens than asked for (nothing is left to merge).
-    Raises ``ValueError`` for a vocabulary that cannot hold the 256 bytes and the end marker.
+    With a ``cache_dir`` folder the result is kept there under a digest of the texts and the
+    size, and taken from there the next time.  A small corpus may end with fewer tokens
+    than asked for (nothing is left to merge).  Raises ``ValueError`` for a vocabulary
+    that cannot hold the 256 bytes and the end marker.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
         raise ValueError(f"a byte-level vocabulary needs at least {_MIN_VOCAB_SIZE} tokens, not {vocab_size}")
+    texts = list(texts)
+    cached_path = None if cache_dir is None else Path(cache_dir) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
+    if cached_path is not None and cached_path.exists():
+        return BytePairTokenizer.load(cached_path)
     tokenizers = _import_tokenizers()
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -85,7 +92,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> BytePairTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    return BytePairTokenizer(tokenizer)
+    result = BytePairTokenizer(tokenizer)
+    if cached_path is not None:
+        result.save(cached_path)
+    return result
+
+
+def _digest(texts: Sequence[str]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for text in texts:
+        raw = text.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "big"))
+        digest.update(raw)
+    return digest.hexdigest()
 
 
 def _import_tokenizers() -> Any:
