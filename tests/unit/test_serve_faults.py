@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.serve_support import ServerThread, run_toy_server
-from tests.toy_engine import expected_text
+from tests.toy_engine import ToyTokenizer, expected_text
+from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 
 pytestmark = pytest.mark.alone
+USER = {"role": "user", "content": "x"}
 
 
 def until(condition, seconds: float = 10.0) -> None:
@@ -80,6 +82,38 @@ def test_a_request_larger_than_the_server_is_the_clients_fault() -> None:
         assert status == 400 and "split the request" in answer["error"]["message"]
         status, answer = server.post("/v1/completions", prompt="x", max_tokens=100)
         assert status == 400 and "KV blocks" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whose_fault_it_is_follows_from_the_kind_of_error(stream: bool) -> None:
+    """Not from the words of its message: one of the engine's speaks of a structure, too."""
+    with run_toy_server() as server:
+        status, answer = server.post("/v1/completions", prompt="FAULT", stream=stream)
+        assert (status, answer["error"]["code"]) == (500, "engine_error")
+        status, answer = server.post("/v1/completions", prompt="UNFIT", stream=stream)
+        assert status == 400 and "no further text is allowed" in answer["error"]["message"]
+        server.wait_idle()
+        assert len(server.engines) == 1 and "thalweg_outstanding 0.0" in metrics(server)
+
+
+def test_a_full_queue_costs_no_tokenizing() -> None:
+    encoded: list[str] = []
+
+    class Counted(ToyTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            encoded.append(text)
+            return super().encode(text, add_special_tokens)
+
+    limits = PoolLimits(max_outstanding=1)
+    with run_toy_server(
+        "toy:delay=0.01", make_tokenizer=lambda: ChatTokenizer(Counted()), pool_limits=limits
+    ) as server:
+        sock = begin(server, prompt="first", stream=True)
+        assert b"200" in sock.recv(64)
+        for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": [USER]})):
+            assert server.post(f"/v1/{path}", **body)[0] == 429
+        assert encoded == ["first"]
+        sock.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

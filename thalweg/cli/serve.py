@@ -22,8 +22,6 @@ _EPILOG = """examples:
   thalweg serve ./my-model --port 9000 --replicas 2 --quantize int8
   thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
 
-  thalweg run --hostfile hosts --nproc 1 -m thalweg serve ./my-model     replicas on all hosts, one address
-
 Then: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "The river", "max_tokens": 32}'
 or open http://127.0.0.1:8000/ in a browser.  SIGTERM or Ctrl-C finishes what runs; a second one ends at once.
@@ -66,12 +64,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--stall-seconds", type=float, default=60.0, metavar="S",
         help="work, but no step for so long: /health fails; twice so long: a new replica (default: 60)")
     add("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish at SIGTERM (default: 30)")
-    add = parser.add_argument_group("several hosts (not needed under `thalweg run`)").add_argument
-    add("--workers", type=int, metavar="N", help="replicas that join from other hosts, beside --replicas")
-    add("--workers-at", metavar="HOST:PORT", help="the address where they join")
-    add("--join", metavar="HOST:PORT", help="give --replicas to the server that listens there for workers")
-    add("--join-key-file", type=Path, metavar="FILE",
-        help="a secret that server and workers share (or the variable THALWEG_JOIN_KEY)")
     parser.add_argument("--json", action="store_true", help="print the address as one JSON object when ready")
     # fmt: on
 
@@ -161,7 +153,6 @@ def _parse_adapters(values: list[str]) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
-    from thalweg.cli.serve_cluster import ClusterRole
     from thalweg.serve.http.middleware import BodyLimits
     from thalweg.serve.openai.tokenizer import ChatTokenizer, load_chat_tokenizer
     from thalweg.serve.replicas.launcher import ProcessLauncher
@@ -171,10 +162,6 @@ def run(args: argparse.Namespace) -> int:
     if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
         raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
     engine_spec = build_engine_spec(args)
-    cluster_role = ClusterRole.from_args(args)
-    if cluster_role.is_worker:
-        return cluster_role.run_worker(engine_spec, _make_placements(args))
-    replicas = args.replicas + cluster_role.num_workers
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
     options = ServeOptions(
         model=args.name or _default_model_name(args.model),
@@ -182,13 +169,13 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=read_api_keys(args),
-        num_replicas=replicas,
+        num_replicas=args.replicas,
         deployment_name=args.deployment,
         tls_cert=args.ssl_certfile,
         tls_key=args.ssl_keyfile,
         drain_seconds=args.drain_seconds,
         request_seconds=args.request_seconds,
-        pool_limits=PoolLimits(replicas * args.max_batch + args.max_queue, args.stall_seconds),
+        pool_limits=PoolLimits(args.replicas * args.max_batch + args.max_queue, args.stall_seconds),
         body_limits=BodyLimits(max_bytes=args.body_bytes),
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
@@ -205,10 +192,7 @@ def run(args: argparse.Namespace) -> int:
         def make_tokenizer() -> ChatTokenizer:
             return load_chat_tokenizer(args.model, engine_spec.loader, template, args.trust_remote_code)
 
-        start_replica = stack.enter_context(
-            cluster_role.listen(ProcessLauncher(engine_spec, _make_placements(args)), args.replicas)
-        )
-        run(options, start_replica, make_tokenizer, on_ready)
+        run(options, ProcessLauncher(engine_spec, _make_placements(args)), make_tokenizer, on_ready)
     return 0
 
 
@@ -258,8 +242,6 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     if args.replicas < 1:
-        if args.replicas == 0 and args.workers:
-            return ()
         raise ValueError(f"--replicas {args.replicas} must be at least 1")
     plan = assign_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
     threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.num_threads)

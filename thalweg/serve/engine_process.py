@@ -26,8 +26,6 @@ from thalweg.infer.types import EngineCore, EngineStats, Request
 from thalweg.serve.replicas import ipc
 
 HEARTBEAT_SECONDS = 0.2  # seconds between heartbeats
-EXIT_SERVER_ENDED = 75
-"""Exit code of a replica whose server ended for good: nobody will want another one."""
 
 
 class EngineLoop:
@@ -62,10 +60,10 @@ class EngineLoop:
         try:
             engine = self._engine = self._load_engine()
             self._record_progress(engine)
-            self._send({"type": "ready", "facts": ipc.dump_model_info(engine.metadata)})
+            self._send({"type": "ready", "model": ipc.dump_model_info(engine.metadata)})
             self._run_engine(engine)
-        except _StopRequested as stopped:
-            return stopped.code
+        except _StopRequested:
+            return 0
         except Exception as error:
             # One that says what is wrong with the model needs no traceback; a defect of ours does.
             known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
@@ -100,7 +98,7 @@ class EngineLoop:
             self._busy = engine.has_work()
             message = self._inbox.get()
             if message["type"] == "stop":
-                raise _StopRequested(EXIT_SERVER_ENDED if message.get("final") else 0)
+                raise _StopRequested
             if message["type"] == "lost":
                 raise RuntimeError(message["error"])
             if not self._busy:
@@ -191,8 +189,4 @@ class EngineLoop:
 
 
 class _StopRequested(Exception):
-    """The front said stop, or is gone."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    """The server is gone."""

@@ -7,24 +7,40 @@ engines' gauges are read when somebody asks for them, from the last heartbeat.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from thalweg.infer.types import RequestOutput
-from thalweg.serve.replicas.pool import ReplicaPool
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
 _E2E_LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
+class PoolGauges(Protocol):
+    """What is read from the pool whenever somebody asks for ``/metrics``."""
+
+    num_outstanding: int
+    num_restarts: int
+    limits: Any
+    replicas: Any
+
+    def ready_replicas(self) -> Sequence[Any]:
+        """The replicas that take requests."""
+        ...
+
+    def health(self) -> tuple[bool, str]:
+        """Whether ``/health`` is 200."""
+        ...
+
+
 class Metrics:
     """Counts what one server does."""
 
-    def __init__(self, pool: ReplicaPool) -> None:
+    def __init__(self, pool: PoolGauges) -> None:
         self.registry = CollectorRegistry()
         registry_kwargs: dict[str, Any] = {"registry": self.registry}
         self._ttft = Histogram("thalweg_time_to_first_token_seconds", "From arrival to the first token",
@@ -88,7 +104,7 @@ class RequestTimer:
 class _EngineCollector:
     """The engines' gauges and counters, by replica."""
 
-    def __init__(self, pool: ReplicaPool) -> None:
+    def __init__(self, pool: PoolGauges) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,11 +23,10 @@ from typing import Any
 import uvicorn
 
 from thalweg.serve.app import build_app
-from thalweg.serve.generation import AppState
 from thalweg.serve.http.hardened_protocol import HardenedProtocol
 from thalweg.serve.http.middleware import BodyLimits, RequestGuard
 from thalweg.serve.http.tls import tls_context, tls_protocol_factory
-from thalweg.serve.metrics import Metrics
+from thalweg.serve.openai.responses import AppState
 from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
@@ -114,18 +113,17 @@ async def serve(
     """The same on a running event loop; setting ``stop`` is the first signal."""
     max_connections = _raise_fd_limit()
     with contextlib.closing(_bind(options.host, options.port)) as sock:
-        pool = ReplicaPool(start_replica, options.num_replicas, options.pool_limits)
+        limits = replace(options.pool_limits, request_seconds=options.request_seconds)
+        pool = ReplicaPool(start_replica, options.num_replicas, limits)
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(load_tokenizer))
         try:
             model_info = await pool.start()
             app_state = AppState(
                 pool=pool,
-                metrics=Metrics(pool),
                 tokenizer=await tokenizer_task,
                 model_info=model_info,
                 model_name=options.model,
                 created=int(time.time()),
-                request_seconds=options.request_seconds,
                 aliases=options.aliases,
             )
             server = _DrainingServer(_uvicorn_config(options, app_state, max_connections), pool, options.drain_seconds)
@@ -142,7 +140,7 @@ def _uvicorn_config(options: ServeOptions, app_state: AppState, max_connections:
         build_app(app_state, options.deployment_name),
         options.api_keys,
         options.body_limits,
-        app_state.metrics.count_response,
+        app_state.pool.metrics.count_response,
     )
     for name in ("uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.ERROR)

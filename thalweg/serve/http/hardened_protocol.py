@@ -18,7 +18,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from thalweg.serve.errors import ApiError, overloaded
+from thalweg.serve.errors import ApiError, BadRequest, HeadersTooLarge, Overloaded, RequestTimeout
 
 HEADER_SECONDS = 10.0
 """From a connection's first moment, or a request's first byte, to the end of its headers."""
@@ -62,7 +62,7 @@ class HardenedProtocol(HttpToolsProtocol):
             if hasattr(socket, "TCP_USER_TIMEOUT") and sock.family != getattr(socket, "AF_UNIX", None):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.write_seconds * 1000))
         if len(self.connections) > self.max_connections:
-            self._reject(overloaded(1))
+            self._reject(Overloaded(1))
         else:
             self._start_header_timer()
 
@@ -78,7 +78,7 @@ class HardenedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("")
         if self._in_headers and self._header_bytes > HEADER_BYTES and not self.transport.is_closing():
-            self._reject(ApiError(431, f"the headers are larger than {HEADER_BYTES} bytes"))
+            self._reject(HeadersTooLarge(f"the headers are larger than {HEADER_BYTES} bytes"))
 
     def _feed_parser(self, data: bytes) -> None:
         while True:
@@ -127,7 +127,7 @@ class HardenedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         text = "this is not HTTP that the server understands: check request line, headers and body length"
-        self._reject(ApiError(400, text, code="http"))
+        self._reject(BadRequest(text, code="http"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -169,7 +169,7 @@ class HardenedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:  # a pipelined one: it can wait
             self._start_header_timer()
         elif self._header_bytes:
-            self._reject(ApiError(408, f"the headers did not arrive in {self.header_seconds:g} s"))
+            self._reject(RequestTimeout(f"the headers did not arrive in {self.header_seconds:g} s"))
         else:
             self.transport.close()
 

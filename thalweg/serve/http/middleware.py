@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from thalweg.serve.errors import ApiError, bad_request
+from thalweg.serve.errors import (
+    ApiError,
+    BadRequest,
+    BodyTooLarge,
+    Forbidden,
+    InvalidApiKey,
+    RequestTimeout,
+    UnsupportedMediaType,
+)
 
 PUBLIC_PATHS = frozenset({"/", "/health"})
 """Answered without a key: the page, which asks for one, and what a load balancer polls."""
@@ -82,7 +90,7 @@ class RequestGuard:
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in LOCAL_HOSTS:
-            raise ApiError(403, "this server answers to localhost alone: start it with --api-key for other names")
+            raise Forbidden("this server answers to localhost alone: start it with --api-key for other names")
 
     def _check_api_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._key_digests or path in PUBLIC_PATHS:
@@ -91,11 +99,8 @@ class RequestGuard:
         digest = hashlib.sha256(token.strip()).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._key_digests]  # all of them, whichever is right
         if scheme.lower() != b"bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "send your API key as `Authorization: Bearer KEY`" if not token else "this API key is not valid",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+            raise InvalidApiKey(
+                "send your API key as `Authorization: Bearer KEY`" if not token else "this API key is not valid"
             )
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
@@ -109,9 +114,7 @@ class RequestGuard:
             except TimeoutError:
                 if too_big:
                     raise _body_too_large(limit) from None
-                raise ApiError(
-                    408, f"the body did not arrive in {self._limits.timeout_seconds:g} s", code="timeout"
-                ) from None
+                raise RequestTimeout(f"the body did not arrive in {self._limits.timeout_seconds:g} s") from None
             if message["type"] == "http.disconnect":
                 raise _Disconnected
             size += len(message.get("body", b""))
@@ -137,13 +140,13 @@ class _Disconnected(Exception):
 def _check_content_type(headers: dict[bytes, bytes]) -> None:
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json":
-        raise ApiError(415, "send JSON with `Content-Type: application/json`", code="content_type")
+        raise UnsupportedMediaType("send JSON with `Content-Type: application/json`")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise bad_request("compressed bodies are not taken: send plain JSON", code="content_encoding")
+        raise BadRequest("compressed bodies are not taken: send plain JSON", code="content_encoding")
 
 
-def _body_too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes: send less", code="body_too_large")
+def _body_too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit} bytes: send less")
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

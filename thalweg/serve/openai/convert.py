@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from thalweg.infer.types import ModelMetadata, Request, SamplingParams, StructuredOutput
-from thalweg.serve.errors import bad_request
+from thalweg.infer.types import InvalidParameter, ModelMetadata, Request, SamplingParams, StructuredOutput
+from thalweg.serve.errors import BadRequest, ContextLengthExceeded
 from thalweg.serve.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -57,11 +57,11 @@ async def _tokenize_prompt(
         else prompt
     )
     if not tokens:
-        raise bad_request("the prompt is empty: send at least one token", param)
+        raise BadRequest("the prompt is empty: send at least one token", param)
     if len(tokens) > max_prompt_tokens:
         raise context_length_error(len(tokens), max_prompt_tokens, param)
     if max(tokens) >= model_info.vocab_size:
-        raise bad_request(f"token {max(tokens)} is outside the vocabulary of {model_info.vocab_size}", param)
+        raise BadRequest(f"token {max(tokens)} is outside the vocabulary of {model_info.vocab_size}", param)
     return tokens
 
 
@@ -70,7 +70,7 @@ def to_sampling_params(
 ) -> SamplingParams:
     """Return the engine's parameters; raises 400 when they contradict each other."""
     if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options needs stream: true", "stream_options")
+        raise BadRequest("stream_options needs stream: true", "stream_options")
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return make_sampling_params(
         max_tokens=max_tokens,
@@ -99,9 +99,8 @@ def make_sampling_params(**fields: Any) -> SamplingParams:
     """Return SamplingParams; its own complaint is the client's."""
     try:
         return SamplingParams(**fields)
-    except ValueError as error:
-        name = str(error).split(" ", 1)[0]
-        raise bad_request(str(error), name if name in fields else None) from None
+    except InvalidParameter as error:
+        raise BadRequest(str(error), error.param) from None
 
 
 def check_context_length(
@@ -110,11 +109,10 @@ def check_context_length(
     """Check ``max_tokens`` against the model's length; returns it."""
     total = len(prompt) + (max_tokens or 1)
     if model_info.kind == "causal" and total > model_info.max_length:
-        raise bad_request(
+        raise ContextLengthExceeded(
             f"{len(prompt)} prompt tokens and {max_tokens} to generate are {total}; this model takes "
             f"{model_info.max_length}: ask for at most {model_info.max_length - len(prompt)}",
             param,
-            "context_length_exceeded",
         )
     return max_tokens
 
@@ -142,7 +140,7 @@ def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
         outputs.append(StructuredOutput(json_schema='{"type":"object"}'))
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
-            raise bad_request("json_schema is missing: give its name and schema", "response_format")
+            raise BadRequest("json_schema is missing: give its name and schema", "response_format")
         outputs.append(StructuredOutput(json_schema=json.dumps(response_format.json_schema.schema_)))
     if request.guided_json is not None:
         text = request.guided_json if isinstance(request.guided_json, str) else json.dumps(request.guided_json)
@@ -152,18 +150,18 @@ def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
     if request.guided_choice is not None:
         outputs.append(StructuredOutput(choices=tuple(request.guided_choice)))
     if len(outputs) > 1:
-        raise bad_request("give one of response_format, guided_json, guided_regex and guided_choice")
+        raise BadRequest("give one of response_format, guided_json, guided_regex and guided_choice")
     return outputs[0] if outputs else None
 
 
 def completion_sampling_params(request: CompletionRequest, model_info: ModelMetadata) -> SamplingParams:
     """Return the parameters of a ``/v1/completions`` request."""
     if request.suffix:
-        raise bad_request("suffix is not supported: this model continues a prompt, it does not fill in", "suffix")
+        raise BadRequest("suffix is not supported: this model continues a prompt, it does not fill in", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise bad_request("best_of other than n is not supported: leave it out", "best_of")
+        raise BadRequest("best_of other than n is not supported: leave it out", "best_of")
     if request.max_tokens == 0 and (request.stream or not request.echo):
-        raise bad_request("max_tokens 0 is for echo without stream: ask for 1 at least", "max_tokens")
+        raise BadRequest("max_tokens 0 is for echo without stream: ask for 1 at least", "max_tokens")
     max_tokens = 1 if request.max_tokens == 0 else request.max_tokens
     params = to_sampling_params(request, model_info, max_tokens=max_tokens, logprobs=request.logprobs)
     return replace(params, prompt_logprobs=request.logprobs) if request.echo else params
@@ -172,7 +170,7 @@ def completion_sampling_params(request: CompletionRequest, model_info: ModelMeta
 def chat_sampling_params(request: ChatRequest, model_info: ModelMetadata, tokenizer: ChatTokenizer) -> SamplingParams:
     """Return the parameters of a ``/v1/chat/completions`` request."""
     if request.top_logprobs and not request.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     if tokenizer.chat_template is None and not request.stop:
         request = request.model_copy(update={"stop": [FALLBACK_STOP]})
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -185,11 +183,11 @@ def chat_sampling_params(request: ChatRequest, model_info: ModelMetadata, tokeni
     try:
         call_schema = tool_choice_schema(request.tool_choice, [tool.function for tool in request.tools or ()])
     except (ValueError, TypeError) as error:
-        raise bad_request(str(error), "tool_choice") from None
+        raise BadRequest(str(error), "tool_choice") from None
     if call_schema is None:
         return params
     if params.structure is not None:
-        raise bad_request("a call is demanded and another form of answer too: give one", "tool_choice")
+        raise BadRequest("a call is demanded and another form of answer too: give one", "tool_choice")
     return replace(params, structure=StructuredOutput(json_schema=json.dumps(call_schema)), stop=())
 
 
@@ -201,7 +199,7 @@ def apply_allowed_tools(request: ChatRequest) -> ChatRequest:
     try:
         mode, tools = filter_allowed_tools(choice, request.tools or ())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise bad_request(f"tool_choice is not understood: {error}", "tool_choice") from None
+        raise BadRequest(f"tool_choice is not understood: {error}", "tool_choice") from None
     return request.model_copy(update={"tool_choice": mode, "tools": tools})
 
 
@@ -210,10 +208,10 @@ async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_in
     tools = None
     if request.tools and request.tool_choice != "none":
         if not tokenizer.supports_tools:
-            raise bad_request("the chat template of this model knows no tools: leave them out", "tools")
+            raise BadRequest("the chat template of this model knows no tools: leave them out", "tools")
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
     if request.continue_final_message and request.messages[-1].role != "assistant":
-        raise bad_request("continue_final_message needs an assistant's message at the end", "messages")
+        raise BadRequest("continue_final_message needs an assistant's message at the end", "messages")
     messages = [_to_template_message(message) for message in request.messages]
     prompt, add_special_tokens = tokenizer.apply_chat_template(
         messages, tools, request.continue_final_message, request.chat_template_kwargs or {}
@@ -229,7 +227,7 @@ def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info:
     num_available = min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
     max_tokens = request.max_new_tokens if request.max_new_tokens is not None else num_available
     if num_available < 1 or max_tokens > model_info.max_length - num_initial_tokens:
-        raise bad_request(
+        raise BadRequest(
             f"{num_prompt_tokens} prompt tokens leave no room: max_length is {request.max_length}, the model's "
             f"{model_info.max_length}",
             "max_length",
@@ -280,7 +278,7 @@ def _to_template_call(call: ToolCall) -> dict[str, Any]:
     try:  # templates expect an object, OpenAI's form is its text: of a function without any, often none
         parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
-        raise bad_request(f"the arguments of the call of {name[:80]} are not JSON", "messages") from None
+        raise BadRequest(f"the arguments of the call of {name[:80]} are not JSON", "messages") from None
     return {"id": call.id, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 
@@ -288,7 +286,7 @@ def _parse_logit_bias(logit_bias: dict[str, float], model_info: ModelMetadata) -
     bias = {}
     for key, value in logit_bias.items():
         if not key.isdecimal() or len(key) > 10 or int(key) >= model_info.vocab_size:
-            raise bad_request(f"{key[:20]!r} is no token of this model", "logit_bias")
+            raise BadRequest(f"{key[:20]!r} is no token of this model", "logit_bias")
         bias[int(key)] = value
     return bias
 

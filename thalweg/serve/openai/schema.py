@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from thalweg.serve.errors import ApiError, bad_request
+from thalweg.serve.errors import ApiError, BadRequest
 
 IGNORED_FIELDS = frozenset(
     [
@@ -236,7 +236,7 @@ def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
     """Read a body; raises :class:`ApiError` (400) that names each wrong field."""
     body = body.removeprefix(b"\xef\xbb\xbf")  # which Windows puts before a file's text
     if not body.strip():
-        raise bad_request("the body is empty; send a JSON object")
+        raise BadRequest("the body is empty; send a JSON object")
     try:
         return model_class.model_validate_json(body)
     except ValidationError as error:
@@ -267,7 +267,7 @@ def _error_list(error: ValidationError) -> list[Any]:
 def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json")
+        return BadRequest(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json")
     lines: list[str] = []
     reported: set[str] = set()
     for error in _most_specific(errors):
@@ -285,7 +285,7 @@ def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
         else:
             lines.append(f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
     param = ".".join(str(part) for part in first["loc"][:1]) or None
-    return bad_request("; ".join(lines), param and param[:80])
+    return BadRequest("; ".join(lines), param and param[:80])
 
 
 def _most_specific(errors: list[Any]) -> list[Any]:

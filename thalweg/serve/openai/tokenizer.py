@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from thalweg.serve.errors import bad_request
+from thalweg.serve.errors import BadRequest, ContextLengthExceeded
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -68,7 +68,7 @@ class ChatTokenizer:
     async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:
         """Return the tokens of ``text``; raises 400 when there must be more than ``max_tokens``."""
         if self.hf_tokenizer is None:
-            raise bad_request("this model has no tokenizer: send token ids", param)
+            raise BadRequest("this model has no tokenizer: send token ids", param)
         if len(text) > max_tokens * self._max_token_chars:
             raise context_length_error(f"at least {len(text) // self._max_token_chars}", max_tokens, param)
         if len(text) <= _INLINE_CHARS:
@@ -105,7 +105,7 @@ class ChatTokenizer:
                 **template_kwargs,
             )
         except Exception as error:  # templates refuse what they do not know by raising whatever they like
-            raise bad_request(f"the model's chat template refuses this: {error}", "messages") from None
+            raise BadRequest(f"the model's chat template refuses this: {error}", "messages") from None
         return prompt, False
 
     def token_text(self, token: int) -> tuple[str, list[int]]:
@@ -129,12 +129,10 @@ class ChatTokenizer:
         return text, [table[c] for c in piece] if all(c in table for c in piece) else list(text.encode())
 
 
-def context_length_error(length: int | str, max_tokens: int, param: str) -> Exception:
+def context_length_error(length: int | str, max_tokens: int, param: str) -> ContextLengthExceeded:
     """Return the 400 of a prompt that leaves no room."""
-    return bad_request(
-        f"the prompt has {length} tokens, and there is room for {max_tokens} beside the answer: shorten it",
-        param,
-        "context_length_exceeded",
+    return ContextLengthExceeded(
+        f"the prompt has {length} tokens, and there is room for {max_tokens} beside the answer: shorten it", param
     )
 
 

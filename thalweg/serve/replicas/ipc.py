@@ -1,9 +1,9 @@
-"""What passes between the front and a replica: JSON objects in frames of a length and that many bytes.
+"""What passes between the server and a replica: JSON objects in frames of a length and that many bytes.
 
-Front to replica: ``add`` (a request), ``abort``, ``embed``, ``stop`` (``final``: the server ends).  Replica
-to front: ``ready`` (the model's facts), ``out`` (the outputs of one step), ``refused`` (a request that can
-never run), ``embedded``, ``beat`` (progress and gauges, several times a second), ``fatal`` (why the engine
-died).  Fields that hold their default are left out; numbers may be infinite, as Python's JSON writes them.
+Server to replica: ``add`` (a request), ``abort``, ``embed``.  Replica to server: ``ready`` (with the model's
+metadata), ``out`` (the outputs of one step), ``refused`` (a request that can never run), ``embedded``, ``beat``
+(progress and gauges, several times a second), ``fatal`` (why the engine died).  Fields that hold their default are
+left out; numbers may be infinite, as Python's JSON writes them.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ def load_stats(fields: Message) -> EngineStats:
 
 
 def dump_model_info(model_info: ModelMetadata) -> Message:
-    """Return the model's facts as JSON values."""
+    """Return the model's metadata as JSON values."""
     return dataclasses.asdict(model_info)
 
 
 def load_model_info(fields: Message) -> ModelMetadata:
-    """Undo :func:`dump_model_metadata`."""
+    """Undo :func:`dump_model_info`."""
     tuples = {name: tuple(fields[name]) for name in ("eos_token_ids", "adapters")}
     return ModelMetadata(**{**fields, **tuples})
 
