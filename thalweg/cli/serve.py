@@ -21,6 +21,7 @@ _EPILOG = """examples:
   thalweg serve ./my-model
   thalweg serve ./my-model --port 9000 --replicas 2 --quantize int8
   thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
+  thalweg serve ./my-model --replica http://host1:8000 --replica http://host2:8000 --replica-key KEY
 
 Then: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "The river", "max_tokens": 32}'
@@ -64,6 +65,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--stall-seconds", type=float, default=60.0, metavar="S",
         help="work, but no step for so long: /health fails; twice so long: a new replica (default: 60)")
     add("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish at SIGTERM (default: 30)")
+    add = parser.add_argument_group("several hosts").add_argument
+    add("--replica", action="append", default=[], metavar="URL",
+        help="forward requests to the server of this model at URL, and load no model here; once for each")
+    add("--replica-key", metavar="KEY", default=os.environ.get("THALWEG_REPLICA_KEY"),
+        help="the API key of those servers (or the variable THALWEG_REPLICA_KEY)")
     parser.add_argument("--json", action="store_true", help="print the address as one JSON object when ready")
     # fmt: on
 
@@ -157,11 +163,13 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.serve.openai.tokenizer import ChatTokenizer, load_chat_tokenizer
     from thalweg.serve.replicas.launcher import ProcessLauncher
     from thalweg.serve.replicas.pool import PoolLimits
-    from thalweg.serve.server import ServeOptions, run
+    from thalweg.serve.server import ServeOptions, run, run_router
 
     if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
         raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
-    engine_spec = build_engine_spec(args)
+    if args.replica:
+        _check_router_arguments(args)
+    engine_spec = None if args.replica else build_engine_spec(args)
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
     options = ServeOptions(
         model=args.name or _default_model_name(args.model),
@@ -175,7 +183,9 @@ def run(args: argparse.Namespace) -> int:
         tls_key=args.ssl_keyfile,
         drain_seconds=args.drain_seconds,
         request_seconds=args.request_seconds,
-        pool_limits=PoolLimits(args.replicas * args.max_batch + args.max_queue, args.stall_seconds),
+        pool_limits=PoolLimits(
+            max(args.replicas, len(args.replica)) * args.max_batch + args.max_queue, args.stall_seconds
+        ),
         body_limits=BodyLimits(max_bytes=args.body_bytes),
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
@@ -189,11 +199,26 @@ def run(args: argparse.Namespace) -> int:
             if args.deployment:
                 stack.enter_context(_registered_deployment(args.deployment, url, options.api_keys))
 
+        if engine_spec is None:
+            run_router(options, args.replica, args.replica_key, on_ready)
+            return 0
+
         def make_tokenizer() -> ChatTokenizer:
             return load_chat_tokenizer(args.model, engine_spec.loader, template, args.trust_remote_code)
 
         run(options, ProcessLauncher(engine_spec, _make_placements(args)), make_tokenizer, on_ready)
     return 0
+
+
+def _check_router_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for options of an engine: a server that forwards has none."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_engine_arguments(parser)
+    own = {"replicas": 1, "threads": None, "chat_template": None, **vars(parser.parse_args([]))}
+    given = [name for name, default in own.items() if getattr(args, name) != default and name != "loader"]
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"--replica loads no model here: give {names} to the servers that do")
 
 
 def _default_model_name(model: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +22,9 @@ from thalweg.serve.openai.responses import (
     ClientDisconnected,
     Completion,
     SequenceResult,
+    SSEResponse,
     create_embedding,
+    run_until_disconnect,
 )
 from thalweg.serve.openai.schema import (
     ChatRequest,
@@ -30,6 +33,8 @@ from thalweg.serve.openai.schema import (
     MiiRequest,
     parse_body,
 )
+from thalweg.serve.replicas.pool import ReplicaPool
+from thalweg.serve.replicas.router import ForwardedRequest, ReplicaRouter
 
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -41,11 +46,9 @@ _READ_METHODS = ["GET", "HEAD"]
 
 
 def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAPI:
-    """Return the application; ``deployment`` is the name under ``/mii/``."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    _add_error_handlers(app, app_state)
+    """Return the application of a server with engines; ``deployment_name`` is the name under ``/mii/``."""
+    app = _new_app(app_state.pool)
     _add_openai_routes(app, app_state)
-    _add_operations_routes(app, app_state)
 
     @app.post("/mii/{name:path}")
     async def mii(name: str, http_request: Request) -> Response:
@@ -55,6 +58,40 @@ def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAP
         _require_model_kind(app_state, "text generation", generative=True)
         return await _MiiAnswer(app_state, request).respond(http_request.receive)
 
+    return app
+
+
+def build_router_app(router: ReplicaRouter) -> FastAPI:
+    """Return the application of a server that forwards to others."""
+    app = _new_app(router)
+
+    async def forward(http_request: Request) -> Response:
+        method = "GET" if http_request.method == "HEAD" else http_request.method
+        target = urllib.parse.quote(http_request.url.path)
+        request = ForwardedRequest(method, target, await http_request.body())
+        parts: AsyncGenerator[Any] = router.submit(request)
+        try:
+            response = await run_until_disconnect(http_request.receive, anext(parts))
+        except BaseException:
+            await parts.aclose()
+            raise
+        if response.is_stream:
+            return SSEResponse(response.body, parts, router.metrics.count_cancelled, end_marker=b"", encode=bytes)
+        await parts.aclose()
+        return Response(response.body, response.status, response.headers)
+
+    for path in ("/v1/models", "/v1/models/{name:path}"):
+        app.api_route(path, methods=_READ_METHODS)(forward)
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/{name:path}"):
+        app.post(path)(forward)
+    return app
+
+
+def _new_app(pool: ReplicaPool | ReplicaRouter) -> FastAPI:
+    """An application with what every server has: forms of errors, health, metrics, the page."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    _add_error_handlers(app, pool)
+    _add_operations_routes(app, pool)
     return app
 
 
@@ -86,26 +123,26 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
         return await create_embedding(app_state, parse_body(EmbeddingRequest, await http_request.body()), http_request)
 
 
-def _add_operations_routes(app: FastAPI, app_state: AppState) -> None:
+def _add_operations_routes(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> None:
     page = importlib.resources.files("thalweg.serve").joinpath("page.html").read_text(encoding="utf-8")
 
     @app.api_route("/health", methods=_READ_METHODS)
     async def health() -> Response:
-        healthy, reason = app_state.pool.health()
+        healthy, reason = pool.health()
         if not healthy:
             raise Unhealthy(reason)
-        return JSONResponse({"status": "ok", "replicas": len(app_state.pool.ready_replicas())})
+        return JSONResponse({"status": "ok", "replicas": len(pool.ready_replicas())})
 
     @app.api_route("/metrics", methods=_READ_METHODS)
     async def metrics() -> Response:
-        return PlainTextResponse(app_state.pool.metrics.render(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(pool.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/", methods=_READ_METHODS)
     async def root() -> Response:
         return HTMLResponse(page, headers={"content-security-policy": _CONTENT_SECURITY_POLICY})
 
 
-def _add_error_handlers(app: FastAPI, app_state: AppState) -> None:
+def _add_error_handlers(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return JSONResponse(error.body(), error.status, headers=dict(error.headers))
@@ -119,7 +156,7 @@ def _add_error_handlers(app: FastAPI, app_state: AppState) -> None:
 
     @app.exception_handler(ClientDisconnected)
     async def client_disconnected(_: Request, __: ClientDisconnected) -> Response:
-        app_state.pool.metrics.count_cancelled()
+        pool.metrics.count_cancelled()
         return Response(status_code=499)
 
     @app.exception_handler(Exception)

@@ -460,8 +460,13 @@ async def run_until_disconnect(receive: Receive, awaitable: Awaitable[T]) -> T:
         await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
+def encode_sse(item: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
 class SSEResponse(Response):
-    """Server-sent events from a generator of JSON objects; its first one must be at hand already."""
+    """Server-sent events from a generator of what ``encode`` takes; its first item must be at hand already."""
 
     def __init__(
         self,
@@ -469,10 +474,11 @@ class SSEResponse(Response):
         items: AsyncGenerator[Any],
         on_disconnect: Callable[[], None],
         end_marker: bytes,
+        encode: Callable[[Any], bytes] = encode_sse,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._first_item, self._items = first_item, items
-        self._on_disconnect, self._end_marker = on_disconnect, end_marker
+        self._on_disconnect, self._end_marker, self._encode = on_disconnect, end_marker, encode
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, or stop when the client leaves."""
@@ -487,10 +493,10 @@ class SSEResponse(Response):
             await self._items.aclose()
 
     async def _send_events(self, send: Send) -> None:
-        await _send_chunk(send, encode_sse(self._first_item))
+        await _send_chunk(send, self._encode(self._first_item))
         try:
             async for item in self._items:
-                await _send_chunk(send, encode_sse(item))
+                await _send_chunk(send, self._encode(item))
         except ApiError as error:
             await _send_chunk(send, encode_sse(error.body()))
         except Exception:
@@ -511,11 +517,6 @@ async def sse_response(
         await items.aclose()
         raise
     return SSEResponse(first_item, items, app_state.pool.metrics.count_cancelled, end_marker)
-
-
-def encode_sse(item: Any) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _send_chunk(send: Send, body: bytes) -> None:
