@@ -7,16 +7,21 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.serve_support import ServerThread, run_toy_server
-from tests.toy_engine import ToyTokenizer, expected_text
+import thalweg
+from tests.serve_support import ServerThread, run_server, run_toy_server
+from tests.toy_engine import ToyTokenizer, expected_text, load_engine
+from thalweg.serve.mii import deployment
 from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.replicas.launcher import ReplicaHandle, ThreadLauncher
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 
@@ -202,6 +207,82 @@ def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.M
         status, headers, answer = server.request_raw("POST", "/v1/completions", b'{"prompt": "x"}')
         assert status == 503 and headers["retry-after"] and time.monotonic() - start < 5
         assert "the toy engine broke" in answer["error"]["message"]
+
+
+def test_an_engine_that_never_gets_ready_is_given_up() -> None:
+    hang = threading.Event()
+    limits = PoolLimits(start_seconds=0.3)
+    start = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match=r"not ready in 0\.3 s"),
+        run_server(lambda: hang.wait(20), lambda: ChatTokenizer(ToyTokenizer()), pool_limits=limits),
+    ):
+        pass
+    assert time.monotonic() - start < 10
+    hang.set()
+
+
+def test_whatever_a_restart_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thalweg.serve.replicas.pool._RESTART_BACKOFF", (0.05,))
+    started: list[int] = []
+    launcher = ThreadLauncher(lambda: load_engine("toy"))
+
+    def start_replica(index: int) -> ReplicaHandle:
+        started.append(index)
+        if len(started) in (2, 3):
+            raise KeyError("boom")
+        return launcher(index)
+
+    with run_server(lambda: None, lambda: ChatTokenizer(ToyTokenizer()), start_replica) as server:
+        server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
+        until(lambda: health(server) == 200)
+        assert len(started) == 4 and server.create_completion("again", max_tokens=4)
+
+
+def test_a_chat_template_holds_up_nobody() -> None:
+    class Slow(ToyTokenizer):
+        chat_template: Any = "slow"
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            time.sleep(1.0)
+            return "rendered"
+
+    with (
+        run_toy_server(make_tokenizer=lambda: ChatTokenizer(Slow())) as server,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        answer = clients.submit(server.post, "/v1/chat/completions", messages=[USER], max_tokens=5)
+        until(lambda: "thalweg_outstanding 1.0" in metrics(server))
+        start = time.monotonic()
+        assert health(server) == 200 and not answer.done()
+        assert time.monotonic() - start < 0.5
+        assert answer.result(10)[1]["choices"][0]["message"]["content"] == expected_text("rendered", 5)
+
+
+def test_a_pid_that_has_passed_to_another_process_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed server leaves its record; the process that then gets its pid is none of ours."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        try:
+            deployment.register_deployment("river", "http://127.0.0.1:1", None)
+            (record,) = (tmp_path / "thalweg").iterdir()
+            fields = json.loads(record.read_text())
+            assert thalweg.client("river").url == "http://127.0.0.1:1", "this process runs, and is the same"
+            record.write_text(json.dumps({**fields, "pid": bystander.pid}))
+            with pytest.raises(ValueError, match="no deployment"):
+                thalweg.client("river")
+            assert not record.exists()
+            url = "http://127.0.0.1:1"
+            deployment.Client("river", url, None, bystander.pid, fields["start_time"]).terminate_server()
+            time.sleep(0.1)
+            assert bystander.poll() is None
+            own = deployment._start_time(bystander.pid)
+            deployment.Client("river", url, None, bystander.pid, own).terminate_server()
+            assert not Path(f"/proc/{bystander.pid}").exists(), "control: the same process is ended"
+        finally:
+            bystander.kill()
 
 
 def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:

@@ -64,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--request-seconds", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
     add("--stall-seconds", type=float, default=60.0, metavar="S",
         help="work, but no step for so long: /health fails; twice so long: a new replica (default: 60)")
+    add("--start-seconds", type=float, default=1800.0, metavar="S", help="for a replica to be ready (default: 1800)")
     add("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish at SIGTERM (default: 30)")
     add = parser.add_argument_group("several hosts").add_argument
     add("--replica", action="append", default=[], metavar="URL",
@@ -165,8 +166,8 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.serve.replicas.pool import PoolLimits
     from thalweg.serve.server import ServeOptions, run, run_router
 
-    if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
-        raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
+    if args.max_queue < 0 or args.body_bytes < 1 or not (args.stall_seconds > 0 and args.start_seconds > 0):
+        raise ValueError("--max-queue, --body-bytes, --stall-seconds and --start-seconds must be positive numbers")
     if args.replica:
         _check_router_arguments(args)
     engine_spec = None if args.replica else build_engine_spec(args)
@@ -184,7 +185,9 @@ def run(args: argparse.Namespace) -> int:
         drain_seconds=args.drain_seconds,
         request_seconds=args.request_seconds,
         pool_limits=PoolLimits(
-            max(args.replicas, len(args.replica)) * args.max_batch + args.max_queue, args.stall_seconds
+            max_outstanding=max(args.replicas, len(args.replica)) * args.max_batch + args.max_queue,
+            stall_seconds=args.stall_seconds,
+            start_seconds=args.start_seconds,
         ),
         body_limits=BodyLimits(max_bytes=args.body_bytes),
     )

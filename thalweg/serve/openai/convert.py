@@ -213,7 +213,7 @@ async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_in
     if request.continue_final_message and request.messages[-1].role != "assistant":
         raise BadRequest("continue_final_message needs an assistant's message at the end", "messages")
     messages = [_to_template_message(message) for message in request.messages]
-    prompt, add_special_tokens = tokenizer.apply_chat_template(
+    prompt, add_special_tokens = await tokenizer.render_chat(
         messages, tools, request.continue_final_message, request.chat_template_kwargs or {}
     )
     return (await tokenize_prompts(prompt, tokenizer, model_info, "messages", add_special_tokens=add_special_tokens))[0]

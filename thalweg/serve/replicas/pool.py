@@ -62,6 +62,8 @@ class PoolLimits:
 
     max_outstanding: int = 192
     stall_seconds: float = 60.0
+    start_seconds: float = 1800.0
+    """Time that a replica may take to be ready: to load its model."""
     request_seconds: float | None = None
     """Time that a request may take from its admission; None: any."""
 
@@ -97,7 +99,7 @@ class ReplicaPool:
         self.num_restarts = 0
         self.num_outstanding = 0
         self._start_replica = start_replica
-        self.replicas = [Replica(index, start_replica) for index in range(num_replicas)]
+        self.replicas = [self._make_replica(index) for index in range(num_replicas)]
         self.metrics = Metrics(self)
         self._model_info: ModelMetadata | None = None
         self._supervisors: list[asyncio.Task[None]] = []
@@ -106,6 +108,9 @@ class ReplicaPool:
         self._num_crashes = [0] * num_replicas  # of each replica, one soon after the other
         self._inboxes: set[asyncio.Queue[Any]] = set()  # of the requests under way
         self._replica_ready = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
+
+    def _make_replica(self, index: int) -> Replica:
+        return Replica(index, self._start_replica, self.limits.start_seconds)
 
     async def start(self) -> ModelMetadata:
         """Start all replicas; returns the model's facts, or raises RuntimeError when one cannot start."""
@@ -277,33 +282,40 @@ class ReplicaPool:
             raise Unavailable(f"no replica of the model stays alive: {self.health()[1]}")
 
     async def _supervise(self, index: int) -> None:
-        """Watch one replica; replace it when it dies."""
+        """Watch one replica; replace it when it dies, whatever goes wrong in doing so."""
         while True:
-            replica, started_at = self.replicas[index], time.monotonic()
-            while not replica.died.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(replica.died.wait(), 0.25)
-                if replica.stalled_seconds > 2 * self.limits.stall_seconds and not replica.died.is_set():
-                    _LOG.error("replica %d has made no step for %.0f s: replaced", index, replica.stalled_seconds)
-                    await replica.stop(grace=0.0)
-            num_crashes = 0 if time.monotonic() - started_at > _HEALTHY_AFTER else self._num_crashes[index]
-            self._num_crashes[index] = num_crashes + 1
-            _LOG.error("replica %d is lost (%s); starting another", index, replica.reason)
-            await replica.stop(grace=2.0)
-            await asyncio.sleep(_RESTART_BACKOFF[min(num_crashes, len(_RESTART_BACKOFF) - 1)])
-            self.num_restarts += 1
-            self.replicas[index] = successor = Replica(index, self._start_replica)
             try:
-                await successor.start()
-            except RuntimeError as error:  # the next turn of the loop tries again
-                _LOG.error("replica %d does not start: %s", index, error)
-                continue
-            if self._model_info is not None and (mismatch := _model_mismatch(self._model_info, successor)):
-                _LOG.error("%s", mismatch)
-                await successor.stop(grace=0.0)
-                continue
-            ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
-            ready_event.set()
+                await self._replace_when_dead(index)
+            except Exception:
+                _LOG.exception("replacing replica %d failed; trying again", index)
+                await asyncio.sleep(_RESTART_BACKOFF[-1])
+
+    async def _replace_when_dead(self, index: int) -> None:
+        replica, started_at = self.replicas[index], time.monotonic()
+        while not replica.died.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(replica.died.wait(), 0.25)
+            if replica.stalled_seconds > 2 * self.limits.stall_seconds and not replica.died.is_set():
+                _LOG.error("replica %d has made no step for %.0f s: replaced", index, replica.stalled_seconds)
+                await replica.stop(grace=0.0)
+        num_crashes = 0 if time.monotonic() - started_at > _HEALTHY_AFTER else self._num_crashes[index]
+        self._num_crashes[index] = num_crashes + 1
+        _LOG.error("replica %d is lost (%s); starting another", index, replica.reason)
+        await replica.stop(grace=2.0)
+        await asyncio.sleep(_RESTART_BACKOFF[min(num_crashes, len(_RESTART_BACKOFF) - 1)])
+        self.num_restarts += 1
+        self.replicas[index] = successor = self._make_replica(index)
+        try:
+            await successor.start()
+        except RuntimeError as error:  # the successor is dead now: it is replaced in its turn
+            _LOG.error("replica %d does not start: %s", index, error)
+            return
+        if self._model_info is not None and (mismatch := _model_mismatch(self._model_info, successor)):
+            _LOG.error("%s", mismatch)
+            await successor.stop(grace=0.0)
+            return
+        ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
+        ready_event.set()
 
     def _retry_after(self, num_sequences: int) -> int:
         """Seconds until so many sequences will have ended, at the pace of the last ones; 1 to 60."""
@@ -357,7 +369,7 @@ class _Attempt:
 class Replica:
     """One replica as the server sees it: messages out, outputs in; ``died`` is set when it is dead."""
 
-    def __init__(self, index: int, start_replica: Callable[[int], ReplicaHandle]) -> None:
+    def __init__(self, index: int, start_replica: Callable[[int], ReplicaHandle], start_seconds: float) -> None:
         self.index = index
         self.state = "starting"
         self.model_info: ModelMetadata | None = None
@@ -366,7 +378,7 @@ class Replica:
         self.died = asyncio.Event()
         self.num_outstanding = 0
         """Sequences that were handed over and have not ended."""
-        self._start_replica = start_replica
+        self._start_replica, self._start_seconds = start_replica, start_seconds
         self._handle: ReplicaHandle | None = None
         self._callbacks: dict[str, tuple[EventCallback, int]] = {}  # by request, with its sequences that run
         self._stalled_seconds = 0.0
@@ -380,12 +392,18 @@ class Replica:
             handle = self._handle = await asyncio.to_thread(self._start_replica, self.index)
             handle.sock.setblocking(False)
             reader, self._writer = await asyncio.open_connection(sock=handle.sock)
-        except OSError as error:
-            self._mark_dead(f"cannot start a process: {error}")
+        except Exception as error:
+            detail = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._mark_dead(f"cannot start a process: {detail}")
             raise RuntimeError(self.reason) from error
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._read_task = asyncio.create_task(self._read_loop(reader, ready))
-        await ready
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                await ready
+        except TimeoutError:
+            await self.stop(grace=0.0, reason=f"the engine was not ready in {self._start_seconds:g} s")
+            raise RuntimeError(self.reason) from None
 
     @property
     def stalled_seconds(self) -> float:
@@ -410,9 +428,9 @@ class Replica:
         if self._unregister(request_id) is not None and self.state == "ready":
             self._send({"type": "abort", "id": request_id})
 
-    async def stop(self, grace: float = 2.0) -> None:
-        """End it."""
-        self._mark_dead("stopped")
+    async def stop(self, grace: float = 2.0, reason: str = "stopped") -> None:
+        """End it, for ``reason`` unless it is dead already."""
+        self._mark_dead(reason)
         if self._handle is not None:
             await asyncio.to_thread(self._handle.terminate, grace)
         if self._read_task is not None:
@@ -439,7 +457,7 @@ class Replica:
             while (message := await ipc.read_message(reader)) is not None:
                 self._last_message_time = time.monotonic()
                 kind = message["type"]
-                if kind == "ready":
+                if kind == "ready" and self.state == "starting":
                     self.model_info, self.state = ipc.load_model_info(message["model"]), "ready"
                     ready.set_result(None)
                 elif kind == "fatal":
