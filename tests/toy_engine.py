@@ -238,5 +238,5 @@ def load_engine(model: str, options: EngineConfig | None = None) -> ToyEngine:
 
 
 def load_tokenizer(model: str) -> ToyTokenizer:
-    """What the server's front calls."""
+    """What the server itself calls."""
     return ToyTokenizer()

@@ -125,7 +125,8 @@ def test_replicas_on_hosts_die_fall_silent_and_come_back(tmp_path: Path) -> None
             told = client.line()
             assert told["texts"] == [expected_text(f"death {i}", 200) for i in range(8)]
 
-        os.kill(*router.children(), signal.SIGTERM)
+        (pid,) = router.children()
+        os.kill(pid, signal.SIGTERM)
         assert router.process.wait(20) == 0
         assert not [line for line in router.errors if "Traceback" in line]
 

@@ -137,7 +137,7 @@ def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thalweg.serve.http.hardened_protocol import HardenedProtocol
+    from thalweg.serve.http.guard import HardenedProtocol
 
     monkeypatch.setattr(HardenedProtocol, "write_seconds", 0.3)
     with run_toy_server("toy:length=100000,blocks=100000") as server:

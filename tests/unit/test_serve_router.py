@@ -30,7 +30,7 @@ ADAPTER = {"id": "tuned", "max_model_len": 2048}
 class FakeReplica:
     """A server that answers a completion by ``answer(handler)``; it counts them."""
 
-    def __init__(self, answer: Callable[[Any], None], models: list[dict[str, Any]] | None = None) -> None:
+    def __init__(self, answer: Callable[[Any], object], models: list[dict[str, Any]] | None = None) -> None:
         self.answer, self.num_requests = answer, 0
         self.models = [MODEL, ADAPTER] if models is None else models
         self.healthy: bool | None = True  # None: silent

@@ -160,7 +160,7 @@ def _parse_adapters(values: list[str]) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
-    from thalweg.serve.http.middleware import BodyLimits
+    from thalweg.serve.http.guard import BodyLimits
     from thalweg.serve.openai.tokenizer import ChatTokenizer, load_chat_tokenizer
     from thalweg.serve.replicas.launcher import ProcessLauncher
     from thalweg.serve.replicas.pool import PoolLimits

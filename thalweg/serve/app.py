@@ -14,7 +14,16 @@ from starlette.exceptions import HTTPException
 from thalweg.infer.types import Request as EngineRequest
 from thalweg.infer.types import RequestOutput
 from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
-from thalweg.serve.openai import convert
+from thalweg.serve.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    MiiRequest,
+    make_engine_request,
+    mii_sampling_params,
+    parse_body,
+    tokenize_prompts,
+)
 from thalweg.serve.openai.responses import (
     Answer,
     AppState,
@@ -25,13 +34,6 @@ from thalweg.serve.openai.responses import (
     SSEResponse,
     create_embedding,
     run_until_disconnect,
-)
-from thalweg.serve.openai.schema import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    MiiRequest,
-    parse_body,
 )
 from thalweg.serve.replicas.pool import ReplicaPool
 from thalweg.serve.replicas.router import ForwardedRequest, ReplicaRouter
@@ -198,12 +200,9 @@ class _MiiAnswer(Answer):
 
     async def make_requests(self) -> list[EngineRequest]:
         model_info = self.app_state.model_info
-        prompts = await convert.tokenize_prompts(self._texts, self.app_state.tokenizer, model_info, "prompts")
+        prompts = await tokenize_prompts(self._texts, self.app_state.tokenizer, model_info, "prompts")
         self._lengths = [len(prompt) for prompt in prompts]
-        return [
-            convert.make_engine_request(p, convert.mii_sampling_params(self._request, len(p), model_info))
-            for p in prompts
-        ]
+        return [make_engine_request(p, mii_sampling_params(self._request, len(p), model_info)) for p in prompts]
 
     def body(self, results: list[list[SequenceResult]]) -> list[dict[str, Any]]:
         return [

@@ -24,9 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from thalweg.serve.app import build_app, build_router_app
-from thalweg.serve.http.hardened_protocol import HardenedProtocol
-from thalweg.serve.http.middleware import BodyLimits, RequestGuard
-from thalweg.serve.http.tls import tls_context, tls_protocol_factory
+from thalweg.serve.http.guard import BodyLimits, HardenedProtocol, RequestGuard, tls_context, tls_protocol_factory
 from thalweg.serve.openai.responses import AppState
 from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.replicas.launcher import ReplicaHandle

@@ -27,8 +27,20 @@ from starlette.types import Receive, Scope, Send
 
 from thalweg.infer.types import ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
 from thalweg.serve.errors import ApiError, BadRequest, ModelNotFound
-from thalweg.serve.openai import convert
-from thalweg.serve.openai.schema import ChatRequest, CompletionRequest, EmbeddingRequest
+from thalweg.serve.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    apply_allowed_tools,
+    chat_sampling_params,
+    check_context_length,
+    completion_sampling_params,
+    fit_max_tokens,
+    make_engine_request,
+    num_prompts,
+    tokenize_chat,
+    tokenize_prompts,
+)
 from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.openai.tools import ToolParser
 from thalweg.serve.replicas.pool import MAX_EMBED_PROMPTS, GenerationRequest, ReplicaPool, StepOutput
@@ -211,8 +223,8 @@ class ChatCompletion(_OpenAIAnswer):
 
     def __init__(self, app_state: AppState, request: ChatRequest) -> None:
         super().__init__(app_state, request, "chatcmpl")
-        self._request = request = convert.apply_allowed_tools(request)
-        self._params = convert.chat_sampling_params(request, app_state.model_info, app_state.tokenizer)
+        self._request = request = apply_allowed_tools(request)
+        self._params = chat_sampling_params(request, app_state.model_info, app_state.tokenizer)
         self.num_sequences = self._params.n
         self._parse_tool_calls = bool(request.tools) and request.tool_choice != "none"
         self._tool_call_forced = request.tool_choice not in (None, "none", "auto")
@@ -221,9 +233,9 @@ class ChatCompletion(_OpenAIAnswer):
 
     async def make_requests(self) -> list[Request]:
         model_info = self.app_state.model_info
-        prompt = await convert.tokenize_chat(self._request, self._tokenizer, model_info)
-        convert.check_context_length(prompt, self._params.max_tokens, model_info, "max_completion_tokens")
-        return [convert.make_engine_request(prompt, self._params, self._request, self._adapter)]
+        prompt = await tokenize_chat(self._request, self._tokenizer, model_info)
+        check_context_length(prompt, self._params.max_tokens, model_info, "max_completion_tokens")
+        return [make_engine_request(prompt, self._params, self._request, self._adapter)]
 
     def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
         choices = [self._choice(index, result) for index, result in enumerate(results[0])]
@@ -306,19 +318,19 @@ class Completion(_OpenAIAnswer):
     def __init__(self, app_state: AppState, request: CompletionRequest) -> None:
         super().__init__(app_state, request, "cmpl")
         self._request = request
-        self._params = convert.completion_sampling_params(request, app_state.model_info)
-        self.num_sequences = convert.num_prompts(request.prompt) * self._params.n
+        self._params = completion_sampling_params(request, app_state.model_info)
+        self.num_sequences = num_prompts(request.prompt) * self._params.n
         self._prompts: list[list[int]] = []
         self._lengths: dict[tuple[int, int], int] = {}  # characters of each sequence that were sent
 
     async def make_requests(self) -> list[Request]:
         model_info, request = self.app_state.model_info, self._request
-        self._prompts = await convert.tokenize_prompts(
+        self._prompts = await tokenize_prompts(
             request.prompt, self._tokenizer, model_info, add_special_tokens=request.add_special_tokens
         )
-        params = [convert.fit_max_tokens(prompt, self._params, request, model_info) for prompt in self._prompts]
+        params = [fit_max_tokens(prompt, self._params, request, model_info) for prompt in self._prompts]
         return [
-            convert.make_engine_request(prompt, _with_prompt_seed(one, i), request, self._adapter)
+            make_engine_request(prompt, _with_prompt_seed(one, i), request, self._adapter)
             for i, (prompt, one) in enumerate(zip(self._prompts, params, strict=True))
         ]
 
@@ -418,9 +430,9 @@ async def create_embedding(app_state: AppState, request: EmbeddingRequest, http_
     app_state.resolve_adapter(request.model)
     if request.dimensions is not None:
         raise BadRequest("dimensions is not supported: leave it out, and cut the vectors", "dimensions")
-    num_sequences = min(convert.num_prompts(request.input), MAX_EMBED_PROMPTS, app_state.pool.limits.max_outstanding)
+    num_sequences = min(num_prompts(request.input), MAX_EMBED_PROMPTS, app_state.pool.limits.max_outstanding)
     with app_state.pool.admit(num_sequences):
-        prompts = await convert.tokenize_prompts(request.input, app_state.tokenizer, app_state.model_info, "input")
+        prompts = await tokenize_prompts(request.input, app_state.tokenizer, app_state.model_info, "input")
         rows = await run_until_disconnect(http_request.receive, app_state.pool.embed(prompts))
     total = sum(map(len, prompts))
     usage = json.dumps({"prompt_tokens": total, "total_tokens": total})

@@ -1,6 +1,6 @@
-"""Text to tokens in the front: prompts, chat templates, and the names of single tokens.
+"""Text to tokens in the server process: prompts, chat templates, and the names of single tokens.
 
-Tokens to text is the engine's work (it must know stop strings); what the front needs of a tokenizer is
+Tokens to text is the engine's work (it must know stop strings); what the server needs of a tokenizer is
 encoding, a template, and how a token is spelled in a list of log-probabilities.  Encoding a long prompt
 takes a while and gives up the GIL, and a chat template is a program: both happen in a thread.  The tokenizer's Rust
 object is called directly, because the Python wrapper changes its state on every call and is not safe in two threads.

@@ -26,7 +26,7 @@ from thalweg.serve.engine_process import EngineLoop
 LOADER = "thalweg.infer:load_engine"
 _QUIET_ENV = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # a server's log has no use for bars
 _LAUNCHER_ENV_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_EXIT_GRACE = 1.0  # seconds that a replica whose front is gone may spend in its last step
+_EXIT_GRACE = 1.0  # seconds that a replica whose server is gone may spend in its last step
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.serve.engine_process import (
+    Message,
+    dump_request,
+    encode_frame,
+    load_model_info,
+    load_output,
+    load_stats,
+    read_message,
+)
 from thalweg.serve.errors import (
     ApiError,
     BadRequest,
@@ -37,7 +46,6 @@ from thalweg.serve.errors import (
     Unavailable,
 )
 from thalweg.serve.metrics import Metrics
-from thalweg.serve.replicas import ipc
 from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.utils.log import get_logger
 
@@ -416,7 +424,7 @@ class Replica:
     def add(self, request: Request, callback: EventCallback) -> None:
         """Hand over a request; what comes for it goes to ``callback``."""
         self._register(request.request_id, callback, request.params.n)
-        self._send({"type": "add", "request": ipc.dump_request(request)})
+        self._send({"type": "add", "request": dump_request(request)})
 
     def embed(self, request_id: str, prompts: list[list[int]], callback: EventCallback) -> None:
         """Ask for embeddings; one list of rows goes to ``callback``."""
@@ -448,17 +456,17 @@ class Replica:
         self.num_outstanding -= num_sequences
         return callback
 
-    def _send(self, message: ipc.Message) -> None:
+    def _send(self, message: Message) -> None:
         assert self._writer is not None
-        self._writer.write(ipc.encode_frame(message))
+        self._writer.write(encode_frame(message))
 
     async def _read_loop(self, reader: asyncio.StreamReader, ready: asyncio.Future[None]) -> None:
         try:
-            while (message := await ipc.read_message(reader)) is not None:
+            while (message := await read_message(reader)) is not None:
                 self._last_message_time = time.monotonic()
                 kind = message["type"]
                 if kind == "ready" and self.state == "starting":
-                    self.model_info, self.state = ipc.load_model_info(message["model"]), "ready"
+                    self.model_info, self.state = load_model_info(message["model"]), "ready"
                     ready.set_result(None)
                 elif kind == "fatal":
                     if message["traceback"]:
@@ -474,15 +482,15 @@ class Replica:
             if not ready.done():
                 ready.set_exception(RuntimeError(self.reason))
 
-    def _handle_message(self, kind: str, message: ipc.Message) -> None:
+    def _handle_message(self, kind: str, message: Message) -> None:
         if kind == "out":
-            for output in map(ipc.load_output, message["outputs"]):
+            for output in map(load_output, message["outputs"]):
                 if entry := self._callbacks.get(output.request_id):
                     entry[0](output)
                     if output.finished:
                         self._sequence_done(output.request_id)
         elif kind == "beat":
-            self._stalled_seconds, self.stats = message["stuck"], ipc.load_stats(message["stats"])
+            self._stalled_seconds, self.stats = message["stuck"], load_stats(message["stats"])
         elif (callback := self._unregister(message["id"])) is not None:
             callback(BadRequest(message["error"]) if kind == "refused" else message["rows"])
 
