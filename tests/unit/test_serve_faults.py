@@ -215,7 +215,9 @@ def test_an_engine_that_never_gets_ready_is_given_up() -> None:
     start = time.monotonic()
     with (
         pytest.raises(RuntimeError, match=r"not ready in 0\.3 s"),
-        run_server(lambda: hang.wait(20), lambda: ChatTokenizer(ToyTokenizer()), pool_limits=limits),
+        run_server(
+            lambda: hang.wait(20) and load_engine("toy"), lambda: ChatTokenizer(ToyTokenizer()), pool_limits=limits
+        ),
     ):
         pass
     assert time.monotonic() - start < 10
@@ -244,7 +246,7 @@ def test_a_chat_template_holds_up_nobody() -> None:
         chat_template: Any = "slow"
 
         def apply_chat_template(self, *_: Any, **__: Any) -> str:
-            time.sleep(1.0)
+            time.sleep(3.0)
             return "rendered"
 
     with (
@@ -255,8 +257,8 @@ def test_a_chat_template_holds_up_nobody() -> None:
         until(lambda: "thalweg_outstanding 1.0" in metrics(server))
         start = time.monotonic()
         assert health(server) == 200 and not answer.done()
-        assert time.monotonic() - start < 0.5
-        assert answer.result(10)[1]["choices"][0]["message"]["content"] == expected_text("rendered", 5)
+        assert time.monotonic() - start < 1.5
+        assert answer.result(20)[1]["choices"][0]["message"]["content"] == expected_text("rendered", 5)
 
 
 def test_a_pid_that_has_passed_to_another_process_is_left_alone(
@@ -280,7 +282,7 @@ def test_a_pid_that_has_passed_to_another_process_is_left_alone(
             assert bystander.poll() is None
             own = deployment._start_time(bystander.pid)
             deployment.Client("river", url, None, bystander.pid, own).terminate_server()
-            assert not Path(f"/proc/{bystander.pid}").exists(), "control: the same process is ended"
+            bystander.wait(5)  # control: the same process is ended, or this raises TimeoutExpired
         finally:
             bystander.kill()
 
