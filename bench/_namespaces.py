@@ -157,6 +157,10 @@ class NamespaceHosts:
         """Take a host off the network; it goes on by itself."""
         _run_command("ip", "-n", self.names[host], "link", "set", _CABLE, "down")
 
+    def reconnect(self, host: int) -> None:
+        """Undo :meth:`disconnect`."""
+        _run_command("ip", "-n", self.names[host], "link", "set", _CABLE, "up")
+
     def placements(self, ranks_per_host: int) -> list[RankPlacement]:
         """Return where each rank runs, host by host, with the variables that a launcher would set there."""
         return [

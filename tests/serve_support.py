@@ -8,13 +8,13 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from tests.toy_engine import ToyTokenizer
 from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.replicas.launcher import EngineSpec, ProcessLauncher, ThreadLauncher
-from thalweg.serve.server import ServeOptions, serve
+from thalweg.serve.server import ServeOptions, serve, serve_router
 
 
 class ServerThread:
@@ -28,6 +28,10 @@ class ServerThread:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.stop_event: asyncio.Event | None = None
         self.thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def stop(self, wait: bool = True) -> None:
         """Begin to drain; with ``wait``, until the server has ended."""
@@ -117,31 +121,48 @@ def run_server(
     start_replica: Any = None,
     **options: Any,
 ) -> Iterator[ServerThread]:
-    """A server whose replicas are threads with an engine that ``load`` makes, or begin with ``start``."""
+    """A server whose replicas are threads with an engine that ``load_engine`` makes, or come from ``start_replica``."""
     server = ServerThread()
 
     def load_and_record() -> Any:
         server.engines.append(load_engine())
         return server.engines[-1]
 
+    def main(on_ready: Callable[[str], None], stop_event: asyncio.Event) -> Awaitable[None]:
+        launcher = start_replica or ThreadLauncher(load_and_record)
+        return serve(ServeOptions("toy", port=0, **options), launcher, make_tokenizer, on_ready, stop_event)
+
+    with _running(server, main):
+        yield server
+
+
+@contextlib.contextmanager
+def run_router(urls: Sequence[str], key: str | None = None, **options: Any) -> Iterator[ServerThread]:
+    """A server that forwards to those at ``urls``."""
+    server = ServerThread()
+
+    def main(on_ready: Callable[[str], None], stop_event: asyncio.Event) -> Awaitable[None]:
+        return serve_router(ServeOptions("toy", port=0, **options), urls, key, on_ready, stop_event)
+
+    with _running(server, main):
+        yield server
+
+
+@contextlib.contextmanager
+def _running(
+    server: ServerThread, main: Callable[[Callable[[str], None], asyncio.Event], Awaitable[None]]
+) -> Iterator[None]:
     def on_ready(url: str) -> None:
         server.port = int(url.rpartition(":")[2])
         server.started.set()
 
-    async def main() -> None:
+    async def serve_until_stopped() -> None:
         server.loop, server.stop_event = asyncio.get_running_loop(), asyncio.Event()
-        serve_options = ServeOptions("toy", port=0, **options)
-        await serve(
-            serve_options,
-            start_replica or ThreadLauncher(load_and_record),
-            make_tokenizer,
-            on_ready,
-            server.stop_event,
-        )
+        await main(on_ready, server.stop_event)
 
     def run() -> None:
         try:
-            asyncio.run(main())
+            asyncio.run(serve_until_stopped())
         except BaseException as error:
             server.error = error
         finally:
@@ -153,7 +174,7 @@ def run_server(
     if server.error is not None:
         raise server.error
     try:
-        yield server
+        yield
     finally:
         server.stop()
     if server.error is not None:

@@ -2,7 +2,8 @@
 
 It batches, holds KV blocks, preempts nothing, and keeps the promises of ``infer/api.py``; so the server can
 be tested by the thousand requests in a second, and a test knows what each request must give (``expected``).
-Prompts that begin with ``CRASH``, ``HANG``, ``EXIT`` break it in the way they say.
+Prompts that begin with ``CRASH``, ``HANG``, ``EXIT`` break it in the way they say; ``FAULT`` fails alone, by the
+engine's fault, ``UNFIT`` by its own.
 
 ``model`` is ``toy`` with settings, as in ``toy:delay=0.01,blocks=64,batch=8,length=512``; the file name
 ``encoder`` in it makes an encoder.
@@ -115,6 +116,12 @@ class _ToySequence:
             num_generated_tokens=self.num_generated,
         )
 
+    def fail(self, invalid_request: bool) -> RequestOutput:
+        error = "no further text is allowed" if invalid_request else "the structure of the weights is broken"
+        return RequestOutput(
+            self.request.request_id, self.index, finish_reason="error", error=error, invalid_request=invalid_request
+        )
+
 
 class ToyEngine:
     """First come, first served, whole prompts in one step."""
@@ -183,6 +190,10 @@ class ToyEngine:
                 raise RuntimeError("the toy engine broke")
             if head.startswith(b"HANG") and after:
                 time.sleep(3600)
+            if head in (b"FAULT", b"UNFIT"):
+                outputs.append(sequence.fail(invalid_request=head == b"UNFIT"))
+                self._free(sequence)
+                continue
             if head.startswith(b"EXIT") and (after or sequence.request.prompt[-1:] == [ord("!")]):
                 os._exit(9)
             outputs.append(sequence.advance())
@@ -227,5 +238,5 @@ def load_engine(model: str, options: EngineConfig | None = None) -> ToyEngine:
 
 
 def load_tokenizer(model: str) -> ToyTokenizer:
-    """What the server's front calls."""
+    """What the server itself calls."""
     return ToyTokenizer()

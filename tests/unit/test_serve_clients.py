@@ -22,8 +22,11 @@ from thalweg.serve import server as serving
 from thalweg.serve.client import iter_sse
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Client
-from thalweg.serve.openai import convert
-from thalweg.serve.openai.schema import ChatRequest, parse_body
+from thalweg.serve.openai.requests import (
+    ChatRequest,
+    apply_allowed_tools,
+    parse_body,
+)
 from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.openai.tools import ToolParser, tool_choice_schema
 
@@ -268,7 +271,7 @@ def test_tools_may_be_allowed_by_name() -> None:
     def chosen(**given: Any) -> Any:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named, **given}}
         body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
-        return convert.apply_allowed_tools(parse_body(ChatRequest, json.dumps(body).encode()))
+        return apply_allowed_tools(parse_body(ChatRequest, json.dumps(body).encode()))
 
     ask = chosen()
     assert ask.tool_choice == "required" and [tool.function.name for tool in ask.tools] == ["f", "h"]

@@ -7,19 +7,26 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.serve_support import ServerThread, run_toy_server
-from tests.toy_engine import expected_text
+import thalweg
+from tests.serve_support import ServerThread, run_server, run_toy_server
+from tests.toy_engine import ToyTokenizer, expected_text, load_engine
+from thalweg.serve.mii import deployment
+from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.replicas.launcher import ReplicaHandle, ThreadLauncher
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 
 pytestmark = pytest.mark.alone
+USER = {"role": "user", "content": "x"}
 
 
 def until(condition, seconds: float = 10.0) -> None:
@@ -83,6 +90,38 @@ def test_a_request_larger_than_the_server_is_the_clients_fault() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_whose_fault_it_is_follows_from_the_kind_of_error(stream: bool) -> None:
+    """Not from the words of its message: one of the engine's speaks of a structure, too."""
+    with run_toy_server() as server:
+        status, answer = server.post("/v1/completions", prompt="FAULT", stream=stream)
+        assert (status, answer["error"]["code"]) == (500, "engine_error")
+        status, answer = server.post("/v1/completions", prompt="UNFIT", stream=stream)
+        assert status == 400 and "no further text is allowed" in answer["error"]["message"]
+        server.wait_idle()
+        assert len(server.engines) == 1 and "thalweg_outstanding 0.0" in metrics(server)
+
+
+def test_a_full_queue_costs_no_tokenizing() -> None:
+    encoded: list[str] = []
+
+    class Counted(ToyTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            encoded.append(text)
+            return super().encode(text, add_special_tokens)
+
+    limits = PoolLimits(max_outstanding=1)
+    with run_toy_server(
+        "toy:delay=0.01", make_tokenizer=lambda: ChatTokenizer(Counted()), pool_limits=limits
+    ) as server:
+        sock = begin(server, prompt="first", stream=True)
+        assert b"200" in sock.recv(64)
+        for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": [USER]})):
+            assert server.post(f"/v1/{path}", **body)[0] == 429
+        assert encoded == ["first"]
+        sock.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
     with run_toy_server("toy:delay=0.005") as server:
         sock = begin(server, prompt="gone", n=3, stream=stream)
@@ -98,7 +137,7 @@ def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thalweg.serve.http.hardened_protocol import HardenedProtocol
+    from thalweg.serve.http.guard import HardenedProtocol
 
     monkeypatch.setattr(HardenedProtocol, "write_seconds", 0.3)
     with run_toy_server("toy:length=100000,blocks=100000") as server:
@@ -168,6 +207,84 @@ def test_row42_replicas_that_keep_dying_are_not_waited_for(monkeypatch: pytest.M
         status, headers, answer = server.request_raw("POST", "/v1/completions", b'{"prompt": "x"}')
         assert status == 503 and headers["retry-after"] and time.monotonic() - start < 5
         assert "the toy engine broke" in answer["error"]["message"]
+
+
+def test_an_engine_that_never_gets_ready_is_given_up() -> None:
+    hang = threading.Event()
+    limits = PoolLimits(start_seconds=0.3)
+    start = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match=r"not ready in 0\.3 s"),
+        run_server(
+            lambda: hang.wait(20) and load_engine("toy"), lambda: ChatTokenizer(ToyTokenizer()), pool_limits=limits
+        ),
+    ):
+        pass
+    assert time.monotonic() - start < 10
+    hang.set()
+
+
+def test_whatever_a_restart_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thalweg.serve.replicas.pool._RESTART_BACKOFF", (0.05,))
+    started: list[int] = []
+    launcher = ThreadLauncher(lambda: load_engine("toy"))
+
+    def start_replica(index: int) -> ReplicaHandle:
+        started.append(index)
+        if len(started) in (2, 3):
+            raise KeyError("boom")
+        return launcher(index)
+
+    with run_server(lambda: None, lambda: ChatTokenizer(ToyTokenizer()), start_replica) as server:
+        server.stream("/v1/completions", prompt="CRASH now", max_tokens=50)
+        until(lambda: health(server) == 200)
+        assert len(started) == 4 and server.create_completion("again", max_tokens=4)
+
+
+def test_a_chat_template_holds_up_nobody() -> None:
+    class Slow(ToyTokenizer):
+        chat_template: Any = "slow"
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            time.sleep(3.0)
+            return "rendered"
+
+    with (
+        run_toy_server(make_tokenizer=lambda: ChatTokenizer(Slow())) as server,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        answer = clients.submit(server.post, "/v1/chat/completions", messages=[USER], max_tokens=5)
+        until(lambda: "thalweg_outstanding 1.0" in metrics(server))
+        start = time.monotonic()
+        assert health(server) == 200 and not answer.done()
+        assert time.monotonic() - start < 1.5
+        assert answer.result(20)[1]["choices"][0]["message"]["content"] == expected_text("rendered", 5)
+
+
+def test_a_pid_that_has_passed_to_another_process_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed server leaves its record; the process that then gets its pid is none of ours."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        try:
+            deployment.register_deployment("river", "http://127.0.0.1:1", None)
+            (record,) = (tmp_path / "thalweg").iterdir()
+            fields = json.loads(record.read_text())
+            assert thalweg.client("river").url == "http://127.0.0.1:1", "this process runs, and is the same"
+            record.write_text(json.dumps({**fields, "pid": bystander.pid}))
+            with pytest.raises(ValueError, match="no deployment"):
+                thalweg.client("river")
+            assert not record.exists()
+            url = "http://127.0.0.1:1"
+            deployment.Client("river", url, None, bystander.pid, fields["start_time"]).terminate_server()
+            time.sleep(0.1)
+            assert bystander.poll() is None
+            own = deployment._start_time(bystander.pid)
+            deployment.Client("river", url, None, bystander.pid, own).terminate_server()
+            bystander.wait(5)  # control: the same process is ended, or this raises TimeoutExpired
+        finally:
+            bystander.kill()
 
 
 def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.serve_fuzz import BAD_BODIES, bad_body, bad_bytes
 from tests.serve_support import ServerThread, run_toy_server
-from thalweg.serve.http.hardened_protocol import HardenedProtocol
+from thalweg.serve.http.guard import HardenedProtocol
 
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/toy"]
 
@@ -211,7 +211,7 @@ def test_random_bad_bodies(server: ServerThread) -> None:
 
 def test_slow_and_half_open_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence, a header a moment, a body that never ends: each is closed in time, and others are served."""
-    from thalweg.serve.http.middleware import BodyLimits
+    from thalweg.serve.http.guard import BodyLimits
 
     monkeypatch.setattr(HardenedProtocol, "header_seconds", 0.5)
     with run_toy_server(body_limits=BodyLimits(timeout_seconds=0.5)) as server:

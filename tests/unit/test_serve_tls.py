@@ -16,8 +16,7 @@ import pytest
 
 from tests.serve_support import ServerThread, run_toy_server
 from tests.toy_engine import expected_text
-from thalweg.serve.http.hardened_protocol import HardenedProtocol
-from thalweg.serve.http.tls import HandshakeGuard
+from thalweg.serve.http.guard import HandshakeGuard, HardenedProtocol
 from thalweg.serve.server import ServeOptions
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl for a certificate")

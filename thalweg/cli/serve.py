@@ -21,8 +21,7 @@ _EPILOG = """examples:
   thalweg serve ./my-model
   thalweg serve ./my-model --port 9000 --replicas 2 --quantize int8
   thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
-
-  thalweg run --hostfile hosts --nproc 1 -m thalweg serve ./my-model     replicas on all hosts, one address
+  thalweg serve ./my-model --replica http://host1:8000 --replica http://host2:8000 --replica-key KEY
 
 Then: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "The river", "max_tokens": 32}'
@@ -65,13 +64,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--request-seconds", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
     add("--stall-seconds", type=float, default=60.0, metavar="S",
         help="work, but no step for so long: /health fails; twice so long: a new replica (default: 60)")
+    add("--start-seconds", type=float, default=1800.0, metavar="S", help="for a replica to be ready (default: 1800)")
     add("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish at SIGTERM (default: 30)")
-    add = parser.add_argument_group("several hosts (not needed under `thalweg run`)").add_argument
-    add("--workers", type=int, metavar="N", help="replicas that join from other hosts, beside --replicas")
-    add("--workers-at", metavar="HOST:PORT", help="the address where they join")
-    add("--join", metavar="HOST:PORT", help="give --replicas to the server that listens there for workers")
-    add("--join-key-file", type=Path, metavar="FILE",
-        help="a secret that server and workers share (or the variable THALWEG_JOIN_KEY)")
+    add = parser.add_argument_group("several hosts").add_argument
+    add("--replica", action="append", default=[], metavar="URL",
+        help="forward requests to the server of this model at URL, and load no model here; once for each")
+    add("--replica-key", metavar="KEY", default=os.environ.get("THALWEG_REPLICA_KEY"),
+        help="the API key of those servers (or the variable THALWEG_REPLICA_KEY)")
     parser.add_argument("--json", action="store_true", help="print the address as one JSON object when ready")
     # fmt: on
 
@@ -161,20 +160,17 @@ def _parse_adapters(values: list[str]) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
-    from thalweg.cli.serve_cluster import ClusterRole
-    from thalweg.serve.http.middleware import BodyLimits
+    from thalweg.serve.http.guard import BodyLimits
     from thalweg.serve.openai.tokenizer import ChatTokenizer, load_chat_tokenizer
     from thalweg.serve.replicas.launcher import ProcessLauncher
     from thalweg.serve.replicas.pool import PoolLimits
-    from thalweg.serve.server import ServeOptions, run
+    from thalweg.serve.server import ServeOptions, run, run_router
 
-    if args.max_queue < 0 or args.body_bytes < 1 or not args.stall_seconds > 0:
-        raise ValueError("--max-queue, --body-bytes and --stall-seconds must be positive numbers")
-    engine_spec = build_engine_spec(args)
-    cluster_role = ClusterRole.from_args(args)
-    if cluster_role.is_worker:
-        return cluster_role.run_worker(engine_spec, _make_placements(args))
-    replicas = args.replicas + cluster_role.num_workers
+    if args.max_queue < 0 or args.body_bytes < 1 or not (args.stall_seconds > 0 and args.start_seconds > 0):
+        raise ValueError("--max-queue, --body-bytes, --stall-seconds and --start-seconds must be positive numbers")
+    if args.replica:
+        _check_router_arguments(args)
+    engine_spec = None if args.replica else build_engine_spec(args)
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
     options = ServeOptions(
         model=args.name or _default_model_name(args.model),
@@ -182,13 +178,17 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=read_api_keys(args),
-        num_replicas=replicas,
+        num_replicas=args.replicas,
         deployment_name=args.deployment,
         tls_cert=args.ssl_certfile,
         tls_key=args.ssl_keyfile,
         drain_seconds=args.drain_seconds,
         request_seconds=args.request_seconds,
-        pool_limits=PoolLimits(replicas * args.max_batch + args.max_queue, args.stall_seconds),
+        pool_limits=PoolLimits(
+            max_outstanding=max(args.replicas, len(args.replica)) * args.max_batch + args.max_queue,
+            stall_seconds=args.stall_seconds,
+            start_seconds=args.start_seconds,
+        ),
         body_limits=BodyLimits(max_bytes=args.body_bytes),
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
@@ -202,14 +202,26 @@ def run(args: argparse.Namespace) -> int:
             if args.deployment:
                 stack.enter_context(_registered_deployment(args.deployment, url, options.api_keys))
 
+        if engine_spec is None:
+            run_router(options, args.replica, args.replica_key, on_ready)
+            return 0
+
         def make_tokenizer() -> ChatTokenizer:
             return load_chat_tokenizer(args.model, engine_spec.loader, template, args.trust_remote_code)
 
-        start_replica = stack.enter_context(
-            cluster_role.listen(ProcessLauncher(engine_spec, _make_placements(args)), args.replicas)
-        )
-        run(options, start_replica, make_tokenizer, on_ready)
+        run(options, ProcessLauncher(engine_spec, _make_placements(args)), make_tokenizer, on_ready)
     return 0
+
+
+def _check_router_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for options of an engine: a server that forwards has none."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_engine_arguments(parser)
+    own = {"replicas": 1, "threads": None, "chat_template": None, **vars(parser.parse_args([]))}
+    given = [name for name, default in own.items() if getattr(args, name) != default and name != "loader"]
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"--replica loads no model here: give {names} to the servers that do")
 
 
 def _default_model_name(model: str) -> str:
@@ -258,8 +270,6 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     if args.replicas < 1:
-        if args.replicas == 0 and args.workers:
-            return ()
         raise ValueError(f"--replicas {args.replicas} must be at least 1")
     plan = assign_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
     threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.num_threads)

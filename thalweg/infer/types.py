@@ -24,6 +24,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 """``stop``: an end token or a stop string; ``length``: ``max_tokens`` or the model's length is reached."""
 
 
+class InvalidParameter(ValueError):
+    """A value that a field of :class:`SamplingParams` cannot have; ``param`` is the field."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param} {message}")
+        self.param = param
+
+
 @dataclass(frozen=True)
 class StructuredOutput:
     """What the generated text must look like: exactly one of the fields is set."""
@@ -98,23 +106,23 @@ class SamplingParams:
             is_valid = _is_number(value) and (isinstance(value, int) or not must_be_int)
             if not is_valid or value is None or not low <= value <= high:
                 kind = "a whole number" if must_be_int else "a number"
-                raise ValueError(f"{name} is {value!r}; it must be {kind} from {low} to {high}")
+                raise InvalidParameter(name, f"is {value!r}; it must be {kind} from {low} to {high}")
         if self.repetition_penalty <= 0:
-            raise ValueError("repetition_penalty must be above 0; 1 leaves the logits as they are")
+            raise InvalidParameter("repetition_penalty", "must be above 0; 1 leaves the logits as they are")
         if self.top_p <= 0:
-            raise ValueError("top_p must be above 0; 1 keeps every token")
+            raise InvalidParameter("top_p", "must be above 0; 1 keeps every token")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+            raise InvalidParameter("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
         if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError("stop must be a tuple of texts, none of them empty")
+            raise InvalidParameter("stop", "must be a tuple of texts, none of them empty")
         stop_ids = self.stop_token_ids
         if not isinstance(stop_ids, list | tuple | set | frozenset) or not all(map(_is_token_id, stop_ids)):
-            raise ValueError("stop_token_ids must be a tuple of token ids, whole numbers")
+            raise InvalidParameter("stop_token_ids", "must be a tuple of token ids, whole numbers")
         biases = self.logit_bias
         if not isinstance(biases, Mapping) or not all(
             _is_token_id(token) and _is_number(x) and abs(x) <= 100 for token, x in biases.items()
         ):
-            raise ValueError("logit_bias maps token ids to numbers from -100 to 100")
+            raise InvalidParameter("logit_bias", "maps token ids to numbers from -100 to 100")
 
     @property
     def greedy(self) -> bool:
@@ -202,6 +210,8 @@ class RequestOutput:
     """So far, in this sequence."""
     error: str | None = None
     """What went wrong, where ``finish_reason`` is ``error``."""
+    invalid_request: bool = False
+    """Whether that is the request's own fault (a structure too complex to follow), not the engine's."""
 
     @property
     def finished(self) -> bool:

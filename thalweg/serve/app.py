@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.resources
-from collections.abc import AsyncGenerator
+import urllib.parse
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from thalweg.serve.errors import ApiError, bad_request, unavailable
-from thalweg.serve.generation import (
-    AppState,
-    ClientDisconnected,
-    Generation,
-    run_until_disconnect,
-    sse_response,
-)
-from thalweg.serve.openai import convert
-from thalweg.serve.openai.chat import create_chat_completion
-from thalweg.serve.openai.completions import create_completion
-from thalweg.serve.openai.embeddings import create_embedding
-from thalweg.serve.openai.schema import (
+from thalweg.infer.types import Request as EngineRequest
+from thalweg.infer.types import RequestOutput
+from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
+from thalweg.serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     MiiRequest,
+    make_engine_request,
+    mii_sampling_params,
     parse_body,
+    tokenize_prompts,
 )
+from thalweg.serve.openai.responses import (
+    Answer,
+    AppState,
+    ChatCompletion,
+    ClientDisconnected,
+    Completion,
+    SequenceResult,
+    SSEResponse,
+    create_embedding,
+    run_until_disconnect,
+)
+from thalweg.serve.replicas.pool import ReplicaPool
+from thalweg.serve.replicas.router import ForwardedRequest, ReplicaRouter
 
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -41,18 +48,52 @@ _READ_METHODS = ["GET", "HEAD"]
 
 
 def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAPI:
-    """Return the application; ``deployment`` is the name under ``/mii/``."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    _add_error_handlers(app, app_state)
+    """Return the application of a server with engines; ``deployment_name`` is the name under ``/mii/``."""
+    app = _new_app(app_state.pool)
     _add_openai_routes(app, app_state)
-    _add_operations_routes(app, app_state)
 
     @app.post("/mii/{name:path}")
     async def mii(name: str, http_request: Request) -> Response:
         if name != (deployment_name or app_state.model_name):
-            raise ApiError(404, f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}")
-        return await _mii_response(app_state, http_request)
+            raise NotFound(f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}")
+        request = parse_body(MiiRequest, await http_request.body())
+        _require_model_kind(app_state, "text generation", generative=True)
+        return await _MiiAnswer(app_state, request).respond(http_request.receive)
 
+    return app
+
+
+def build_router_app(router: ReplicaRouter) -> FastAPI:
+    """Return the application of a server that forwards to others."""
+    app = _new_app(router)
+
+    async def forward(http_request: Request) -> Response:
+        method = "GET" if http_request.method == "HEAD" else http_request.method
+        target = urllib.parse.quote(http_request.url.path)
+        request = ForwardedRequest(method, target, await http_request.body())
+        parts: AsyncGenerator[Any] = router.submit(request)
+        try:
+            response = await run_until_disconnect(http_request.receive, anext(parts))
+        except BaseException:
+            await parts.aclose()
+            raise
+        if response.is_stream:
+            return SSEResponse(response.body, parts, router.metrics.count_cancelled, end_marker=b"", encode=bytes)
+        await parts.aclose()
+        return Response(response.body, response.status, response.headers)
+
+    for path in ("/v1/models", "/v1/models/{name:path}"):
+        app.api_route(path, methods=_READ_METHODS)(forward)
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/{name:path}"):
+        app.post(path)(forward)
+    return app
+
+
+def _new_app(pool: ReplicaPool | ReplicaRouter) -> FastAPI:
+    """An application with what every server has: forms of errors, health, metrics, the page."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    _add_error_handlers(app, pool)
+    _add_operations_routes(app, pool)
     return app
 
 
@@ -69,14 +110,14 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
     @app.post("/v1/completions")
     async def completions_endpoint(http_request: Request) -> Response:
         _require_model_kind(app_state, "text generation", generative=True)
-        return await create_completion(
-            app_state, parse_body(CompletionRequest, await http_request.body()), http_request
-        )
+        request = parse_body(CompletionRequest, await http_request.body())
+        return await Completion(app_state, request).respond(http_request.receive)
 
     @app.post("/v1/chat/completions")
     async def chat_completions_endpoint(http_request: Request) -> Response:
         _require_model_kind(app_state, "chat", generative=True)
-        return await create_chat_completion(app_state, parse_body(ChatRequest, await http_request.body()), http_request)
+        request = parse_body(ChatRequest, await http_request.body())
+        return await ChatCompletion(app_state, request).respond(http_request.receive)
 
     @app.post("/v1/embeddings")
     async def embeddings_endpoint(http_request: Request) -> Response:
@@ -84,44 +125,45 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
         return await create_embedding(app_state, parse_body(EmbeddingRequest, await http_request.body()), http_request)
 
 
-def _add_operations_routes(app: FastAPI, app_state: AppState) -> None:
+def _add_operations_routes(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> None:
     page = importlib.resources.files("thalweg.serve").joinpath("page.html").read_text(encoding="utf-8")
 
     @app.api_route("/health", methods=_READ_METHODS)
     async def health() -> Response:
-        healthy, reason = app_state.pool.health()
+        healthy, reason = pool.health()
         if not healthy:
-            raise unavailable(reason, "unhealthy")
-        return JSONResponse({"status": "ok", "replicas": len(app_state.pool.ready_replicas())})
+            raise Unhealthy(reason)
+        return JSONResponse({"status": "ok", "replicas": len(pool.ready_replicas())})
 
     @app.api_route("/metrics", methods=_READ_METHODS)
     async def metrics() -> Response:
-        return PlainTextResponse(app_state.metrics.render(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(pool.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/", methods=_READ_METHODS)
     async def root() -> Response:
         return HTMLResponse(page, headers={"content-security-policy": _CONTENT_SECURITY_POLICY})
 
 
-def _add_error_handlers(app: FastAPI, app_state: AppState) -> None:
+def _add_error_handlers(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, headers=error.headers)
+        return JSONResponse(error.body(), error.status, headers=dict(error.headers))
 
     @app.exception_handler(HTTPException)
     async def http_error(http_request: Request, error: HTTPException) -> Response:
         known_paths = "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /metrics"
         text = f"{http_request.method} {http_request.url.path[:200]}: {error.detail.lower()}; {known_paths}"
-        return JSONResponse(ApiError(error.status_code, text).body(), error.status_code, headers=error.headers)
+        body = ApiError(text, status=error.status_code).body()
+        return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(ClientDisconnected)
     async def client_disconnected(_: Request, __: ClientDisconnected) -> Response:
-        app_state.metrics.count_cancelled()
+        pool.metrics.count_cancelled()
         return Response(status_code=499)
 
     @app.exception_handler(Exception)
     async def internal_error(_: Request, __: Exception) -> Response:  # the log has the traceback
-        return JSONResponse(ApiError(500, "the server failed on this request").body(), 500)
+        return JSONResponse(ApiError("the server failed on this request").body(), 500)
 
 
 def _model_card(app_state: AppState, name: str) -> dict[str, Any]:
@@ -138,49 +180,47 @@ def _model_card(app_state: AppState, name: str) -> dict[str, Any]:
 def _require_model_kind(app_state: AppState, task: str, generative: bool) -> None:
     if (app_state.model_info.kind != "encoder") != generative:
         other_path = "/v1/completions" if app_state.model_info.kind != "encoder" else "/v1/embeddings"
-        raise bad_request(f"{app_state.model_name} cannot do {task}: use {other_path}", "model")
+        raise BadRequest(f"{app_state.model_name} cannot do {task}: use {other_path}", "model")
 
 
-async def _mii_response(app_state: AppState, http_request: Request) -> Response:
+class _MiiAnswer(Answer):
     """DeepSpeed-MII's REST form: a list of ``{generated_text, prompt_length, generated_length, ...}``."""
-    request = parse_body(MiiRequest, await http_request.body())
-    _require_model_kind(app_state, "text generation", generative=True)
-    texts = [request.prompts] if isinstance(request.prompts, str) else request.prompts
-    if not texts:
-        raise bad_request("prompts is empty: send at least one", "prompts")
-    app_state.pool.check_capacity(len(texts))
-    if request.stream and len(texts) > 1:
-        raise bad_request("stream takes one prompt at a time: send the others apart", "stream")
-    prompts = await convert.tokenize_prompts(list(texts), app_state.tokenizer, app_state.model_info, "prompts")
-    requests = [
-        convert.make_engine_request(p, convert.mii_sampling_params(request, len(p), app_state.model_info))
-        for p in prompts
-    ]
-    if request.stream:
-        prefix = texts[0] if request.return_full_text else ""
-        return await sse_response(app_state, http_request.receive, _mii_chunks(Generation(app_state, requests), prefix))
-    results = await run_until_disconnect(http_request.receive, Generation(app_state, requests).collect())
-    responses = []
-    for text, prompt, (result,) in zip(texts, prompts, results, strict=True):
-        responses.append(
+
+    def __init__(self, app_state: AppState, request: MiiRequest) -> None:
+        super().__init__(app_state, request.stream)
+        self._request = request
+        self._texts = [request.prompts] if isinstance(request.prompts, str) else request.prompts
+        self.num_sequences = len(self._texts)
+        self._lengths: list[int] = []
+        self._prefix = self._texts[0] if request.return_full_text and self._texts else ""
+        if not self._texts:
+            raise BadRequest("prompts is empty: send at least one", "prompts")
+        if request.stream and len(self._texts) > 1:
+            raise BadRequest("stream takes one prompt at a time: send the others apart", "stream")
+
+    async def make_requests(self) -> list[EngineRequest]:
+        model_info = self.app_state.model_info
+        prompts = await tokenize_prompts(self._texts, self.app_state.tokenizer, model_info, "prompts")
+        self._lengths = [len(prompt) for prompt in prompts]
+        return [make_engine_request(p, mii_sampling_params(self._request, len(p), model_info)) for p in prompts]
+
+    def body(self, results: list[list[SequenceResult]]) -> list[dict[str, Any]]:
+        return [
             {
-                "generated_text": text + result.text if request.return_full_text else result.text,
-                "prompt_length": len(prompt),
+                "generated_text": text + result.text if self._request.return_full_text else result.text,
+                "prompt_length": length,
                 "generated_length": result.num_tokens,
                 "finish_reason": result.finish_reason,
             }
-        )
-    return JSONResponse(responses)
+            for text, length, (result,) in zip(self._texts, self._lengths, results, strict=True)
+        ]
 
-
-async def _mii_chunks(generation: Generation, prefix: str) -> AsyncGenerator[dict[str, Any]]:
-    async with contextlib.aclosing(generation.stream()) as outputs:
-        async for _, output in outputs:
-            if prefix or output.text or output.finished:
-                yield {
-                    "generated_text": prefix + output.text,
-                    "prompt_length": output.num_prompt_tokens,
-                    "generated_length": output.num_generated_tokens,
-                    "finish_reason": output.finish_reason,
-                }
-            prefix = ""
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        if self._prefix or output.text or output.finished:
+            yield {
+                "generated_text": self._prefix + output.text,
+                "prompt_length": output.num_prompt_tokens,
+                "generated_length": output.num_generated_tokens,
+                "finish_reason": output.finish_reason,
+            }
+        self._prefix = ""

@@ -33,7 +33,7 @@ def post_json(url: str, body: dict[str, Any], api_key: str | None = None) -> htt
         with contextlib.suppress(ValueError, KeyError, TypeError):
             detail = json.loads(text)["error"]
             message, code = detail["message"], detail["code"]
-        raise ApiError(error.code, message, code=code) from None
+        raise ApiError(message, code=code, status=error.code) from None
     except urllib.error.URLError as error:
         raise ConnectionError(f"{url} does not answer ({error.reason}): is it serving?") from None
 
@@ -51,6 +51,6 @@ def iter_sse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
                 except ValueError:  # half a line
                     break
                 if "error" in event:
-                    raise ApiError(500, event["error"]["message"])
+                    raise ApiError(event["error"]["message"])
                 yield event
     raise ConnectionError("the server went away in the middle of its answer")

@@ -1,40 +1,59 @@
-"""The engine's side of the socket: one thread owns the engine, two stand beside it.
+"""The engine's side of the socket: one thread owns the engine, two stand beside it; and what passes between.
 
 The engine thread takes what has arrived, runs one step, sends what came out, and sleeps when there is
-nothing to do.  The reader thread moves messages from the socket into a queue and notices when the front is
+nothing to do.  The reader thread moves messages from the socket into a queue and notices when the server is
 gone.  The heartbeat thread reports, several times a second, how long ago the engine last came back from a
-step: it is the one that still speaks when a step hangs, so the front can tell "slow" from "stuck".
+step: it is the one that still speaks when a step hangs, so the server can tell "slow" from "stuck".
 
 A request that needs preparing (a large grammar takes seconds) goes through a thread for that first, while the
 engine works for the others.
+
+Messages are JSON objects in frames of a length and that many bytes.  Server to replica: ``add`` (a request), ``abort``,
+``embed``.  Replica to server: ``ready`` (with the model's metadata), ``out`` (the outputs of one step), ``refused`` (a
+request that can never run), ``embedded``, ``beat`` (progress and gauges), ``fatal`` (why the engine died).  Fields that
+hold their default are left out; numbers may be infinite, as Python's JSON writes them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
+import json
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from thalweg.infer.types import EngineCore, EngineStats, Request
-from thalweg.serve.replicas import ipc
+from thalweg.infer.types import (
+    EngineCore,
+    EngineStats,
+    ModelMetadata,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprob,
+)
 
 HEARTBEAT_SECONDS = 0.2  # seconds between heartbeats
-EXIT_SERVER_ENDED = 75
-"""Exit code of a replica whose server ended for good: nobody will want another one."""
+Message = dict[str, Any]
+
+_LENGTH_PREFIX = struct.Struct("!I")
+_MAX_FRAME_BYTES = 256 * 2**20  # bytes; embeddings of a full batch stay far below it
 
 
 class EngineLoop:
     """Runs an engine behind a socket until the other side is gone, says stop, or the engine breaks.
 
-    ``load`` makes the engine, in the thread that calls :meth:`run`.  ``lost`` is called from the reader
-    thread when the front is gone.
+    ``load_engine`` makes the engine, in the thread that calls :meth:`run`.  ``on_disconnect`` is called from the
+    reader thread when the server is gone.
     """
 
     def __init__(
@@ -44,7 +63,7 @@ class EngineLoop:
         on_disconnect: Callable[[], None] = lambda: None,
     ) -> None:
         self._sock, self._load_engine, self._on_disconnect = sock, load_engine, on_disconnect
-        self._inbox: queue.SimpleQueue[ipc.Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._done = threading.Event()
         self._stats = EngineStats()
@@ -62,10 +81,10 @@ class EngineLoop:
         try:
             engine = self._engine = self._load_engine()
             self._record_progress(engine)
-            self._send({"type": "ready", "facts": ipc.dump_model_info(engine.metadata)})
+            self._send({"type": "ready", "model": dump_model_info(engine.metadata)})
             self._run_engine(engine)
-        except _StopRequested as stopped:
-            return stopped.code
+        except _StopRequested:
+            return 0
         except Exception as error:
             # One that says what is wrong with the model needs no traceback; a defect of ours does.
             known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
@@ -80,7 +99,7 @@ class EngineLoop:
             if engine is not None:
                 engine.close()
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader and tells the front
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader and tells the server
             self._sock.close()
         return 0
 
@@ -90,7 +109,7 @@ class EngineLoop:
             outputs = engine.step()
             self._record_progress(engine)
             if outputs:
-                self._send({"type": "out", "outputs": [ipc.dump_output(output) for output in outputs]})
+                self._send({"type": "out", "outputs": [dump_output(output) for output in outputs]})
             if not engine.has_work():
                 self._send(self._heartbeat_message())  # gauges are right at once when the last request ended
 
@@ -100,7 +119,7 @@ class EngineLoop:
             self._busy = engine.has_work()
             message = self._inbox.get()
             if message["type"] == "stop":
-                raise _StopRequested(EXIT_SERVER_ENDED if message.get("final") else 0)
+                raise _StopRequested
             if message["type"] == "lost":
                 raise RuntimeError(message["error"])
             if not self._busy:
@@ -112,7 +131,7 @@ class EngineLoop:
                 self._send(self._heartbeat_message())
         self._busy = True
 
-    def _handle_message(self, engine: EngineCore, message: ipc.Message) -> None:
+    def _handle_message(self, engine: EngineCore, message: Message) -> None:
         kind, request_id = message["type"], message.get("id", "")
         if kind == "abort":
             self._preparing_ids.discard(request_id)
@@ -121,7 +140,7 @@ class EngineLoop:
         try:
             if kind == "add":
                 request_id = message["request"]["request_id"]
-                self._add_request(engine, ipc.load_request(message["request"]))
+                self._add_request(engine, load_request(message["request"]))
             elif kind == "prepared":
                 if request_id in self._preparing_ids:
                     self._preparing_ids.remove(request_id)
@@ -144,7 +163,7 @@ class EngineLoop:
         self._prepare_executor.submit(self._prepare, preparation, request)
 
     def _prepare(self, preparation: Callable[[], object], request: Request) -> None:
-        message: ipc.Message = {"type": "prepared", "id": request.request_id, "request": request}
+        message: Message = {"type": "prepared", "id": request.request_id, "request": request}
         try:
             if request.request_id in self._preparing_ids:  # else the client has left
                 preparation()
@@ -158,7 +177,7 @@ class EngineLoop:
         self._busy = engine.has_work()
         self._last_progress = time.monotonic()
 
-    def _heartbeat_message(self) -> ipc.Message:
+    def _heartbeat_message(self) -> Message:
         stalled_seconds = (
             time.monotonic() - self._last_progress if self._busy and self._last_progress is not None else 0.0
         )
@@ -166,17 +185,17 @@ class EngineLoop:
             "type": "beat",
             "loading": self._last_progress is None,
             "stuck": stalled_seconds,
-            "stats": ipc.dump_stats(self._stats),
+            "stats": dump_stats(self._stats),
         }
 
-    def _send(self, message: ipc.Message) -> None:
-        data = ipc.encode_frame(message)
-        with self._send_lock, contextlib.suppress(OSError):  # the reader learns that the front is gone
+    def _send(self, message: Message) -> None:
+        data = encode_frame(message)
+        with self._send_lock, contextlib.suppress(OSError):  # the reader learns that the server is gone
             self._sock.sendall(data)
 
     def _read_loop(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            for message in ipc.read_messages(self._sock):
+            for message in read_messages(self._sock):
                 self._inbox.put(message)
         self._inbox.put({"type": "stop"})
         if not self._done.is_set():
@@ -191,8 +210,117 @@ class EngineLoop:
 
 
 class _StopRequested(Exception):
-    """The front said stop, or is gone."""
+    """The server is gone."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+
+def encode_frame(message: Message) -> bytes:
+    """Return a message as a frame."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    assert len(body) <= _MAX_FRAME_BYTES
+    return _LENGTH_PREFIX.pack(len(body)) + body
+
+
+def read_messages(sock: socket.socket) -> Iterator[Message]:
+    """Yield messages from a blocking socket until the other side is gone."""
+    with sock.makefile("rb") as file:
+        while len(head := file.read(_LENGTH_PREFIX.size)) == _LENGTH_PREFIX.size:
+            size = _check_frame_size(_LENGTH_PREFIX.unpack(head)[0])
+            body = file.read(size)
+            if len(body) < size:
+                return
+            yield json.loads(body)
+
+
+async def read_message(reader: asyncio.StreamReader) -> Message | None:
+    """Return the next message, or None when the other side is gone."""
+    try:
+        head = await reader.readexactly(_LENGTH_PREFIX.size)
+        return json.loads(await reader.readexactly(_check_frame_size(_LENGTH_PREFIX.unpack(head)[0])))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def _check_frame_size(size: int) -> int:
+    if size > _MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes: the other side speaks something else")
+    return size
+
+
+def dump_request(request: Request) -> Message:
+    """Return a request as JSON values."""
+    fields = _without_defaults(request)
+    fields["prompt"] = list(request.prompt)
+    if request.params != SamplingParams():
+        fields["params"] = _without_defaults(request.params)
+        if request.params.structure is not None:
+            fields["params"]["structure"] = _without_defaults(request.params.structure)
+    else:
+        fields.pop("params", None)
+    return fields
+
+
+def load_request(fields: Message) -> Request:
+    """Undo :func:`dump_request`."""
+    params = dict(fields.get("params", {}))
+    for name in ("stop", "stop_token_ids"):
+        if name in params:
+            params[name] = tuple(params[name])
+    if "logit_bias" in params:
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+    if params.get("structure") is not None:
+        structure = dict(params["structure"])
+        if "choices" in structure:
+            structure["choices"] = tuple(structure["choices"])
+        params["structure"] = StructuredOutput(**structure)
+    return Request(**{**fields, "params": SamplingParams(**params)})
+
+
+def dump_output(output: RequestOutput) -> Message:
+    """Return an output as JSON values."""
+    fields = _without_defaults(output)
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in fields:
+            fields[name] = [x and [x.token_id, x.logprob, x.top] for x in fields[name]]
+    return fields
+
+
+def load_output(fields: Message) -> RequestOutput:
+    """Undo :func:`dump_output`."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in fields:
+            fields[name] = tuple(x and _load_logprob(*x) for x in fields[name])
+    fields["token_ids"] = tuple(fields.get("token_ids", ()))
+    return RequestOutput(**fields)
+
+
+def _load_logprob(token_id: int, logprob: float, top: list[list[Any]]) -> TokenLogprob:
+    return TokenLogprob(token_id, logprob, tuple((token, value) for token, value in top))
+
+
+def dump_stats(stats: EngineStats) -> Message:
+    """Return the gauges as JSON values."""
+    return {**_without_defaults(stats), "finished": dict(stats.finished)}
+
+
+def load_stats(fields: Message) -> EngineStats:
+    """Undo :func:`dump_stats`."""
+    return EngineStats(**fields)
+
+
+def dump_model_info(model_info: ModelMetadata) -> Message:
+    """Return the model's metadata as JSON values."""
+    return dataclasses.asdict(model_info)
+
+
+def load_model_info(fields: Message) -> ModelMetadata:
+    """Undo :func:`dump_model_info`."""
+    tuples = {name: tuple(fields[name]) for name in ("eos_token_ids", "adapters")}
+    return ModelMetadata(**{**fields, **tuples})
+
+
+def _without_defaults(value: Any) -> Message:
+    return {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
+    }

@@ -1,7 +1,9 @@
-"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}`` with an HTTP status."""
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``; each class has its HTTP status."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 _ERROR_TYPES = {
@@ -13,20 +15,22 @@ _ERROR_TYPES = {
 
 
 class ApiError(Exception):
-    """What a client is told: ``message`` names the cure, ``param`` the field, ``code`` is for programs."""
+    """What a client is told: ``message`` names the cure, ``param`` the field, ``code`` is for programs.
+
+    ``status`` is the class's own unless one is given, as it is for what another server answered.
+    """
+
+    status: int = 500
+    code: str | None = None
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
+        self, message: str, param: str | None = None, *, code: str | None = None, status: int | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = headers or {}
+        self.message, self.param = message, param
+        self.code = code or self.code
+        self.status = status or self.status
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
@@ -34,21 +38,130 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400 that names the field."""
-    return ApiError(400, message, param=param, code=code)
+class BadRequest(ApiError):
+    """The client's mistake."""
+
+    status = 400
 
 
-def overloaded(retry_after: int) -> ApiError:
-    """Return the 429 of a full queue; ``retry_after`` is in seconds."""
-    return ApiError(
-        429,
-        f"the queue is full: try again in {retry_after} s",
-        code="overloaded",
-        headers={"Retry-After": str(retry_after)},
-    )
+class ContextLengthExceeded(BadRequest):
+    """Prompt and answer do not fit into the model's length."""
+
+    code = "context_length_exceeded"
 
 
-def unavailable(message: str, code: str = "unavailable", retry_after: int = 5) -> ApiError:
-    """Return a 503: the fault is the server's, and passes."""
-    return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
+class InvalidApiKey(ApiError):
+    """No key, or none of ours."""
+
+    status = 401
+    code = "invalid_api_key"
+    headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
+
+
+class Forbidden(ApiError):
+    """A ``Host`` that this server does not answer to."""
+
+    status = 403
+
+
+class NotFound(ApiError):
+    """No such path, model or deployment."""
+
+    status = 404
+
+
+class ModelNotFound(NotFound):
+    """No such model here."""
+
+    code = "model_not_found"
+
+
+class RequestTimeout(ApiError):
+    """Headers or body did not arrive in time."""
+
+    status = 408
+    code = "timeout"
+
+
+class BodyTooLarge(ApiError):
+    """The body has more bytes than the server takes."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class UnsupportedMediaType(ApiError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    code = "content_type"
+
+
+class HeadersTooLarge(ApiError):
+    """The headers have more bytes than the server takes."""
+
+    status = 431
+
+
+class EngineFailed(ApiError):
+    """The engine failed on this request alone."""
+
+    status = 500
+    code = "engine_error"
+
+
+class _RetryLater(ApiError):
+    """Passes: ``retry_after`` seconds from now it may be better."""
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after: int = 5) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+        self.headers = {"Retry-After": str(retry_after)}
+
+
+class Overloaded(_RetryLater):
+    """The queue is full."""
+
+    status = 429
+    code = "overloaded"
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__(f"the queue is full: try again in {retry_after} s", retry_after=retry_after)
+
+
+class Unavailable(_RetryLater):
+    """The fault is the server's, and passes."""
+
+    status = 503
+    code = "unavailable"
+
+
+class Unhealthy(Unavailable):
+    """What ``/health`` answers while no request would be served."""
+
+    code = "unhealthy"
+
+
+class ShuttingDown(Unavailable):
+    """The server ends."""
+
+    code = "shutting_down"
+
+
+class ReplicaLost(Unavailable):
+    """The replica ended before the request did; ``reason`` says how."""
+
+    code = "lost"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the replica that worked on this request was lost ({reason}): try again", retry_after=1)
+
+
+class DeadlineExceeded(ApiError):
+    """The request took longer than it may."""
+
+    status = 504
+    code = "timeout"
+
+    def __init__(self) -> None:
+        super().__init__("the request took longer than this server allows: ask for fewer tokens")

@@ -6,41 +6,49 @@ engines' gauges are read when somebody asks for them, from the last heartbeat.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from thalweg.infer.types import RequestOutput
-from thalweg.serve.replicas.pool import ReplicaPool
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
 _E2E_LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class Metrics:
-    """Counts what one server does."""
+class PoolGauges(Protocol):
+    """What is read from the pool whenever somebody asks for ``/metrics``."""
 
-    def __init__(self, pool: ReplicaPool) -> None:
+    num_outstanding: int
+    limits: Any
+    replicas: Any
+
+    def ready_replicas(self) -> Sequence[Any]:
+        """The replicas that take requests."""
+        ...
+
+    def health(self) -> tuple[bool, str]:
+        """Whether ``/health`` is 200."""
+        ...
+
+
+class ServerMetrics:
+    """Counts what one server does, whatever stands behind it."""
+
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        registry_kwargs: dict[str, Any] = {"registry": self.registry}
-        self._ttft = Histogram("thalweg_time_to_first_token_seconds", "From arrival to the first token",
-                                buckets=_TTFT_BUCKETS, **registry_kwargs)  # fmt: skip
-        self._itl = Histogram("thalweg_inter_token_latency_seconds", "From one token to the next",
-                                  buckets=_ITL_BUCKETS, **registry_kwargs)  # fmt: skip
+        self._registry_kwargs: dict[str, Any] = {"registry": self.registry}
         self._e2e_latency = Histogram("thalweg_request_seconds", "From arrival to the last token",
-                                buckets=_E2E_LATENCY_BUCKETS, **registry_kwargs)  # fmt: skip
-        self._finished = Counter("thalweg_finished", "Sequences by finish reason", ["reason"], **registry_kwargs)
-        self._responses = Counter("thalweg_http_responses", "Responses", ["path", "status"], **registry_kwargs)
-        self._prompt_tokens = Counter(
-            "thalweg_prompt_tokens", "Prompt tokens of requests that were started", **registry_kwargs
+                                      buckets=_E2E_LATENCY_BUCKETS, **self._registry_kwargs)  # fmt: skip
+        self._responses = Counter("thalweg_http_responses", "Responses", ["path", "status"], **self._registry_kwargs)
+        self._cancelled = Counter(
+            "thalweg_cancelled", "Requests whose client left before the end", **self._registry_kwargs
         )
-        self._generated_tokens = Counter("thalweg_generated_tokens", "Tokens generated", **registry_kwargs)
-        self._cancelled = Counter("thalweg_cancelled", "Requests whose client left before the end", **registry_kwargs)
-        self.registry.register(_EngineCollector(pool))
 
     def count_response(self, path: str, status: int) -> None:
         """Count an HTTP response."""
@@ -50,13 +58,37 @@ class Metrics:
         """Count a client that left."""
         self._cancelled.inc()
 
-    def start_timer(self) -> RequestTimer:
-        """Begin to time a request that has just arrived."""
-        return RequestTimer(self)
-
     def render(self) -> bytes:
         """Return the text form."""
         return generate_latest(self.registry)
+
+
+class EngineGauges(PoolGauges, Protocol):
+    """The same of a pool of engines."""
+
+    num_restarts: int
+
+
+class Metrics(ServerMetrics):
+    """Those of a server with engines."""
+
+    def __init__(self, pool: EngineGauges) -> None:
+        super().__init__()
+        registry_kwargs = self._registry_kwargs
+        self._ttft = Histogram("thalweg_time_to_first_token_seconds", "From arrival to the first token",
+                                buckets=_TTFT_BUCKETS, **registry_kwargs)  # fmt: skip
+        self._itl = Histogram("thalweg_inter_token_latency_seconds", "From one token to the next",
+                                  buckets=_ITL_BUCKETS, **registry_kwargs)  # fmt: skip
+        self._finished = Counter("thalweg_finished", "Sequences by finish reason", ["reason"], **registry_kwargs)
+        self._prompt_tokens = Counter(
+            "thalweg_prompt_tokens", "Prompt tokens of requests that were started", **registry_kwargs
+        )
+        self._generated_tokens = Counter("thalweg_generated_tokens", "Tokens generated", **registry_kwargs)
+        self.registry.register(_EngineCollector(pool))
+
+    def start_timer(self) -> RequestTimer:
+        """Begin to time a request that has just arrived."""
+        return RequestTimer(self)
 
 
 class RequestTimer:
@@ -88,15 +120,12 @@ class RequestTimer:
 class _EngineCollector:
     """The engines' gauges and counters, by replica."""
 
-    def __init__(self, pool: ReplicaPool) -> None:
+    def __init__(self, pool: EngineGauges) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Any]:
         pool = self._pool
-        yield GaugeMetricFamily("thalweg_outstanding", "Sequences admitted, not ended", value=pool.num_outstanding)
-        yield GaugeMetricFamily("thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding)
-        yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas()))
-        yield GaugeMetricFamily("thalweg_healthy", "1 while /health is 200", value=pool.health()[0])
+        yield from _common_gauges(pool, "Sequences")
         yield CounterMetricFamily("thalweg_replica_restarts", "Replicas replaced", value=pool.num_restarts)
         families = [
             (GaugeMetricFamily, "running", "Sequences that take part in steps", "running"),
@@ -123,3 +152,57 @@ class _EngineCollector:
         for replica in pool.replicas:
             stalled.add_metric([str(replica.index)], replica.stalled_seconds)
         yield stalled
+
+
+class RouterGauges(PoolGauges, Protocol):
+    """The same of a router."""
+
+    num_retries: int
+
+
+class RouterMetrics(ServerMetrics):
+    """Those of a server that forwards to others."""
+
+    def __init__(self, router: RouterGauges) -> None:
+        super().__init__()
+        self._first_byte = Histogram("thalweg_time_to_first_byte_seconds", "From arrival to a replica's answer",
+                                     buckets=_TTFT_BUCKETS, **self._registry_kwargs)  # fmt: skip
+        self.registry.register(_RouterCollector(router))
+
+    @contextlib.contextmanager
+    def time_request(self) -> Iterator[Callable[[], None]]:
+        """Time one request; what is yielded is to be called when its answer begins."""
+        start, began = time.perf_counter(), []
+
+        def answer_begins() -> None:
+            began.append(time.perf_counter())
+            self._first_byte.observe(began[0] - start)
+
+        try:
+            yield answer_begins
+        finally:
+            if began:
+                self._e2e_latency.observe(time.perf_counter() - start)
+
+
+class _RouterCollector:
+    def __init__(self, router: RouterGauges) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[Any]:
+        router = self._router
+        yield from _common_gauges(router, "Requests")
+        yield CounterMetricFamily("thalweg_retries", "Requests given to another replica", value=router.num_retries)
+        up = GaugeMetricFamily("thalweg_replica_up", "1 while it takes requests", labels=["replica"])
+        outstanding = GaugeMetricFamily("thalweg_replica_outstanding", "Requests it has", labels=["replica"])
+        for replica in router.replicas:
+            up.add_metric([str(replica.index)], replica.state == "ready")
+            outstanding.add_metric([str(replica.index)], replica.num_outstanding)
+        yield from (up, outstanding)
+
+
+def _common_gauges(pool: PoolGauges, what: str) -> Iterator[Any]:
+    yield GaugeMetricFamily("thalweg_outstanding", f"{what} admitted, not ended", value=pool.num_outstanding)
+    yield GaugeMetricFamily("thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding)
+    yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas()))
+    yield GaugeMetricFamily("thalweg_healthy", "1 while /health is 200", value=pool.health()[0])

@@ -14,23 +14,22 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from thalweg.serve.app import build_app
-from thalweg.serve.generation import AppState
-from thalweg.serve.http.hardened_protocol import HardenedProtocol
-from thalweg.serve.http.middleware import BodyLimits, RequestGuard
-from thalweg.serve.http.tls import tls_context, tls_protocol_factory
-from thalweg.serve.metrics import Metrics
+from thalweg.serve.app import build_app, build_router_app
+from thalweg.serve.http.guard import BodyLimits, HardenedProtocol, RequestGuard, tls_context, tls_protocol_factory
+from thalweg.serve.openai.responses import AppState
 from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
+from thalweg.serve.replicas.router import ReplicaRouter
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -96,10 +95,9 @@ def run(
     load_tokenizer: Callable[[], ChatTokenizer],
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve until a signal; ``ready`` is called with the address once requests are taken.
+    """Serve until a signal; ``on_ready`` is called with the address once requests are taken.
 
-    ``start`` begins a replica, ``load_text`` loads the tokenizer.  Raises RuntimeError when a replica does
-    not start, OSError when the address cannot be had.
+    Raises RuntimeError when a replica does not start, OSError when the address cannot be had.
     """
     asyncio.run(serve(options, start_replica, load_tokenizer, on_ready))
 
@@ -111,39 +109,76 @@ async def serve(
     on_ready: Callable[[str], None] = lambda url: None,
     stop_event: asyncio.Event | None = None,
 ) -> None:
-    """The same on a running event loop; setting ``stop`` is the first signal."""
+    """The same on a running event loop; setting ``stop_event`` is the first signal."""
     max_connections = _raise_fd_limit()
     with contextlib.closing(_bind(options.host, options.port)) as sock:
-        pool = ReplicaPool(start_replica, options.num_replicas, options.pool_limits)
+        limits = replace(options.pool_limits, request_seconds=options.request_seconds)
+        pool = ReplicaPool(start_replica, options.num_replicas, limits)
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(load_tokenizer))
         try:
             model_info = await pool.start()
             app_state = AppState(
                 pool=pool,
-                metrics=Metrics(pool),
                 tokenizer=await tokenizer_task,
                 model_info=model_info,
                 model_name=options.model,
                 created=int(time.time()),
-                request_seconds=options.request_seconds,
                 aliases=options.aliases,
             )
-            server = _DrainingServer(_uvicorn_config(options, app_state, max_connections), pool, options.drain_seconds)
-            url = _url(options, sock.getsockname()[1])
-            await server.serve_until(stop_event, sock, lambda: on_ready(url))
+            app = build_app(app_state, options.deployment_name)
+            await _serve_app(app, pool, options, sock, max_connections, on_ready, stop_event)
         finally:
             tokenizer_task.cancel()
             await asyncio.gather(tokenizer_task, return_exceptions=True)
             await pool.close()
 
 
-def _uvicorn_config(options: ServeOptions, app_state: AppState, max_connections: int) -> uvicorn.Config:
-    app = RequestGuard(
-        build_app(app_state, options.deployment_name),
-        options.api_keys,
-        options.body_limits,
-        app_state.metrics.count_response,
-    )
+def run_router(
+    options: ServeOptions,
+    replica_urls: Sequence[str],
+    replica_key: str | None,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Forward requests to other servers until a signal; RuntimeError where one has another model or key."""
+    asyncio.run(serve_router(options, replica_urls, replica_key, on_ready))
+
+
+async def serve_router(
+    options: ServeOptions,
+    replica_urls: Sequence[str],
+    replica_key: str | None,
+    on_ready: Callable[[str], None] = lambda url: None,
+    stop_event: asyncio.Event | None = None,
+) -> None:
+    """The same on a running event loop; setting ``stop_event`` is the first signal."""
+    max_connections = _raise_fd_limit()
+    limits = replace(options.pool_limits, request_seconds=options.request_seconds)
+    with contextlib.closing(_bind(options.host, options.port)) as sock:
+        router = ReplicaRouter(replica_urls, replica_key, options.model, limits)
+        try:
+            await router.start()
+            await _serve_app(build_router_app(router), router, options, sock, max_connections, on_ready, stop_event)
+        finally:
+            await router.close()
+
+
+async def _serve_app(
+    app: ASGIApp,
+    pool: ReplicaPool | ReplicaRouter,
+    options: ServeOptions,
+    sock: socket.socket,
+    max_connections: int,
+    on_ready: Callable[[str], None],
+    stop_event: asyncio.Event | None,
+) -> None:
+    """Listen, until the server has drained."""
+    guard = RequestGuard(app, options.api_keys, options.body_limits, pool.metrics.count_response)
+    server = _DrainingServer(_uvicorn_config(options, guard, max_connections), pool, options.drain_seconds)
+    url = _url(options, sock.getsockname()[1])
+    await server.serve_until(stop_event, sock, lambda: on_ready(url))
+
+
+def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -> uvicorn.Config:
     for name in ("uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.ERROR)
     http_protocol: Any = type("_Protocol", (HardenedProtocol,), {"max_connections": max_connections})
@@ -167,7 +202,7 @@ def _uvicorn_config(options: ServeOptions, app_state: AppState, max_connections:
 class _DrainingServer(uvicorn.Server):
     """uvicorn with our way of ending."""
 
-    def __init__(self, config: uvicorn.Config, pool: ReplicaPool, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, pool: ReplicaPool | ReplicaRouter, drain_seconds: float) -> None:
         super().__init__(config)
         self._pool, self._drain_seconds = pool, drain_seconds
         self._loop = asyncio.get_running_loop()
@@ -200,7 +235,7 @@ class _DrainingServer(uvicorn.Server):
             self._abort_streams()
             self._loop.call_later(0.5, self._force_close)
             return
-        _LOG.info("finishing %d sequences (at most %g s)", self._pool.num_outstanding, self._drain_seconds)
+        _LOG.info("finishing what runs: %d outstanding (at most %g s)", self._pool.num_outstanding, self._drain_seconds)
         self._pool.draining = True
         self.should_exit = True
         self._loop.call_later(self._drain_seconds, self._abort_streams)

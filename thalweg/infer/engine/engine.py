@@ -251,6 +251,7 @@ class LLMEngine:
             num_cached_tokens=sequence.num_cached_tokens,
             num_generated_tokens=sequence.num_generated_tokens,
             error=sampled.error,
+            invalid_request=sampled.invalid_request,
         )
 
     def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:

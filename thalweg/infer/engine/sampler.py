@@ -31,6 +31,8 @@ class SampledToken:
     token: int
     logprob: TokenLogprob | None = None
     error: str | None = None
+    invalid_request: bool = False
+    """Whether ``error`` is the request's own fault."""
 
 
 ArgmaxResult = tuple[list[int], list[float]]
@@ -52,7 +54,7 @@ def sample_token(row: Tensor, token: int, max_logit: float, sequence: Sequence) 
             token = _draw(_process_logits(row, sequence), sequence)
         _update_state(sequence, token)
     except GrammarError as error:
-        return SampledToken(0, error=str(error))
+        return SampledToken(0, error=str(error), invalid_request=True)
     return SampledToken(token, None if params.logprobs is None else token_logprob(row, token, params.logprobs))
 
 

@@ -22,9 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thalweg.infer.types import EngineConfig
 from thalweg.serve.app import build_app
-from thalweg.serve.generation import AppState
-from thalweg.serve.http.middleware import BodyLimits, RequestGuard
-from thalweg.serve.metrics import Metrics
+from thalweg.serve.http.guard import BodyLimits, RequestGuard
+from thalweg.serve.openai.responses import AppState
 from thalweg.serve.openai.tokenizer import load_chat_tokenizer
 from thalweg.serve.replicas.launcher import LOADER, EngineSpec, ProcessLauncher
 from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
@@ -55,7 +54,7 @@ def application(
         raise ImportError("Ray Serve is not installed: pip install 'ray[serve]'") from None
     engine = EngineConfig(**options)
     engine_spec = EngineSpec(model, engine, loader)
-    limits = PoolLimits(engine.max_batch + max_queue)
+    limits = PoolLimits(engine.max_batch + max_queue, request_seconds=600.0)
     model_name, keys, apps = name or Path(model.rstrip("/")).name or model, tuple(api_keys), []
 
     def build() -> ASGIApp:
@@ -122,14 +121,12 @@ class RayApp:
         trust_remote_code = self._engine_spec.options.trust_remote_code
         app_state = AppState(
             pool=self._pool,
-            metrics=Metrics(self._pool),
             tokenizer=load_chat_tokenizer(self._engine_spec.model, self._engine_spec.loader, None, trust_remote_code),
             model_info=model_info,
             model_name=self._model_name,
             created=int(time.time()),
-            request_seconds=600.0,
         )
-        return RequestGuard(build_app(app_state), self._api_keys, BodyLimits(), app_state.metrics.count_response)
+        return RequestGuard(build_app(app_state), self._api_keys, BodyLimits(), self._pool.metrics.count_response)
 
     def check(self) -> None:
         """Raise RuntimeError while the engine is dead or makes no progress."""

@@ -111,7 +111,7 @@ def client(model_or_deployment_name: str) -> Client:
     for name in candidates:
         record = _lookup_deployment(name)
         if record is not None:
-            return Client(name, record["url"], record["key"], record["pid"])
+            return Client(name, record["url"], record["key"], record["pid"], record.get("start_time"))
     raise ValueError(
         f"no deployment {model_or_deployment_name!r} runs for this user: start it with thalweg.serve(model, "
         f"{model_or_deployment_name!r}) or `thalweg serve MODEL --deployment {model_or_deployment_name}`"
@@ -121,8 +121,10 @@ def client(model_or_deployment_name: str) -> Client:
 class Client:
     """Talks to one deployment; call it, or :meth:`generate`, with one prompt or several."""
 
-    def __init__(self, name: str, url: str, key: str | None, pid: int) -> None:
-        self.name, self.url, self._key, self._pid = name, url, key, pid
+    def __init__(self, name: str, url: str, key: str | None, pid: int, start_time: int | None = None) -> None:
+        """``start_time`` is the process's, by which it is told from a later one with the same pid."""
+        self.name, self.url, self._key = name, url, key
+        self._pid, self._start_time = pid, start_time
 
     def generate(
         self,
@@ -144,10 +146,9 @@ class Client:
 
     def terminate_server(self) -> None:
         """End the server and wait until it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGTERM)
+        if _signal_process(self._pid, self._start_time, signal.SIGTERM):
             deadline = time.monotonic() + 60
-            while time.monotonic() < deadline and _is_alive(self._pid):
+            while time.monotonic() < deadline and _is_alive(self._pid, self._start_time):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self._pid, os.WNOHANG)  # where it is our own child
                 time.sleep(0.02)
@@ -185,7 +186,8 @@ def register_deployment(name: str, url: str, key: str | None) -> None:
     path.parent.chmod(0o700)
     tmp_path = path.with_suffix(f".{secrets.token_hex(4)}")
     with os.fdopen(os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({"name": name, "url": url, "key": key, "pid": os.getpid()}, file)
+        pid = os.getpid()
+        json.dump({"name": name, "url": url, "key": key, "pid": pid, "start_time": _start_time(pid)}, file)
     tmp_path.replace(path)
 
 
@@ -201,7 +203,7 @@ def _lookup_deployment(name: str) -> dict[str, Any] | None:
         record = json.loads(_registry_path(name).read_text())
     except (OSError, ValueError):
         return None
-    if _is_alive(record["pid"]):
+    if _is_alive(record["pid"], record.get("start_time")):
         return record
     unregister_deployment(name, record["pid"])
     return None
@@ -213,13 +215,47 @@ def _registry_path(name: str) -> Path:
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
-def _is_alive(pid: int) -> bool:
+def _start_time(pid: int) -> int | None:
+    """When the process started, in clock ticks since the machine did (proc(5), field 22); None without /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+
+
+def _is_alive(pid: int, start_time: int | None = None) -> bool:
+    """Whether the process runs: this one, and no later one to which its pid has passed."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it is another user's, so it is not the one that wrote the record
+        return start_time is None
+    if start_time is not None and _start_time(pid) not in (start_time, None):
+        return False
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+def _signal_process(pid: int, start_time: int | None, number: int) -> bool:
+    """Send a signal to the process if it is still the same one; returns whether it is."""
+    if not hasattr(os, "pidfd_open"):
+        if _is_alive(pid, start_time):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                return True
+        return False
+    try:
+        descriptor = os.pidfd_open(pid)  # from here on the pid cannot pass to another one unseen
+    except ProcessLookupError:
+        return False
+    try:
+        if not _is_alive(pid, start_time):
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
     return True

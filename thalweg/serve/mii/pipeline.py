@@ -10,8 +10,11 @@ from typing import Any
 from thalweg.infer.types import EngineConfig, EngineCore, Request, RequestOutput
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Response
-from thalweg.serve.openai import convert
-from thalweg.serve.openai.schema import MiiRequest, parse_body
+from thalweg.serve.openai.requests import (
+    MiiRequest,
+    mii_sampling_params,
+    parse_body,
+)
 from thalweg.serve.replicas.launcher import LOADER
 
 
@@ -100,7 +103,7 @@ class Pipeline:
         try:
             mii_request = parse_body(MiiRequest, json.dumps({"prompts": text, **options}).encode())
             prompt = engine.tokenizer.encode(text)
-            params = convert.mii_sampling_params(mii_request, len(prompt), engine.metadata)
+            params = mii_sampling_params(mii_request, len(prompt), engine.metadata)
         except ApiError as error:
             raise ValueError(str(error)) from None
         return Request(f"call{self._num_calls}-{index}", prompt, params)

@@ -1,22 +1,24 @@
-"""Text to tokens in the front: prompts, chat templates, and the names of single tokens.
+"""Text to tokens in the server process: prompts, chat templates, and the names of single tokens.
 
-Tokens to text is the engine's work (it must know stop strings); what the front needs of a tokenizer is
+Tokens to text is the engine's work (it must know stop strings); what the server needs of a tokenizer is
 encoding, a template, and how a token is spelled in a list of log-probabilities.  Encoding a long prompt
-takes a while and gives up the GIL, so it happens in a thread; the tokenizer's Rust object is called
-directly, because the Python wrapper changes its state on every call and is not safe in two threads.
+takes a while and gives up the GIL, and a chat template is a program: both happen in a thread.  The tokenizer's Rust
+object is called directly, because the Python wrapper changes its state on every call and is not safe in two threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from thalweg.serve.errors import bad_request
+from thalweg.serve.errors import BadRequest, ContextLengthExceeded
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
+T = TypeVar("T")
 _INLINE_CHARS = 2048  # characters that are encoded on the spot
 FALLBACK_STOP = "\nUser:"
 """Where an answer ends that was asked for by the plain template."""
@@ -45,7 +47,7 @@ def load_chat_tokenizer(
 
 
 class ChatTokenizer:
-    """A tokenizer as the endpoints use it; ``template`` takes the place of the tokenizer's own."""
+    """A tokenizer as the endpoints use it; ``chat_template`` takes the place of the tokenizer's own."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self.hf_tokenizer = tokenizer
@@ -56,7 +58,8 @@ class ChatTokenizer:
         )
         self._tool_template: str | None = templates_by_name.get("tool_use")
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._lock = asyncio.Lock()
+        # One thread, so that a flood of long prompts takes one core.
+        self._executor = ThreadPoolExecutor(1, "thalweg-tokenizer")
         self._token_texts: dict[int, tuple[str, list[int]]] = {}
         self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
@@ -68,13 +71,29 @@ class ChatTokenizer:
     async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:
         """Return the tokens of ``text``; raises 400 when there must be more than ``max_tokens``."""
         if self.hf_tokenizer is None:
-            raise bad_request("this model has no tokenizer: send token ids", param)
+            raise BadRequest("this model has no tokenizer: send token ids", param)
         if len(text) > max_tokens * self._max_token_chars:
             raise context_length_error(f"at least {len(text) // self._max_token_chars}", max_tokens, param)
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens)
-        async with self._lock:  # one at a time, so that a flood of long prompts takes one core
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return await self._in_thread(lambda: self._encode(text, add_special_tokens))
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        continue_final_message: bool,
+        template_kwargs: dict[str, Any],
+    ) -> tuple[str, bool]:
+        """:meth:`apply_chat_template` in a thread: a template is a program, and a long conversation its input."""
+        if self.chat_template is None:
+            return self.apply_chat_template(messages, tools, continue_final_message, template_kwargs)
+        return await self._in_thread(
+            lambda: self.apply_chat_template(messages, tools, continue_final_message, template_kwargs)
+        )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._backend is not None:
@@ -90,7 +109,7 @@ class ChatTokenizer:
     ) -> tuple[str, bool]:
         """Return the prompt of a conversation, and whether special tokens must be added to it.
 
-        ``variables`` go to the template; one that is a setting of ours is refused.
+        ``template_kwargs`` go to the template; one that is a setting of ours is refused.
         """
         if self.chat_template is None:
             return apply_fallback_template(messages, continue_final_message), True
@@ -105,7 +124,7 @@ class ChatTokenizer:
                 **template_kwargs,
             )
         except Exception as error:  # templates refuse what they do not know by raising whatever they like
-            raise bad_request(f"the model's chat template refuses this: {error}", "messages") from None
+            raise BadRequest(f"the model's chat template refuses this: {error}", "messages") from None
         return prompt, False
 
     def token_text(self, token: int) -> tuple[str, list[int]]:
@@ -129,12 +148,10 @@ class ChatTokenizer:
         return text, [table[c] for c in piece] if all(c in table for c in piece) else list(text.encode())
 
 
-def context_length_error(length: int | str, max_tokens: int, param: str) -> Exception:
+def context_length_error(length: int | str, max_tokens: int, param: str) -> ContextLengthExceeded:
     """Return the 400 of a prompt that leaves no room."""
-    return bad_request(
-        f"the prompt has {length} tokens, and there is room for {max_tokens} beside the answer: shorten it",
-        param,
-        "context_length_exceeded",
+    return ContextLengthExceeded(
+        f"the prompt has {length} tokens, and there is room for {max_tokens} beside the answer: shorten it", param
     )
 
 

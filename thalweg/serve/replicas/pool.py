@@ -1,13 +1,16 @@
-"""The replicas behind one address: admission, choice, retry, replacement, drain.
+"""The replicas behind one address: admission, choice, retry, replacement, drain, and what is counted of all that.
 
-- *Admission*: at most ``limit`` sequences may be outstanding (running and queued together).  Beyond it a
-  request is refused at once, with an estimate of when room will be; so a queue never grows without bound and
+- *Admission*: at most ``max_outstanding`` sequences may be outstanding (running and queued together).  Beyond it
+  a request is refused at once, with an estimate of when room will be; so a queue never grows without bound and
   what was admitted is worked off.
 - *Choice*: the ready replica with the least outstanding work.
-- *Retry*: a request whose replica died before anything came from it goes to another replica, once; a second
-  death would mean that the request is the cause.
+- *Retry*: a request whose replica died before anything of it was passed on goes to another replica, once; a
+  second death would mean that the request is the cause.
 - *Replacement*: a dead replica is started anew, with growing pauses while it keeps dying; one that has had
   work and made no step for ``stall_seconds`` makes ``/health`` fail, and is killed after twice that time.
+
+A :class:`Replica` lives once: ``starting`` (the engine loads), ``ready``, ``dead``; its successor is a new
+object.  Everything here runs on the server's event loop; only starting and ending a process leave it.
 """
 
 from __future__ import annotations
@@ -18,33 +21,47 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from thalweg.infer.types import ModelMetadata, Request, RequestOutput
-from thalweg.serve.errors import ApiError, bad_request, overloaded, unavailable
+from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.serve.engine_process import (
+    Message,
+    dump_request,
+    encode_frame,
+    load_model_info,
+    load_output,
+    load_stats,
+    read_message,
+)
+from thalweg.serve.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailed,
+    Overloaded,
+    ReplicaLost,
+    ShuttingDown,
+    Unavailable,
+)
+from thalweg.serve.metrics import Metrics
 from thalweg.serve.replicas.launcher import ReplicaHandle
-from thalweg.serve.replicas.replica import Replica, ReplicaDied, RequestRejected
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
-_RESTART_BACKOFF = (
-    0.1,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-)  # seconds before a replica that keeps dying is started again
+_RESTART_BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before a replica that keeps dying is started again
 _HEALTHY_AFTER = 60.0  # a replica that lived so long starts that list from its beginning
 _MAX_CRASHES = 3  # deaths in a row after which a request does not wait for the next life
+_MAX_SILENCE = 10.0  # seconds without a heartbeat after which a replica counts as stuck
 _YIELD_EVERY = 16  # outputs of one request that are passed on in one turn of the event loop
 MAX_EMBED_PROMPTS = 64
 """Prompts of one request that an engine embeds at a time; more need no more room in the queue."""
 _MAX_EMBED_TOKENS = 4096
 _READY_TIMEOUT = 30.0  # seconds that a retry waits for a replica to be ready
+
+EventCallback = Callable[[Any], None]
+"""Takes what comes for a request: a RequestOutput, a list of embeddings, or the ApiError that ended it."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +70,55 @@ class PoolLimits:
 
     max_outstanding: int = 192
     stall_seconds: float = 60.0
+    start_seconds: float = 1800.0
+    """Time that a replica may take to be ready: to load its model."""
+    request_seconds: float | None = None
+    """Time that a request may take from its admission; None: any."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What one HTTP request asks of the engines.
+
+    ``num_sequences`` (prompts times n) is known at once, so that a full queue refuses it before ``tokenize``
+    does any work.  With ``stream`` outputs are passed on as they come; without, those of a prompt are kept until
+    all of its sequences have ended, so that a replica may be lost at any time before.
+    """
+
+    num_sequences: int
+    tokenize: Callable[[], Awaitable[list[Request]]]
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step of an engine added to a sequence of prompt ``prompt_index``."""
+
+    prompt_index: int
+    output: RequestOutput
 
 
 class ReplicaPool:
-    """Runs ``num_replicas`` replicas made by ``start`` and spreads requests over them."""
+    """Runs ``num_replicas`` replicas made by ``start_replica`` and spreads requests over them."""
 
     def __init__(self, start_replica: Callable[[int], ReplicaHandle], num_replicas: int, limits: PoolLimits) -> None:
         self.limits = limits
         self.draining = False
         self.num_restarts = 0
         self.num_outstanding = 0
-        # A replica's start may wait for another host: not in the threads that all the rest shares.
-        self._start_executor = ThreadPoolExecutor(num_replicas, "thalweg-serve-start")
         self._start_replica = start_replica
         self.replicas = [self._make_replica(index) for index in range(num_replicas)]
+        self.metrics = Metrics(self)
         self._model_info: ModelMetadata | None = None
         self._supervisors: list[asyncio.Task[None]] = []
         self._request_numbers = itertools.count()
         self._finish_times: deque[float] = deque(maxlen=64)  # when sequences ended lately, for Retry-After
         self._num_crashes = [0] * num_replicas  # of each replica, one soon after the other
-        self._aborted = asyncio.Event()
+        self._inboxes: set[asyncio.Queue[Any]] = set()  # of the requests under way
         self._replica_ready = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
 
     def _make_replica(self, index: int) -> Replica:
-        return Replica(index, self._start_replica, self._start_executor)
+        return Replica(index, self._start_replica, self.limits.start_seconds)
 
     async def start(self) -> ModelMetadata:
         """Start all replicas; returns the model's facts, or raises RuntimeError when one cannot start."""
@@ -99,15 +141,13 @@ class ReplicaPool:
         self.draining = True
         for supervisor in self._supervisors:
             supervisor.cancel()
-        if (close := getattr(self._start_replica, "close", None)) is not None:
-            close()  # a start that waits for a worker ends
-        self._start_executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        await asyncio.gather(*(replica.stop(final=True) for replica in self.replicas))
+        await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     def abort_all(self) -> None:
         """End every stream with an error: the time for draining is over."""
-        self._aborted.set()
+        for inbox in self._inboxes:
+            inbox.put_nowait((None, ShuttingDown("the server is shutting down and had to stop this request")))
 
     def ready_replicas(self) -> list[Replica]:
         """The replicas that take requests."""
@@ -125,108 +165,113 @@ class ReplicaPool:
             return False, f"the engine has made no progress for {min(r.stalled_seconds for r in ready):.0f} s"
         return True, ""
 
-    def check_capacity(self, num_sequences: int) -> None:
-        """Raise 429 without room for so many sequences, 503 while draining or when replicas keep dying."""
+    @contextlib.contextmanager
+    def admit(self, num_sequences: int) -> Iterator[None]:
+        """Reserve room for so many sequences.
+
+        Raises:
+            ShuttingDown: while draining.
+            BadRequest: more sequences than there will ever be room for.
+            Overloaded: no room now.
+            Unavailable: replicas keep dying.
+        """
         if self.draining:
-            raise unavailable("the server is shutting down: use another one", "shutting_down")
+            raise ShuttingDown("the server is shutting down: use another one")
         if num_sequences > self.limits.max_outstanding:
-            raise bad_request(
+            raise BadRequest(
                 f"{num_sequences} sequences (prompts times n) in one request; this server takes "
                 f"{self.limits.max_outstanding}: split the request",
                 "n",
             )
         if self.num_outstanding + num_sequences > self.limits.max_outstanding:
-            raise overloaded(self._retry_after(num_sequences))
+            raise Overloaded(self._retry_after(num_sequences))
         self._check_crash_loop()
-
-    @contextlib.contextmanager
-    def admit(self, num_sequences: int) -> Iterator[None]:
-        """Reserve room for so many sequences, or raise what :meth:`check` does."""
-        self.check_capacity(num_sequences)
         self.num_outstanding += num_sequences
         try:
             yield
         finally:
             self.num_outstanding -= num_sequences
 
-    async def generate(
-        self, requests: list[Request], *, retryable: bool = False, timeout: float | None = None
-    ) -> AsyncGenerator[tuple[int, RequestOutput | None]]:
-        """Yield (index of the request, output) until all have ended; closing it cancels what still runs.
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[StepOutput]:
+        """Admit a request, tokenize it, and yield what the engines give until all of its sequences have ended.
 
-        ``seconds`` is the time allowed.  With ``retryable``, for callers that have passed nothing on, a
-        request whose replica died midway starts again: its output None says to forget what it gave so far.
-        Raises :class:`ApiError` when a request is refused, or when a replica is lost and the request cannot
-        be tried again.
+        Closing the generator cancels what still runs.  Raises :class:`ApiError`, by class: what :meth:`admit` and
+        ``tokenize`` raise; BadRequest for what the engine refuses; EngineFailed; ReplicaLost when the replica is
+        lost and the request cannot be tried again; DeadlineExceeded; ShuttingDown.
         """
-        inbox: asyncio.Queue[tuple[_InFlight, object]] = asyncio.Queue()
-        in_flight = [_InFlight(index, request, inbox) for index, request in enumerate(requests)]
-        deadline = None if timeout is None else time.monotonic() + timeout
-        abort_task = asyncio.create_task(self._aborted.wait())
-        try:
-            for entry in in_flight:
-                await self._dispatch(entry)
-            num_unfinished = sum(request.params.n for request in requests)
-            num_events = 0
-            while num_unfinished:
-                num_events += 1
-                if num_events % _YIELD_EVERY == 0:  # a queue that is never empty must not keep the loop from others
-                    await asyncio.sleep(0)
-                entry, event = await _next_event(inbox, abort_task, deadline)
-                if isinstance(event, RequestOutput):
-                    entry.has_output = True
+        timer = self.metrics.start_timer()
+        with self.admit(request.num_sequences), self._open_inbox() as inbox:
+            deadline = self._deadline()
+            attempts = [_Attempt(i, r, inbox) for i, r in enumerate(await request.tokenize())]
+            try:
+                for attempt in attempts:
+                    await self._dispatch(attempt)
+                num_events = 0
+                while not all(attempt.num_unfinished == 0 for attempt in attempts):
+                    num_events += 1
+                    if num_events % _YIELD_EVERY == 0:  # a queue that is never empty must not keep the loop from others
+                        await asyncio.sleep(0)
+                    attempt, event = await _next_event(inbox, deadline)
+                    if isinstance(event, ReplicaLost) and attempt.can_retry:
+                        attempt.reset()
+                        await self._dispatch(attempt)
+                        continue
+                    if isinstance(event, ApiError):
+                        raise event
+                    timer.record_output(attempt.index, event)
+                    if event.finish_reason == "error":
+                        raise _engine_error(event)
                     if event.finished:
-                        num_unfinished, entry.num_unfinished = num_unfinished - 1, entry.num_unfinished - 1
                         self._finish_times.append(time.monotonic())
-                    yield entry.index, replace(event, request_id=requests[entry.index].request_id)
-                elif isinstance(event, ReplicaDied) and not entry.retried and (retryable or not entry.has_output):
-                    entry.retried, num_sequences = True, requests[entry.index].params.n
-                    num_unfinished, entry.num_unfinished = (
-                        num_unfinished + num_sequences - entry.num_unfinished,
-                        num_sequences,
-                    )
-                    yield entry.index, None
-                    await self._dispatch(entry)
-                else:
-                    raise _to_api_error(event)
-        finally:
-            abort_task.cancel()
-            for entry in in_flight:
-                entry.abort()
+                    for output in attempt.receive(event, hold=not request.stream):
+                        yield StepOutput(attempt.index, output)
+            finally:
+                for attempt in attempts:
+                    attempt.abort()
 
-    async def embed(self, prompts: list[list[int]], timeout: float | None = None) -> list[list[float]]:
-        """Return a row for each prompt; ``seconds`` is the time allowed.
+    async def embed(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Return a row for each prompt.  The caller has room for them (:meth:`admit`).
 
         An engine does nothing else while it embeds, not even say that it gets on: it has them in parts.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        abort_task = asyncio.create_task(self._aborted.wait())
-        try:
-            batches = [await self._embed_batch(part, abort_task, deadline) for part in _batch_prompts(prompts)]
-        finally:
-            abort_task.cancel()
+        deadline = self._deadline()
+        with self._open_inbox() as inbox:
+            batches = [await self._embed_batch(part, inbox, deadline) for part in _batch_prompts(prompts)]
         return [row for part in batches for row in part]
 
     async def _embed_batch(
-        self, prompts: list[list[int]], abort_task: asyncio.Task, deadline: float | None
+        self, prompts: list[list[int]], inbox: asyncio.Queue[Any], deadline: float | None
     ) -> list[list[float]]:
-        inbox: asyncio.Queue[object] = asyncio.Queue()
         for is_last_try in (False, True):
             request_id, replica = f"e{next(self._request_numbers)}", await self._pick_replica()
             try:
-                replica.embed(request_id, prompts, inbox.put_nowait)
-                answer = await _next_event(inbox, abort_task, deadline)
+                replica.embed(request_id, prompts, lambda event: inbox.put_nowait((None, event)))
+                _, answer = await _next_event(inbox, deadline)
             finally:
                 replica.abort(request_id)
             if isinstance(answer, list):
                 return answer
-            if is_last_try or not isinstance(answer, ReplicaDied):
-                raise _to_api_error(answer)
+            if is_last_try or not isinstance(answer, ReplicaLost):
+                raise answer
         raise AssertionError
 
-    async def _dispatch(self, entry: _InFlight) -> None:
+    @contextlib.contextmanager
+    def _open_inbox(self) -> Iterator[asyncio.Queue[Any]]:
+        """Yield the queue in which a request's events arrive, and :meth:`abort_all`'s."""
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._inboxes.add(inbox)
+        try:
+            yield inbox
+        finally:
+            self._inboxes.remove(inbox)
+
+    def _deadline(self) -> float | None:
+        seconds = self.limits.request_seconds
+        return None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    async def _dispatch(self, attempt: _Attempt) -> None:
         replica = await self._pick_replica()
-        entry.submit(replica, f"r{next(self._request_numbers)}")
+        attempt.send_to(replica, f"r{next(self._request_numbers)}")
 
     async def _pick_replica(self) -> Replica:
         """The ready replica with the least to do; waits a while for one where none is ready."""
@@ -234,7 +279,7 @@ class ReplicaPool:
         while not (ready := self.ready_replicas()):
             self._check_crash_loop()
             if time.monotonic() > deadline:
-                raise unavailable("no replica of the model is running; one is being started")
+                raise Unavailable("no replica of the model is running; one is being started")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._replica_ready.wait(), 0.2)
         responsive = [replica for replica in ready if replica.stalled_seconds <= self.limits.stall_seconds]
@@ -242,36 +287,43 @@ class ReplicaPool:
 
     def _check_crash_loop(self) -> None:
         if not self.ready_replicas() and min(self._num_crashes) >= _MAX_CRASHES:
-            raise unavailable(f"no replica of the model stays alive: {self.health()[1]}")
+            raise Unavailable(f"no replica of the model stays alive: {self.health()[1]}")
 
     async def _supervise(self, index: int) -> None:
-        """Watch one replica; replace it when it dies."""
+        """Watch one replica; replace it when it dies, whatever goes wrong in doing so."""
         while True:
-            replica, started_at = self.replicas[index], time.monotonic()
-            while not replica.died.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(replica.died.wait(), 0.25)
-                if replica.stalled_seconds > 2 * self.limits.stall_seconds and not replica.died.is_set():
-                    _LOG.error("replica %d has made no step for %.0f s: replaced", index, replica.stalled_seconds)
-                    await replica.stop(grace=0.0)
-            num_crashes = 0 if time.monotonic() - started_at > _HEALTHY_AFTER else self._num_crashes[index]
-            self._num_crashes[index] = num_crashes + 1
-            _LOG.error("replica %d is lost (%s); starting another", index, replica.reason)
-            await replica.stop(grace=2.0)
-            await asyncio.sleep(_RESTART_BACKOFF[min(num_crashes, len(_RESTART_BACKOFF) - 1)])
-            self.num_restarts += 1
-            self.replicas[index] = successor = self._make_replica(index)
             try:
-                await successor.start()
-            except RuntimeError as error:  # the next turn of the loop tries again
-                _LOG.error("replica %d does not start: %s", index, error)
-                continue
-            if self._model_info is not None and (mismatch := _model_mismatch(self._model_info, successor)):
-                _LOG.error("%s", mismatch)
-                await successor.stop(grace=0.0)
-                continue
-            ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
-            ready_event.set()
+                await self._replace_when_dead(index)
+            except Exception:
+                _LOG.exception("replacing replica %d failed; trying again", index)
+                await asyncio.sleep(_RESTART_BACKOFF[-1])
+
+    async def _replace_when_dead(self, index: int) -> None:
+        replica, started_at = self.replicas[index], time.monotonic()
+        while not replica.died.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(replica.died.wait(), 0.25)
+            if replica.stalled_seconds > 2 * self.limits.stall_seconds and not replica.died.is_set():
+                _LOG.error("replica %d has made no step for %.0f s: replaced", index, replica.stalled_seconds)
+                await replica.stop(grace=0.0)
+        num_crashes = 0 if time.monotonic() - started_at > _HEALTHY_AFTER else self._num_crashes[index]
+        self._num_crashes[index] = num_crashes + 1
+        _LOG.error("replica %d is lost (%s); starting another", index, replica.reason)
+        await replica.stop(grace=2.0)
+        await asyncio.sleep(_RESTART_BACKOFF[min(num_crashes, len(_RESTART_BACKOFF) - 1)])
+        self.num_restarts += 1
+        self.replicas[index] = successor = self._make_replica(index)
+        try:
+            await successor.start()
+        except RuntimeError as error:  # the successor is dead now: it is replaced in its turn
+            _LOG.error("replica %d does not start: %s", index, error)
+            return
+        if self._model_info is not None and (mismatch := _model_mismatch(self._model_info, successor)):
+            _LOG.error("%s", mismatch)
+            await successor.stop(grace=0.0)
+            return
+        ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
+        ready_event.set()
 
     def _retry_after(self, num_sequences: int) -> int:
         """Seconds until so many sequences will have ended, at the pace of the last ones; 1 to 60."""
@@ -282,26 +334,197 @@ class ReplicaPool:
         return max(1, min(60, math.ceil(missing / pace)))
 
 
-class _InFlight:
-    """One request on its way: the replica that has it, and the name under which it has it."""
+class _Attempt:
+    """One prompt on its way: the replica that has it, under which name, and what has come that was not passed on."""
 
-    def __init__(self, index: int, request: Request, inbox: asyncio.Queue[tuple[_InFlight, object]]) -> None:
-        self.index, self.has_output, self.retried = index, False, False
+    def __init__(self, index: int, request: Request, inbox: asyncio.Queue[Any]) -> None:
+        self.index = index
         self.num_unfinished = request.params.n  # sequences that have not ended
         self._request, self._inbox = request, inbox
+        self._held: list[RequestOutput] = []
+        self._passed_on = self._retried = False
         self._replica: Replica | None = None
         self._request_id = ""
 
-    def submit(self, replica: Replica, request_id: str) -> None:
+    @property
+    def can_retry(self) -> bool:
+        """Whether it may begin anew: the client has seen nothing of it, and it has not been tried twice."""
+        return not (self._passed_on or self._retried)
+
+    def reset(self) -> None:
+        """Forget what came."""
+        self._retried, self.num_unfinished = True, self._request.params.n
+        self._held.clear()
+
+    def send_to(self, replica: Replica, request_id: str) -> None:
         self._replica, self._request_id = replica, request_id
-        replica.add(replace(self._request, request_id=request_id), self._on_event)
+        replica.add(replace(self._request, request_id=request_id), lambda event: self._inbox.put_nowait((self, event)))
+
+    def receive(self, output: RequestOutput, hold: bool) -> list[RequestOutput]:
+        """Take an output; returns what is to be passed on now: with ``hold``, all of them with the last one."""
+        self.num_unfinished -= output.finished
+        self._held.append(output)
+        if hold and self.num_unfinished:
+            return []
+        outputs, self._held, self._passed_on = self._held, [], True
+        return outputs
 
     def abort(self) -> None:
         if self._replica is not None:
             self._replica.abort(self._request_id)
 
-    def _on_event(self, event: object) -> None:
-        self._inbox.put_nowait((self, event))
+
+class Replica:
+    """One replica as the server sees it: messages out, outputs in; ``died`` is set when it is dead."""
+
+    def __init__(self, index: int, start_replica: Callable[[int], ReplicaHandle], start_seconds: float) -> None:
+        self.index = index
+        self.state = "starting"
+        self.model_info: ModelMetadata | None = None
+        self.stats = EngineStats()
+        self.reason = ""
+        self.died = asyncio.Event()
+        self.num_outstanding = 0
+        """Sequences that were handed over and have not ended."""
+        self._start_replica, self._start_seconds = start_replica, start_seconds
+        self._handle: ReplicaHandle | None = None
+        self._callbacks: dict[str, tuple[EventCallback, int]] = {}  # by request, with its sequences that run
+        self._stalled_seconds = 0.0
+        self._last_message_time = time.monotonic()
+        self._writer: asyncio.StreamWriter | None = None
+        self._read_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it and wait until it is ready; raises RuntimeError with the cause when it is not to be."""
+        try:
+            handle = self._handle = await asyncio.to_thread(self._start_replica, self.index)
+            handle.sock.setblocking(False)
+            reader, self._writer = await asyncio.open_connection(sock=handle.sock)
+        except Exception as error:
+            detail = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._mark_dead(f"cannot start a process: {detail}")
+            raise RuntimeError(self.reason) from error
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._read_task = asyncio.create_task(self._read_loop(reader, ready))
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                await ready
+        except TimeoutError:
+            await self.stop(grace=0.0, reason=f"the engine was not ready in {self._start_seconds:g} s")
+            raise RuntimeError(self.reason) from None
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds for which it has had work and made no progress."""
+        silence = time.monotonic() - self._last_message_time
+        if self.state != "ready" or silence < _MAX_SILENCE:
+            return self._stalled_seconds
+        return max(self._stalled_seconds, silence)
+
+    def add(self, request: Request, callback: EventCallback) -> None:
+        """Hand over a request; what comes for it goes to ``callback``."""
+        self._register(request.request_id, callback, request.params.n)
+        self._send({"type": "add", "request": dump_request(request)})
+
+    def embed(self, request_id: str, prompts: list[list[int]], callback: EventCallback) -> None:
+        """Ask for embeddings; one list of rows goes to ``callback``."""
+        self._register(request_id, callback, len(prompts))
+        self._send({"type": "embed", "id": request_id, "prompts": prompts})
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, if it still runs; nothing more goes to its callback."""
+        if self._unregister(request_id) is not None and self.state == "ready":
+            self._send({"type": "abort", "id": request_id})
+
+    async def stop(self, grace: float = 2.0, reason: str = "stopped") -> None:
+        """End it, for ``reason`` unless it is dead already."""
+        self._mark_dead(reason)
+        if self._handle is not None:
+            await asyncio.to_thread(self._handle.terminate, grace)
+        if self._read_task is not None:
+            await asyncio.gather(self._read_task, return_exceptions=True)
+
+    def _register(self, request_id: str, callback: EventCallback, num_sequences: int) -> None:
+        assert request_id not in self._callbacks
+        if self.state != "ready":
+            raise ReplicaLost(self.reason)
+        self._callbacks[request_id] = callback, num_sequences
+        self.num_outstanding += num_sequences
+
+    def _unregister(self, request_id: str) -> EventCallback | None:
+        callback, num_sequences = self._callbacks.pop(request_id, (None, 0))
+        self.num_outstanding -= num_sequences
+        return callback
+
+    def _send(self, message: Message) -> None:
+        assert self._writer is not None
+        self._writer.write(encode_frame(message))
+
+    async def _read_loop(self, reader: asyncio.StreamReader, ready: asyncio.Future[None]) -> None:
+        try:
+            while (message := await read_message(reader)) is not None:
+                self._last_message_time = time.monotonic()
+                kind = message["type"]
+                if kind == "ready" and self.state == "starting":
+                    self.model_info, self.state = load_model_info(message["model"]), "ready"
+                    ready.set_result(None)
+                elif kind == "fatal":
+                    if message["traceback"]:
+                        _LOG.error("replica %d: %s", self.index, message["traceback"].rstrip())
+                    self._mark_dead(message["error"])
+                else:
+                    self._handle_message(kind, message)
+            self._mark_dead(await self._describe_exit())
+        except Exception as error:
+            self._mark_dead(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if not ready.done():
+                ready.set_exception(RuntimeError(self.reason))
+
+    def _handle_message(self, kind: str, message: Message) -> None:
+        if kind == "out":
+            for output in map(load_output, message["outputs"]):
+                if entry := self._callbacks.get(output.request_id):
+                    entry[0](output)
+                    if output.finished:
+                        self._sequence_done(output.request_id)
+        elif kind == "beat":
+            self._stalled_seconds, self.stats = message["stuck"], load_stats(message["stats"])
+        elif (callback := self._unregister(message["id"])) is not None:
+            callback(BadRequest(message["error"]) if kind == "refused" else message["rows"])
+
+    def _sequence_done(self, request_id: str) -> None:
+        """A sequence of the request ended; with the last one the request is forgotten."""
+        callback, num_sequences = self._callbacks[request_id]
+        self.num_outstanding -= 1
+        if num_sequences == 1:
+            del self._callbacks[request_id]
+        else:
+            self._callbacks[request_id] = callback, num_sequences - 1
+
+    async def _describe_exit(self) -> str:
+        """Say how the replica ended, once its socket has."""
+        assert self._handle is not None
+        for _ in range(50):
+            code = self._handle.exit_code()
+            if code is not None:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                return f"{self._handle.name} {how}"
+            await asyncio.sleep(0.02)
+        return f"{self._handle.name} closed its socket"
+
+    def _mark_dead(self, reason: str) -> None:
+        if self.state == "dead":
+            return
+        self.state, self.reason = "dead", reason
+        callbacks, self._callbacks, self.num_outstanding = self._callbacks, {}, 0
+        for callback, _ in callbacks.values():
+            callback(ReplicaLost(reason))
+        if self._writer is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._writer.close()
+        self.died.set()
 
 
 def _batch_prompts(prompts: list[list[int]]) -> Iterator[list[list[int]]]:
@@ -317,44 +540,31 @@ def _batch_prompts(prompts: list[list[int]]) -> Iterator[list[list[int]]]:
     yield batch
 
 
-async def _next_event(inbox: asyncio.Queue, abort_task: asyncio.Task, deadline: float | None) -> Any:
-    """The next event; raises when the pool has given up waiting, or at the deadline."""
-    remaining = None if deadline is None else deadline - time.monotonic()
-    if remaining is not None and remaining <= 0:
-        raise _timeout_error()
-    if not inbox.empty():
-        return inbox.get_nowait()
-    get_task = asyncio.ensure_future(inbox.get())
+async def _next_event(inbox: asyncio.Queue[Any], deadline: float | None) -> tuple[Any, Any]:
+    """Return (attempt, event), the next one; raises what :meth:`ReplicaPool.abort_all` sends, or at the deadline."""
+    if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+        raise DeadlineExceeded
     try:
-        await asyncio.wait((get_task, abort_task), return_when=asyncio.FIRST_COMPLETED, timeout=remaining)
-        if get_task.done():
-            return get_task.result()
-        if not abort_task.done():
-            raise _timeout_error()
-        raise unavailable("the server is shutting down and had to stop this request", "shutting_down")
-    finally:
-        get_task.cancel()
+        # Around this wait alone: the generator that waits here may be driven by another task each time.
+        async with asyncio.timeout_at(deadline):
+            attempt, event = await inbox.get()
+    except TimeoutError:
+        raise DeadlineExceeded from None
+    if isinstance(event, ShuttingDown):
+        raise event
+    return attempt, event
 
 
 def _model_mismatch(model_info: ModelMetadata, replica: Replica) -> str:
-    """Say how a replica's model differs from that of the others; its name is its folder's on its host."""
+    """Say how a replica's model differs from that of the others: its files may have changed since they started."""
     theirs = replica.model_info
-    if theirs is None or replace(theirs, name=model_info.name) == model_info:
+    if theirs is None or theirs == model_info:
         return ""
-    different_fields = [
-        f.name
-        for f in fields(model_info)
-        if f.name != "name" and getattr(theirs, f.name) != getattr(model_info, f.name)
-    ]
-    message = f"replica {replica.index} has another model than the first ({', '.join(different_fields)})"
-    return f"{message}: load the same on each host"
+    names = [f.name for f in fields(model_info) if getattr(theirs, f.name) != getattr(model_info, f.name)]
+    return f"replica {replica.index} has another model than the first ({', '.join(names)}): load the same in each"
 
 
-def _timeout_error() -> ApiError:
-    return ApiError(504, "the request took longer than this server allows: ask for fewer tokens", code="timeout")
-
-
-def _to_api_error(event: object) -> ApiError:
-    if isinstance(event, RequestRejected):
-        return bad_request(str(event))
-    return unavailable(f"the replica that worked on this request was lost ({event}): try again", "lost", 1)
+def _engine_error(output: RequestOutput) -> ApiError:
+    if output.invalid_request:
+        return BadRequest(f"{output.error}: ask for a simpler one")
+    return EngineFailed(f"the engine failed on this request: {output.error}")

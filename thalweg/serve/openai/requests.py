@@ -1,0 +1,586 @@
+"""What a client may ask for, and what that means to an engine.
+
+First pydantic models of OpenAI's fields and those that vLLM added to them: types are strict (no "7" for 7), numbers
+finite, unknown fields refused with the nearest known one, since a typing error must not pass as a default.  Fields
+that change nothing here are accepted and named in ``IGNORED_FIELDS``.  Then their translation: prompts become tokens,
+fields SamplingParams; each fault is a 400 that names its field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from thalweg.infer.types import InvalidParameter, ModelMetadata, Request, SamplingParams, StructuredOutput
+from thalweg.serve.errors import ApiError, BadRequest, ContextLengthExceeded
+from thalweg.serve.openai.tokenizer import FALLBACK_STOP, ChatTokenizer, context_length_error
+from thalweg.serve.openai.tools import filter_allowed_tools, tool_choice_schema
+
+IGNORED_FIELDS = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "verbosity",
+        "modalities",
+        "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    ]
+)
+"""Fields of OpenAI's that are accepted and change nothing."""
+_NULL_ONLY_FIELDS = frozenset(["audio", "function_call", "functions", "moderation", "web_search_options"])
+"""Fields of OpenAI's that would change something: taken as null alone, which some clients send for all."""
+
+_MAX_REPORTED_ERRORS = 3  # problems that a message names
+_MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS, _MAX_INPUTS = 128, 16, 256, 256, 2048
+StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Prompt = str | list[TokenId]
+
+
+class _StrictModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_StrictModel):
+    """``stream_options``."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class JsonSchema(_StrictModel):
+    """``response_format.json_schema``."""
+
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_StrictModel):
+    """``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SamplingFields(_StrictModel):
+    """The fields that completions and chat share."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    n: int | None = Field(None, ge=1, le=_MAX_N)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    skip_special_tokens: bool = True
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int = Field(0, ge=-1000, le=1000)
+    cache_salt: str = Field("", max_length=256)
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(None, max_length=4096)
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """``/v1/completions``."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    )
+    max_tokens: int | None = Field(16, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = Field(None, ge=1, le=_MAX_N)
+    add_special_tokens: bool = True
+
+
+class ContentPart(_StrictModel):
+    """A part of a message's content; text alone is understood."""
+
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str | None = None
+
+
+class FunctionDefinition(_StrictModel):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_StrictModel):
+    """An entry of ``tools``."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class FunctionCall(_StrictModel):
+    """The function of an earlier call."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+    """OpenAI's client adds it for itself; changes nothing."""
+
+
+class ToolCall(_StrictModel):
+    """A call that the assistant made earlier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """From the pieces of a stream; changes nothing."""
+
+
+class ChatMessage(_StrictModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    annotations: list[Any] | None = None
+    parsed: Any = None
+    audio: None = None
+    function_call: None = None
+    """The last four stand in an answer that a client sends back as it came; they change nothing."""
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatRequest(SamplingFields):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, str | int | bool | None] | None = None
+    continue_final_message: bool = False
+
+
+class EmbeddingRequest(_StrictModel):
+    """``/v1/embeddings``."""
+
+    model: str | None = None
+    input: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+
+
+class MiiRequest(_StrictModel):
+    """``/mii/{deployment}``: DeepSpeed-MII's REST form."""
+
+    prompts: str | list[str]
+    max_length: int | None = Field(None, ge=1, lt=2**31)
+    max_new_tokens: int | None = Field(None, ge=1, lt=2**31)
+    min_new_tokens: int = Field(0, ge=0, lt=2**31)
+    ignore_eos: bool = False
+    return_full_text: bool = False
+    do_sample: bool = True
+    top_p: float = Field(0.9, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=100)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stream: bool = False
+    """Of one prompt: server-sent events, each with a piece of the text."""
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
+    """Read a body; raises :class:`ApiError` (400) that names each wrong field."""
+    body = body.removeprefix(b"\xef\xbb\xbf")  # which Windows puts before a file's text
+    if not body.strip():
+        raise BadRequest("the body is empty; send a JSON object")
+    try:
+        return model_class.model_validate_json(body)
+    except ValidationError as error:
+        errors = _error_list(error)
+    if any(p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for p in errors):
+        return _parse_without_ignored(model_class, body)
+    raise _to_api_error(model_class, errors)
+
+
+def _parse_without_ignored(model_class: type[ModelT], body: bytes) -> ModelT:
+    fields = from_json(body)
+    accepted = {
+        name: value
+        for name, value in fields.items()
+        if name in model_class.model_fields
+        or not (name in IGNORED_FIELDS or (name in _NULL_ONLY_FIELDS and value is None))
+    }
+    try:
+        return model_class.model_validate_json(json.dumps(accepted))
+    except ValidationError as error:
+        raise _to_api_error(model_class, _error_list(error)) from None
+
+
+def _error_list(error: ValidationError) -> list[Any]:
+    return error.errors(include_url=False, include_input=False, include_context=False)
+
+
+def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return BadRequest(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json")
+    lines: list[str] = []
+    reported: set[str] = set()
+    for error in _most_specific(errors):
+        if len(lines) == _MAX_REPORTED_ERRORS:
+            lines.append("and more")
+            break
+        loc = [str(part) for part in error["loc"] if not _is_union_branch(part)]
+        name = ".".join(loc)[:80] or "the body"
+        if name in reported:  # the other branches of a union
+            continue
+        reported.add(name)
+        if error["type"] == "extra_forbidden":
+            suggestions = difflib.get_close_matches(loc[-1][:40], model_class.model_fields, 1) if len(loc) == 1 else []
+            lines.append(f"{name}: there is no such field{f'; did you mean {suggestions[0]}?' if suggestions else ''}")
+        else:
+            lines.append(f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
+    param = ".".join(str(part) for part in first["loc"][:1]) or None
+    return BadRequest("; ".join(lines), param and param[:80])
+
+
+def _most_specific(errors: list[Any]) -> list[Any]:
+    """Leave out "should be a string" of a field that is no string but something else that has a fault."""
+    locs = [tuple(str(item) for item in p["loc"] if not _is_union_branch(item)) for p in errors]
+    specific = [place for p, place in zip(errors, locs, strict=True) if not p["type"].endswith("_type")]
+    return [
+        p
+        for p, place in zip(errors, locs, strict=True)
+        if not p["type"].endswith("_type") or not any(place[: len(other)] == other[: len(place)] for other in specific)
+    ]
+
+
+def _is_union_branch(loc_item: object) -> bool:
+    """Whether a part of a location is pydantic's name for a branch of a union, not a field."""
+    return isinstance(loc_item, str) and (
+        "[" in loc_item or loc_item in ("str", "int", "float", "bool", "dict", "none")
+    )
+
+
+def num_prompts(prompt: str | list[int] | list[Prompt]) -> int:
+    """How many prompts a ``prompt`` or ``input`` field holds."""
+    return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+
+
+async def tokenize_prompts(
+    prompt: Any,
+    tokenizer: ChatTokenizer,
+    model_info: ModelMetadata,
+    param: str = "prompt",
+    *,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """Return the token ids of each prompt in a ``prompt`` field (text, tokens, or a list of either)."""
+    prompt_list = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    max_prompt_tokens = model_info.max_length - (model_info.kind == "causal")
+    return [
+        await _tokenize_prompt(each, tokenizer, model_info, max_prompt_tokens, param, add_special_tokens)
+        for each in prompt_list
+    ]
+
+
+async def _tokenize_prompt(
+    prompt: Prompt,
+    tokenizer: ChatTokenizer,
+    model_info: ModelMetadata,
+    max_prompt_tokens: int,
+    param: str,
+    add_special_tokens: bool,
+) -> list[int]:
+    tokens = (
+        await tokenizer.encode(prompt, add_special_tokens, max_prompt_tokens, param)
+        if isinstance(prompt, str)
+        else prompt
+    )
+    if not tokens:
+        raise BadRequest("the prompt is empty: send at least one token", param)
+    if len(tokens) > max_prompt_tokens:
+        raise context_length_error(len(tokens), max_prompt_tokens, param)
+    if max(tokens) >= model_info.vocab_size:
+        raise BadRequest(f"token {max(tokens)} is outside the vocabulary of {model_info.vocab_size}", param)
+    return tokens
+
+
+def to_sampling_params(
+    request: SamplingFields, model_info: ModelMetadata, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Return the engine's parameters; raises 400 when they contradict each other."""
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options needs stream: true", "stream_options")
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return make_sampling_params(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        n=request.n or 1,
+        temperature=_or_default(request.temperature, 1.0),
+        top_p=_or_default(request.top_p, 1.0),
+        top_k=max(_or_default(request.top_k, 0), 0),
+        min_p=_or_default(request.min_p, 0.0),
+        presence_penalty=_or_default(request.presence_penalty, 0.0),
+        frequency_penalty=_or_default(request.frequency_penalty, 0.0),
+        repetition_penalty=_or_default(request.repetition_penalty, 1.0),
+        logit_bias=_parse_logit_bias(request.logit_bias or {}, model_info),
+        seed=request.seed,
+        stop=tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        include_stop=request.include_stop_str_in_output,
+        ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=logprobs,
+        structure=get_structured_output(request),
+    )
+
+
+def make_sampling_params(**fields: Any) -> SamplingParams:
+    """Return SamplingParams; its own complaint is the client's."""
+    try:
+        return SamplingParams(**fields)
+    except InvalidParameter as error:
+        raise BadRequest(str(error), error.param) from None
+
+
+def check_context_length(
+    prompt: list[int], max_tokens: int | None, model_info: ModelMetadata, param: str
+) -> int | None:
+    """Check ``max_tokens`` against the model's length; returns it."""
+    total = len(prompt) + (max_tokens or 1)
+    if model_info.kind == "causal" and total > model_info.max_length:
+        raise ContextLengthExceeded(
+            f"{len(prompt)} prompt tokens and {max_tokens} to generate are {total}; this model takes "
+            f"{model_info.max_length}: ask for at most {model_info.max_length - len(prompt)}",
+            param,
+        )
+    return max_tokens
+
+
+def fit_max_tokens(
+    prompt: list[int], params: SamplingParams, request: CompletionRequest, model_info: ModelMetadata
+) -> SamplingParams:
+    """Check a prompt's room; where nobody asked for a length, what there is must do."""
+    num_available = model_info.max_length - len(prompt)
+    if (
+        model_info.kind == "causal"
+        and "max_tokens" not in request.model_fields_set
+        and params.min_tokens <= num_available
+    ):
+        return replace(params, max_tokens=min(params.max_tokens or num_available, num_available))
+    check_context_length(prompt, params.max_tokens, model_info, "max_tokens")
+    return params
+
+
+def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
+    """Return what the text must look like, from ``response_format`` or the ``guided_*`` fields."""
+    outputs: list[StructuredOutput] = []
+    response_format = request.response_format
+    if response_format is not None and response_format.type == "json_object":
+        outputs.append(StructuredOutput(json_schema='{"type":"object"}'))
+    elif response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
+            raise BadRequest("json_schema is missing: give its name and schema", "response_format")
+        outputs.append(StructuredOutput(json_schema=json.dumps(response_format.json_schema.schema_)))
+    if request.guided_json is not None:
+        text = request.guided_json if isinstance(request.guided_json, str) else json.dumps(request.guided_json)
+        outputs.append(StructuredOutput(json_schema=text))
+    if request.guided_regex is not None:
+        outputs.append(StructuredOutput(regex=request.guided_regex))
+    if request.guided_choice is not None:
+        outputs.append(StructuredOutput(choices=tuple(request.guided_choice)))
+    if len(outputs) > 1:
+        raise BadRequest("give one of response_format, guided_json, guided_regex and guided_choice")
+    return outputs[0] if outputs else None
+
+
+def completion_sampling_params(request: CompletionRequest, model_info: ModelMetadata) -> SamplingParams:
+    """Return the parameters of a ``/v1/completions`` request."""
+    if request.suffix:
+        raise BadRequest("suffix is not supported: this model continues a prompt, it does not fill in", "suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise BadRequest("best_of other than n is not supported: leave it out", "best_of")
+    if request.max_tokens == 0 and (request.stream or not request.echo):
+        raise BadRequest("max_tokens 0 is for echo without stream: ask for 1 at least", "max_tokens")
+    max_tokens = 1 if request.max_tokens == 0 else request.max_tokens
+    params = to_sampling_params(request, model_info, max_tokens=max_tokens, logprobs=request.logprobs)
+    return replace(params, prompt_logprobs=request.logprobs) if request.echo else params
+
+
+def chat_sampling_params(request: ChatRequest, model_info: ModelMetadata, tokenizer: ChatTokenizer) -> SamplingParams:
+    """Return the parameters of a ``/v1/chat/completions`` request."""
+    if request.top_logprobs and not request.logprobs:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    if tokenizer.chat_template is None and not request.stop:
+        request = request.model_copy(update={"stop": [FALLBACK_STOP]})
+    max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    params = to_sampling_params(
+        request,
+        model_info,
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    if request.tool_choice in (None, "none", "auto"):
+        return params
+    try:
+        call_schema = tool_choice_schema(request.tool_choice, [tool.function for tool in request.tools or ()])
+    except (ValueError, TypeError) as error:
+        raise BadRequest(str(error), "tool_choice") from None
+    if params.structure is not None:
+        raise BadRequest("a call is demanded and another form of answer too: give one", "tool_choice")
+    return replace(params, structure=StructuredOutput(json_schema=json.dumps(call_schema)), stop=())
+
+
+def apply_allowed_tools(request: ChatRequest) -> ChatRequest:
+    """Return the request with those tools alone that its ``tool_choice`` allows."""
+    choice = request.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return request
+    try:
+        mode, tools = filter_allowed_tools(choice, request.tools or ())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadRequest(f"tool_choice is not understood: {error}", "tool_choice") from None
+    return request.model_copy(update={"tool_choice": mode, "tools": tools})
+
+
+async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata) -> list[int]:
+    """Return the tokens of a conversation."""
+    tools = None
+    if request.tools and request.tool_choice != "none":
+        if not tokenizer.supports_tools:
+            raise BadRequest("the chat template of this model knows no tools: leave them out", "tools")
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    if request.continue_final_message and request.messages[-1].role != "assistant":
+        raise BadRequest("continue_final_message needs an assistant's message at the end", "messages")
+    messages = [_to_template_message(message) for message in request.messages]
+    prompt, add_special_tokens = await tokenizer.render_chat(
+        messages, tools, request.continue_final_message, request.chat_template_kwargs or {}
+    )
+    return (await tokenize_prompts(prompt, tokenizer, model_info, "messages", add_special_tokens=add_special_tokens))[0]
+
+
+def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info: ModelMetadata) -> SamplingParams:
+    """Return the parameters of a request in MII's form; ``max_length`` counts the prompt."""
+    num_initial_tokens = (
+        1 if model_info.kind == "seq2seq" else num_prompt_tokens
+    )  # of a model that listens, what it begins with
+    num_available = min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
+    max_tokens = request.max_new_tokens if request.max_new_tokens is not None else num_available
+    if num_available < 1 or max_tokens > model_info.max_length - num_initial_tokens:
+        raise BadRequest(
+            f"{num_prompt_tokens} prompt tokens leave no room: max_length is {request.max_length}, the model's "
+            f"{model_info.max_length}",
+            "max_length",
+        )
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return make_sampling_params(
+        max_tokens=max_tokens,
+        min_tokens=min(request.min_new_tokens, max_tokens),
+        temperature=_or_default(request.temperature, 1.0) if request.do_sample else 0.0,
+        top_p=request.top_p if request.do_sample else 1.0,
+        top_k=(request.top_k or 0) if request.do_sample else 0,
+        ignore_eos=request.ignore_eos,
+        stop=tuple(stop),
+        seed=request.seed,
+    )
+
+
+def make_engine_request(
+    prompt: list[int],
+    params: SamplingParams,
+    fields: SamplingFields | None = None,
+    adapter: str | None = None,
+) -> Request:
+    """Return an engine request; the pool names it."""
+    if fields is None:
+        return Request("", prompt, params, adapter=adapter)
+    return Request("", prompt, params, priority=fields.priority, cache_salt=fields.cache_salt, adapter=adapter)
+
+
+def _to_template_message(message: ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [_to_template_call(call) for call in message.tool_calls]
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
+    return fields
+
+
+def _to_template_call(call: ToolCall) -> dict[str, Any]:
+    name, arguments = call.function.name, call.function.arguments
+    try:  # templates expect an object, OpenAI's form is its text: of a function without any, often none
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        raise BadRequest(f"the arguments of the call of {name[:80]} are not JSON", "messages") from None
+    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def _parse_logit_bias(logit_bias: dict[str, float], model_info: ModelMetadata) -> dict[int, float]:
+    bias = {}
+    for key, value in logit_bias.items():
+        if not key.isdecimal() or len(key) > 10 or int(key) >= model_info.vocab_size:
+            raise BadRequest(f"{key[:20]!r} is no token of this model", "logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,540 @@
+"""From a checked request to an HTTP response: OpenAI's objects, whole or as server-sent events.
+
+A :class:`ChatCompletion` or :class:`Completion` is one HTTP request from its parsed body to its response.  Two
+generators carry the outputs: :meth:`ReplicaPool.submit` yields what the engines' steps gave, and
+:meth:`Answer.stream` turns each into the events of a stream.  Whoever stops listening closes the outer one, which
+closes the inner one, which cancels the request in the engine and frees its KV blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+import secrets
+import struct
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from thalweg.infer.types import ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
+from thalweg.serve.errors import ApiError, BadRequest, ModelNotFound
+from thalweg.serve.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    apply_allowed_tools,
+    chat_sampling_params,
+    check_context_length,
+    completion_sampling_params,
+    fit_max_tokens,
+    make_engine_request,
+    num_prompts,
+    tokenize_chat,
+    tokenize_prompts,
+)
+from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.openai.tools import ToolParser
+from thalweg.serve.replicas.pool import MAX_EMBED_PROMPTS, GenerationRequest, ReplicaPool, StepOutput
+from thalweg.utils.log import get_logger
+
+_LOG = get_logger(__name__)
+T = TypeVar("T")
+MIN_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON cannot say; OpenAI's choice."""
+
+
+@dataclass
+class AppState:
+    """What the endpoints share."""
+
+    pool: ReplicaPool
+    tokenizer: ChatTokenizer
+    model_info: ModelMetadata
+    model_name: str
+    """The name under which clients ask for the model."""
+    created: int
+    aliases: tuple[str, ...] = ()
+    """Other names for it; not listed."""
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names that clients may ask for: the model's, and those of its adapters."""
+        return [self.model_name, *self.model_info.adapters]
+
+    def resolve_adapter(self, name: str | None) -> str | None:
+        """Return the adapter that a ``model`` field asks for; raises 404 for an unknown name."""
+        if name is None or name == self.model_name or name in self.aliases:
+            return None
+        if name in self.model_info.adapters:
+            return name
+        raise ModelNotFound(f"there is no model {name[:200]!r} here: ask for {', '.join(self.model_names)}", "model")
+
+
+@dataclass
+class SequenceResult:
+    """What came of one sequence."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Append what a step gave."""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.prompt_logprobs += output.prompt_logprobs or ()
+        self.num_tokens = output.num_generated_tokens
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+
+@dataclass
+class Usage:
+    """Tokens of one HTTP request; a sequence counts when it has ended."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count a sequence that has ended."""
+        if output.finished:
+            self.num_generated_tokens += output.num_generated_tokens
+            self.num_cached_tokens += output.num_cached_tokens if output.index == 0 else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return OpenAI's form."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_generated_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+class Answer:
+    """One HTTP request that generates text; a subclass has the forms of its endpoint.
+
+    It makes and checks the parameters when it is made, the prompts in :meth:`make_requests` (once there is room for
+    them), and the objects of the response in :meth:`body` or :meth:`chunks`.
+    """
+
+    num_sequences: int
+    end_marker = b"data: [DONE]\n\n"
+
+    def __init__(self, app_state: AppState, stream: bool) -> None:
+        self.app_state, self.streams, self.usage = app_state, stream, Usage()
+
+    async def make_requests(self) -> list[Request]:
+        """Tokenize the prompts; raises 400 for those that cannot be."""
+        raise NotImplementedError
+
+    def body(self, results: list[list[SequenceResult]]) -> Any:
+        """Return the JSON of a whole response, from the samples of each prompt."""
+        raise NotImplementedError
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Yield the events of a stream for one output."""
+        raise NotImplementedError
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """Return the event after the last output, if there is to be one."""
+        return None
+
+    async def respond(self, receive: Receive) -> Response:
+        """Generate and return the response; raises :class:`ApiError`, or ClientDisconnected."""
+        outputs = self.app_state.pool.submit(GenerationRequest(self.num_sequences, self._tokenize, self.streams))
+        if self.streams:
+            return await sse_response(self.app_state, receive, self.stream(outputs), self.end_marker)
+        return JSONResponse(self.body(await run_until_disconnect(receive, self._collect(outputs))))
+
+    async def stream(self, outputs: AsyncGenerator[StepOutput]) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the events of a stream."""
+        async with contextlib.aclosing(outputs):
+            async for step in outputs:
+                self.usage.add(step.output)
+                for chunk in self.chunks(step.prompt_index, step.output):
+                    yield chunk
+        if (chunk := self.last_chunk()) is not None:
+            yield chunk
+
+    async def _collect(self, outputs: AsyncGenerator[StepOutput]) -> list[list[SequenceResult]]:
+        results: defaultdict[tuple[int, int], SequenceResult] = defaultdict(SequenceResult)
+        async with contextlib.aclosing(outputs):
+            async for step in outputs:
+                self.usage.add(step.output)
+                results[step.prompt_index, step.output.index].add(step.output)
+        samples: defaultdict[int, list[SequenceResult]] = defaultdict(list)
+        for prompt_index, sample_index in sorted(results):
+            samples[prompt_index].append(results[prompt_index, sample_index])
+        return list(samples.values())
+
+    async def _tokenize(self) -> list[Request]:
+        requests = await self.make_requests()
+        self.usage.num_prompt_tokens = sum(len(request.prompt) for request in requests)
+        return requests
+
+
+class _OpenAIAnswer(Answer):
+    """What completions and chat share: identity, usage, adapter."""
+
+    chunk_object: str
+
+    def __init__(self, app_state: AppState, request: CompletionRequest | ChatRequest, prefix: str) -> None:
+        super().__init__(app_state, bool(request.stream))
+        self._adapter = app_state.resolve_adapter(request.model)
+        self._tokenizer = app_state.tokenizer
+        self._include_usage = request.stream_options is not None and request.stream_options.include_usage
+        self._common_fields = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": request.model or app_state.model_name,
+        }
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        if not self._include_usage:
+            return None
+        usage = self.usage.to_dict()
+        return {**self._common_fields, "object": self.chunk_object, "choices": [], "usage": usage}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._include_usage else {}
+        return {**self._common_fields, "object": self.chunk_object, "choices": [choice], **usage}
+
+
+class ChatCompletion(_OpenAIAnswer):
+    """``/v1/chat/completions``."""
+
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, app_state: AppState, request: ChatRequest) -> None:
+        super().__init__(app_state, request, "chatcmpl")
+        self._request = request = apply_allowed_tools(request)
+        self._params = chat_sampling_params(request, app_state.model_info, app_state.tokenizer)
+        self.num_sequences = self._params.n
+        self._parse_tool_calls = bool(request.tools) and request.tool_choice != "none"
+        self._tool_call_forced = request.tool_choice not in (None, "none", "auto")
+        self._parsers: defaultdict[int, ToolParser] = defaultdict(self._new_tool_parser)
+        self._started: set[int] = set()
+
+    async def make_requests(self) -> list[Request]:
+        model_info = self.app_state.model_info
+        prompt = await tokenize_chat(self._request, self._tokenizer, model_info)
+        check_context_length(prompt, self._params.max_tokens, model_info, "max_completion_tokens")
+        return [make_engine_request(prompt, self._params, self._request, self._adapter)]
+
+    def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
+        choices = [self._choice(index, result) for index, result in enumerate(results[0])]
+        usage = self.usage.to_dict()
+        return {**self._common_fields, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, result: SequenceResult) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": self._strip_template_space(result.text),
+            "refusal": None,
+        }
+        reason = result.finish_reason
+        if self._parse_tool_calls:
+            parser = self._new_tool_parser()
+            content, calls = parser.feed(message["content"], final=True)
+            if calls:
+                message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+                content = content.strip() or None
+                reason = reason if parser.truncated else "tool_calls"
+            message["content"] = content
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(result.logprobs),
+            "finish_reason": reason,
+            "stop_reason": result.stop_reason,
+        }
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        index, text, reason, calls = output.index, output.text, output.finish_reason, []
+        if index not in self._started:
+            yield self._delta(index, {"role": "assistant", "content": ""}, None, None)
+        if text and index not in self._started:
+            text = self._strip_template_space(text)
+        self._started.add(index)
+        if self._parse_tool_calls:
+            parser = self._parsers[index]
+            text, calls = parser.feed(text, output.finished)
+            if output.finished and parser.num_calls and not parser.truncated:
+                reason = "tool_calls"
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = calls
+        if delta or reason or output.logprobs:
+            yield self._delta(index, delta, reason, self._logprobs(output.logprobs or ()))
+
+    def _new_tool_parser(self) -> ToolParser:
+        return ToolParser(self._tool_call_forced, [tool.function.name for tool in self._request.tools or ()])
+
+    def _strip_template_space(self, text: str) -> str:
+        """The plain template ends in "Assistant:", so an answer begins with a blank that nobody wants."""
+        return text if self._tokenizer.chat_template is not None else text.removeprefix(" ")
+
+    def _delta(self, index: int, delta: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+
+    def _logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        content = [
+            {
+                **self._token_entry(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token_entry(token, value) for token, value in entry.top],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+        token_text, in_bytes = self._tokenizer.token_text(token)
+        return {"token": token_text, "logprob": _clamp_logprob(logprob), "bytes": in_bytes}
+
+
+class Completion(_OpenAIAnswer):
+    """``/v1/completions``."""
+
+    chunk_object = "text_completion"
+
+    def __init__(self, app_state: AppState, request: CompletionRequest) -> None:
+        super().__init__(app_state, request, "cmpl")
+        self._request = request
+        self._params = completion_sampling_params(request, app_state.model_info)
+        self.num_sequences = num_prompts(request.prompt) * self._params.n
+        self._prompts: list[list[int]] = []
+        self._lengths: dict[tuple[int, int], int] = {}  # characters of each sequence that were sent
+
+    async def make_requests(self) -> list[Request]:
+        model_info, request = self.app_state.model_info, self._request
+        self._prompts = await tokenize_prompts(
+            request.prompt, self._tokenizer, model_info, add_special_tokens=request.add_special_tokens
+        )
+        params = [fit_max_tokens(prompt, self._params, request, model_info) for prompt in self._prompts]
+        return [
+            make_engine_request(prompt, _with_prompt_seed(one, i), request, self._adapter)
+            for i, (prompt, one) in enumerate(zip(self._prompts, params, strict=True))
+        ]
+
+    def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
+        if self._request.max_tokens == 0:  # the prompt's own logprobs are all that is wanted
+            results = [
+                [SequenceResult(prompt_logprobs=s.prompt_logprobs, finish_reason="length") for s in samples]
+                for samples in results
+            ]
+            self.usage.num_generated_tokens = 0
+        choices = []
+        for i, samples in enumerate(results):
+            echo = self._echoed_prompt(i)
+            for s, result in enumerate(samples):
+                choices.append(self._choice(i, s, echo + result.text, len(echo), result))
+        return {
+            **self._common_fields,
+            "object": "text_completion",
+            "choices": choices,
+            "usage": self.usage.to_dict(),
+        }
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        key = prompt_index, output.index
+        text = output.text if key in self._lengths else self._echoed_prompt(prompt_index) + output.text
+        offset = self._lengths.get(key, 0)
+        self._lengths[key] = offset + len(text)
+        if text or output.logprobs or output.finished:
+            yield self._chunk(self._choice(*key, text, offset + len(text) - len(output.text), output))
+
+    def _echoed_prompt(self, index: int) -> str:
+        if not self._request.echo:
+            return ""
+        prompt = self._request.prompt
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            prompt = prompt[index]
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self._tokenizer.hf_tokenizer
+        return tokenizer.decode(self._prompts[index]) if tokenizer is not None else ""
+
+    def _choice(
+        self, prompt_index: int, sample_index: int, text: str, offset: int, result: SequenceResult | RequestOutput
+    ) -> dict[str, Any]:
+        """``offset``: characters of the text so far that stand before those of ``result``."""
+        logprobs_json = None
+        if self._request.logprobs is not None:
+            logprobs_json = self._logprobs(result.prompt_logprobs or (), 0, self._prompts[prompt_index])
+            for name, values in self._logprobs(result.logprobs or (), offset).items():
+                logprobs_json[name] += values
+        return {
+            "index": prompt_index * (self._request.n or 1) + sample_index,
+            "text": text,
+            "logprobs": logprobs_json,
+            "finish_reason": result.finish_reason,
+            "stop_reason": result.stop_reason,
+        }
+
+    def _logprobs(
+        self, entries: Iterable[TokenLogprob | None], offset: int, tokens: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """``tokens`` name those without an entry: a prompt's first, which nothing precedes."""
+        columns: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for number, entry in enumerate(entries):
+            token_id = tokens[number] if entry is None else entry.token_id
+            columns["tokens"].append(self._token_name(token_id))
+            columns["token_logprobs"].append(None if entry is None else _clamp_logprob(entry.logprob))
+            columns["top_logprobs"].append(
+                None
+                if entry is None
+                else {self._token_name(other): _clamp_logprob(value) for other, value in entry.top}
+            )
+            columns["text_offset"].append(offset)
+            offset += len(self._tokenizer.token_text(token_id)[0])
+        return columns
+
+    def _token_name(self, token: int) -> str:
+        """A token's text, or its bytes where it is a part of a character: names must stay apart."""
+        name, in_bytes = self._tokenizer.token_text(token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in in_bytes) if "\ufffd" in name else name
+
+
+def _with_prompt_seed(params: SamplingParams, index: int) -> SamplingParams:
+    """Equal prompts of one request must not give equal samples: each has a seed of its own."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=(params.seed + (index << 32)) % 2**63)
+
+
+def _clamp_logprob(value: float) -> float:
+    """Return a number that JSON can say."""
+    return value if math.isfinite(value) else MIN_LOGPROB
+
+
+async def create_embedding(app_state: AppState, request: EmbeddingRequest, http_request: HttpRequest) -> Response:
+    """Answer ``/v1/embeddings``."""
+    app_state.resolve_adapter(request.model)
+    if request.dimensions is not None:
+        raise BadRequest("dimensions is not supported: leave it out, and cut the vectors", "dimensions")
+    num_sequences = min(num_prompts(request.input), MAX_EMBED_PROMPTS, app_state.pool.limits.max_outstanding)
+    with app_state.pool.admit(num_sequences):
+        prompts = await tokenize_prompts(request.input, app_state.tokenizer, app_state.model_info, "input")
+        rows = await run_until_disconnect(http_request.receive, app_state.pool.embed(prompts))
+    total = sum(map(len, prompts))
+    usage = json.dumps({"prompt_tokens": total, "total_tokens": total})
+    data = ",".join([await _embedding_json(index, row, request.encoding_format) for index, row in enumerate(rows)])
+    body = f'{{"object":"list","data":[{data}],"model":{json.dumps(app_state.model_name)},"usage":{usage}}}'
+    return Response(body, media_type="application/json")
+
+
+async def _embedding_json(index: int, vector: list[float], encoding_format: str) -> str:
+    """One vector as JSON; spelling out thousands of them must not keep the loop from others."""
+    if index % 16 == 15:
+        await asyncio.sleep(0)
+    packed = (
+        vector if encoding_format == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    )
+    return json.dumps({"object": "embedding", "index": index, "embedding": packed})
+
+
+class ClientDisconnected(Exception):
+    """Nobody waits for the response any more."""
+
+
+async def run_until_disconnect(receive: Receive, awaitable: Awaitable[T]) -> T:
+    """Await ``awaitable``; cancel it, and raise :class:`ClientDisconnected`, when the client closes the connection."""
+    work_task, disconnect_task = (
+        asyncio.ensure_future(awaitable),
+        asyncio.ensure_future(_wait_for_disconnect(receive)),
+    )
+    try:
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return work_task.result()
+        raise ClientDisconnected
+    finally:
+        for task in (work_task, disconnect_task):
+            task.cancel()
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
+
+
+def encode_sse(item: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class SSEResponse(Response):
+    """Server-sent events from a generator of what ``encode`` takes; its first item must be at hand already."""
+
+    def __init__(
+        self,
+        first_item: Any,
+        items: AsyncGenerator[Any],
+        on_disconnect: Callable[[], None],
+        end_marker: bytes,
+        encode: Callable[[Any], bytes] = encode_sse,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._first_item, self._items = first_item, items
+        self._on_disconnect, self._end_marker, self._encode = on_disconnect, end_marker, encode
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, or stop when the client leaves."""
+        headers = [(k, v) for k, v in self.raw_headers if k not in (b"content-length", b"content-type")]
+        headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await run_until_disconnect(receive, self._send_events(send))
+        except ClientDisconnected:
+            self._on_disconnect()
+        finally:
+            await self._items.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        await _send_chunk(send, self._encode(self._first_item))
+        try:
+            async for item in self._items:
+                await _send_chunk(send, self._encode(item))
+        except ApiError as error:
+            await _send_chunk(send, encode_sse(error.body()))
+        except Exception:
+            _LOG.exception("a stream broke")
+            await _send_chunk(send, encode_sse(ApiError("the server failed on this request").body()))
+        else:
+            await _send_chunk(send, self._end_marker)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def sse_response(
+    app_state: AppState, receive: Receive, items: AsyncGenerator[Any], end_marker: bytes
+) -> SSEResponse:
+    """Wait for the first item, so that an error before it is an HTTP status, and make the response."""
+    try:
+        first_item = await run_until_disconnect(receive, anext(items))
+    except BaseException:
+        await items.aclose()
+        raise
+    return SSEResponse(first_item, items, app_state.pool.metrics.count_cancelled, end_marker)
+
+
+async def _send_chunk(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,441 @@
+"""Several hosts: plain servers as replicas, known by their addresses, behind one that forwards to them.
+
+    host 1:  thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys
+    host 2:  the same
+    router:  thalweg serve ./my-model --replica http://host1:8000 --replica http://host2:8000 --replica-key KEY
+
+A replica is any server with OpenAI's API and ``/health``; nothing else passes between it and the router.  The
+router has no engine and no tokenizer: it passes bodies on as they came, with its own key as bearer token, and answers
+as they come.
+
+- *Health*: each replica is asked for ``/health`` and ``/v1/models`` every second.  One that answers anything but 200
+  gets no new requests.  One that does not answer three times in a row is lost, and so are the requests it has: a
+  host that is gone without a word closes no connection.
+- *The same model*: the name, ``max_model_len`` and adapters of each must be those of the first.
+- *Choice*: the ready replica with the fewest requests outstanding.
+- *Retry*: a request whose replica was lost before anything of the answer was passed on goes to another one, once; one
+  that a replica did not begin (it could not be reached, is full, or ends) goes to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+import time
+import urllib.parse
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httptools
+
+from thalweg.serve.errors import (
+    ApiError,
+    DeadlineExceeded,
+    Overloaded,
+    ReplicaLost,
+    ShuttingDown,
+    Unavailable,
+)
+from thalweg.serve.metrics import RouterMetrics
+from thalweg.serve.replicas.pool import PoolLimits
+from thalweg.utils.log import get_logger
+
+_LOG = get_logger(__name__)
+T = TypeVar("T")
+_PROBE_INTERVAL = 1.0  # seconds from one question for a replica's health to the next
+_PROBE_TIMEOUT = 2.0  # for its answer
+_MAX_SILENT_PROBES = 3  # without an answer, after which what the replica works on is lost
+_START_TIMEOUT = 600.0  # seconds that the first replica may take to be ready
+_READY_TIMEOUT = 10.0  # seconds that a request waits for a replica to be ready
+_CONNECT_TIMEOUT = 5.0
+_MAX_BODY_BYTES = 2**28  # of a whole answer
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+_PASSED_HEADERS = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    """What a client asked for, as it came."""
+
+    method: str
+    target: str
+    """The path, quoted."""
+    body: bytes = b""
+    content_type: str = "application/json"
+
+
+@dataclass
+class ForwardedResponse:
+    """A replica's answer: ``body`` is all of it, or the first piece of a stream."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_stream: bool
+
+    @property
+    def error_code(self) -> str | None:
+        """The ``code`` of an error in OpenAI's form."""
+        try:
+            return json.loads(self.body)["error"]["code"]
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+class RemoteReplica:
+    """A server at ``url`` as the router sees it; ``state`` is ``starting``, ``ready`` or ``down``."""
+
+    def __init__(self, index: int, url: str, key: str | None) -> None:
+        self.index, self.url = index, url
+        self.state = "starting"
+        self.reason = ""
+        self.refused = False
+        """Whether the reason is one that somebody must mend: another model, another key."""
+        self.model: dict[str, Any] | None = None
+        """Names and length of what it serves, once it has said so."""
+        self.num_outstanding = 0
+        self._parts, self._ssl = _parse_url(url)
+        self._key = key
+        self._connections: set[_Connection] = set()
+        self._num_silent_probes = 0
+
+    async def probe(self) -> None:
+        """Ask for its health and its model; sets ``model``, or ``state`` and ``reason`` where it cannot serve."""
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT):
+                health = await self._fetch("/health")
+                models = await self._fetch("/v1/models") if health.status == 200 else None
+        except (OSError, ApiError) as error:  # a timeout is an OSError
+            self._num_silent_probes += 1
+            self.mark_down("it does not answer", f"{type(error).__name__} {error}")
+            if self._num_silent_probes >= _MAX_SILENT_PROBES:
+                self.abort_connections()
+            return
+        self._num_silent_probes = 0
+        if models is None:
+            self.mark_down(f"/health is {health.status}")
+        elif models.status in (401, 403):
+            self.mark_down("it does not accept the key: give its own as --replica-key", refused=True)
+        else:
+            try:
+                cards = json.loads(models.body)["data"]
+                self.model = {
+                    "model": cards[0]["id"],
+                    "max_model_len": cards[0].get("max_model_len"),
+                    "adapters": sorted(card["id"] for card in cards[1:]),
+                }
+            except (ValueError, KeyError, TypeError, IndexError):
+                self.mark_down("its /v1/models is not OpenAI's", refused=True)
+
+    def mark_ready(self) -> None:
+        """It takes requests from now on."""
+        if self.state != "ready":
+            _LOG.info("replica %d (%s) is ready", self.index, self.url)
+        self.state, self.reason, self.refused = "ready", "", False
+
+    def mark_down(self, reason: str, detail: str = "", *, refused: bool = False) -> None:
+        """It gets no new requests until a probe finds it well.  ``reason`` is for clients, ``detail`` for the log."""
+        if (self.state, self.reason) != ("down", reason):
+            _LOG.warning("replica %d (%s) takes no requests: %s %s", self.index, self.url, reason, detail)
+        self.state, self.reason, self.refused, self.model = "down", reason, refused, None
+
+    def abort_connections(self) -> None:
+        """Break off what is under way."""
+        for connection in self._connections:
+            connection.abort()
+
+    async def _fetch(self, target: str) -> ForwardedResponse:
+        async with self.connect(ForwardedRequest("GET", target)) as connection:
+            return await connection.response()
+
+    @contextlib.asynccontextmanager
+    async def connect(self, request: ForwardedRequest) -> AsyncIterator[_Connection]:
+        """Send a request on a connection of its own, which is closed at the end: that cancels what still runs.
+
+        Raises OSError where the replica cannot be reached.
+        """
+        parts = self._parts
+        async with asyncio.timeout(_CONNECT_TIMEOUT):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=self._ssl)
+        connection = _Connection(reader, writer)
+        self._connections.add(connection)
+        try:
+            headers = {
+                "Host": parts.netloc,
+                "Connection": "close",
+                "Content-Type": request.content_type,
+                "Content-Length": str(len(request.body)),
+            }
+            if self._key is not None:
+                headers["Authorization"] = f"Bearer {self._key}"
+            lines = [f"{request.method} {parts.path}{request.target} HTTP/1.1"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            writer.write("\r\n".join([*lines, "", ""]).encode() + request.body)
+            yield connection
+        finally:
+            self._connections.remove(connection)
+            writer.transport.abort()
+
+
+class _Connection:
+    """Reads one HTTP response; the parser calls the ``on_`` methods."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._chunks: deque[bytes] = deque()
+        self._headers_complete = self._complete = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._headers_complete = True
+
+    def on_body(self, data: bytes) -> None:
+        self._chunks.append(data)
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+
+    def abort(self) -> None:
+        """Break it off: whoever reads gets ReplicaLost."""
+        self._writer.transport.abort()
+
+    async def response(self) -> ForwardedResponse:
+        """Read status, headers and the whole body, or the first piece of a stream; raises ReplicaLost."""
+        while not self._headers_complete:
+            await self._read()
+        is_stream = self._headers.get("content-type", "").startswith("text/event-stream")
+        body, size = [], 0
+        async for chunk in self.chunks():
+            body.append(chunk)
+            size += len(chunk)
+            if size > _MAX_BODY_BYTES:
+                raise ReplicaLost("its answer is too large")
+            if is_stream:
+                break
+        headers = {name: value for name, value in self._headers.items() if name in _PASSED_HEADERS}
+        return ForwardedResponse(self._parser.get_status_code(), headers, b"".join(body), is_stream)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the pieces of the body that have not been read; raises ReplicaLost where it breaks off."""
+        while True:
+            while self._chunks:
+                yield self._chunks.popleft()
+            if self._complete:
+                return
+            await self._read()
+
+    async def _read(self) -> None:
+        try:
+            data = await self._reader.read(2**16)
+            if not data:
+                raise ReplicaLost("it hung up")
+            self._parser.feed_data(data)
+        except OSError as error:
+            raise ReplicaLost(f"it hung up, {type(error).__name__}") from None
+        except httptools.HttpParserError as error:
+            raise ReplicaLost(f"it does not speak HTTP: {error}") from None
+
+
+class ReplicaRouter:
+    """Forwards requests to ``urls``, which must all serve ``model``; ``limits`` count requests.
+
+    ``max_outstanding`` is of all replicas together; each has a limit of its own besides.
+    """
+
+    def __init__(self, urls: Sequence[str], key: str | None, model: str, limits: PoolLimits) -> None:
+        if len(set(urls)) < len(urls):
+            raise ValueError("--replica names a server twice: each once")
+        self.limits, self.model = limits, model
+        self.draining = False
+        self.num_outstanding = self.num_retries = 0
+        self.replicas = [RemoteReplica(index, url, key) for index, url in enumerate(urls)]
+        self.metrics = RouterMetrics(self)
+        self._probes: list[asyncio.Task[None]] = []
+        self._aborted = False
+        self._expected: dict[str, Any] | None = None  # of each replica's model: what the first one said
+        self._replica_ready = asyncio.Event()
+        exposed = [r.url for r in self.replicas if r.url.startswith("http://") and not _is_loopback(r.url)]
+        if exposed:
+            _LOG.warning("what passes to %s is not encrypted: use https, or a network of your own", ", ".join(exposed))
+
+    async def start(self) -> None:
+        """Wait until a replica is ready; RuntimeError where one has another model or key, or none comes."""
+        await asyncio.gather(*map(self._probe, self.replicas))
+        deadline = time.monotonic() + _START_TIMEOUT
+        while True:
+            if refusals := [f"{replica.url}: {replica.reason}" for replica in self.replicas if replica.refused]:
+                raise RuntimeError("; ".join(refusals))
+            if self.ready_replicas():
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError(self.health()[1])
+            await asyncio.sleep(_PROBE_INTERVAL)
+            await asyncio.gather(*map(self._probe, self.replicas))
+        self._probes = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+
+    async def close(self) -> None:
+        """End; what still waits gets an error."""
+        self.draining = True
+        for task in self._probes:
+            task.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
+        self.abort_all()
+
+    def abort_all(self) -> None:
+        """End every request with an error: the time for draining is over."""
+        self._aborted = True
+        for replica in self.replicas:
+            replica.abort_connections()
+
+    def ready_replicas(self) -> list[RemoteReplica]:
+        """The replicas that take requests."""
+        return [replica for replica in self.replicas if replica.state == "ready"]
+
+    def health(self) -> tuple[bool, str]:
+        """Whether a request that comes now would be served, and why not."""
+        if self.draining:
+            return False, "the server is shutting down"
+        if not self.ready_replicas():
+            reasons = "; ".join(f"replica {r.index}: {r.reason or 'starting'}" for r in self.replicas)
+            return False, f"no replica is running: {reasons}"
+        return True, ""
+
+    async def submit(self, request: ForwardedRequest) -> AsyncGenerator[ForwardedResponse | bytes]:
+        """Yield the response of a replica, then what follows of a stream; closing the generator cancels the request.
+
+        Raises :class:`ApiError`: ShuttingDown; Overloaded; Unavailable where no replica can be reached; ReplicaLost
+        when the replica is lost and the request cannot be tried again; DeadlineExceeded.
+        """
+        with self._admit(), self.metrics.time_request() as answer_begins:
+            loop, seconds = asyncio.get_running_loop(), self.limits.request_seconds
+            deadline = None if seconds is None else loop.time() + seconds
+            tried: set[int] = set()
+            was_lost = began = False
+            while True:
+                replica = await self._pick_replica(tried)
+                tried.add(replica.index)
+                replica.num_outstanding += 1
+                try:
+                    async with replica.connect(request) as connection:
+                        response = await _before(deadline, connection.response())
+                        if self._goes_elsewhere(replica, response, tried):
+                            self.num_retries += 1
+                            continue
+                        began = True
+                        answer_begins()
+                        yield response
+                        chunks = connection.chunks()
+                        while (
+                            response.is_stream and (chunk := await _before(deadline, anext(chunks, None))) is not None
+                        ):
+                            yield chunk
+                        return
+                except OSError as error:  # it was not reached: not begun
+                    replica.mark_down("it cannot be reached", f"{type(error).__name__} {error}")
+                    self.num_retries += 1
+                except ReplicaLost:
+                    if self._aborted:
+                        raise ShuttingDown("the server is shutting down and had to stop this request") from None
+                    if began or was_lost or len(tried) == len(self.replicas):
+                        raise
+                    was_lost = True
+                    self.num_retries += 1
+                finally:
+                    replica.num_outstanding -= 1
+
+    @contextlib.contextmanager
+    def _admit(self) -> Iterator[None]:
+        if self.draining:
+            raise ShuttingDown("the server is shutting down: use another one")
+        if self.num_outstanding >= self.limits.max_outstanding:
+            raise Overloaded(1)
+        self.num_outstanding += 1
+        try:
+            yield
+        finally:
+            self.num_outstanding -= 1
+
+    async def _pick_replica(self, tried: set[int]) -> RemoteReplica:
+        """The ready replica with the least to do of those that were not tried; waits a while where none is ready."""
+        deadline = time.monotonic() + _READY_TIMEOUT
+        while not (ready := [r for r in self.ready_replicas() if r.index not in tried]):
+            if len(tried) == len(self.replicas) or time.monotonic() > deadline or self.draining:
+                raise Unavailable(self.health()[1] or "no replica could take this request: try again")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._replica_ready.wait(), 0.2)
+        return min(ready, key=lambda replica: replica.num_outstanding)
+
+    def _goes_elsewhere(self, replica: RemoteReplica, response: ForwardedResponse, tried: set[int]) -> bool:
+        """Whether the replica did not begin the request, and another one might."""
+        if response.status in (401, 403):  # the router's key, not the client's
+            replica.mark_down("it does not accept the key", refused=True)
+            if not self._untried(tried):
+                raise Unavailable("no replica takes this request: the router's key is not theirs")
+            return True
+        # A request that cost a replica its engines is not tried on more of them.
+        refused = response.status == 429 or (response.status == 503 and response.error_code != ReplicaLost.code)
+        return refused and bool(self._untried(tried))
+
+    def _untried(self, tried: set[int]) -> list[RemoteReplica]:
+        return [replica for replica in self.ready_replicas() if replica.index not in tried]
+
+    async def _watch(self, replica: RemoteReplica) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL)
+            try:
+                await self._probe(replica)
+            except Exception:  # whatever is wrong with one answer, the next may be right
+                _LOG.exception("the probe of %s failed", replica.url)
+
+    async def _probe(self, replica: RemoteReplica) -> None:
+        replica.model = None
+        await replica.probe()
+        if replica.model is None:
+            return
+        expected = self._expected or {**replica.model, "model": self.model}
+        for name, value in expected.items():
+            if replica.model[name] != value:
+                what = f"its {name} is {replica.model[name]!r}, not {value!r}: serve the same model on each"
+                replica.mark_down(what, refused=True)
+                return
+        self._expected = expected
+        replica.mark_ready()
+        ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
+        ready_event.set()
+
+
+async def _before(deadline: float | None, awaitable: Awaitable[T]) -> T:
+    """Await it until the deadline; raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await awaitable
+    except TimeoutError:
+        raise DeadlineExceeded from None
+
+
+def _parse_url(url: str) -> tuple[urllib.parse.SplitResult, ssl.SSLContext | None]:
+    """Return a replica's address and how to encrypt; ValueError where it is no address."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        valid = parts.scheme in ("http", "https") and parts.hostname and not (parts.username or parts.query)
+    except ValueError:  # of a port that is none
+        valid = False
+    if not valid:
+        raise ValueError(f"--replica {url} is no address: write it as http://HOST:PORT or https://HOST:PORT")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    netloc = parts.netloc if parts.port else f"{parts.netloc}:{port}"
+    context = ssl.create_default_context() if parts.scheme == "https" else None
+    return urllib.parse.SplitResult(parts.scheme, netloc, path, "", ""), context
+
+
+def _is_loopback(url: str) -> bool:
+    return urllib.parse.urlsplit(url).hostname in _LOOPBACK_HOSTS
