@@ -12,8 +12,8 @@ from pathlib import Path
 
 from thalweg.cli.run_hints import hint_for_option
 from thalweg.launch.env_forwarding import collect_forwarded_env
+from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
-from thalweg.launch.job_result import JobResult
 from thalweg.launch.spec import LaunchSpec, build_local_job
 
 _EPILOG = """examples:
