@@ -2,25 +2,27 @@
 
 - Once a rank has failed, it waits 30 s for one that ignores SIGTERM, whatever time it was given.
 - It does not tell the ranks that failed from those that it ended itself.
-- Its barrier at the end waits 300 s in C++: deaf to signals, to a failure on another host, and giving up on a
-  host that takes longer.
+- It waits for other hosts in C++, deaf to signals and to a failure there; at the end 300 s and no longer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 _BARRIER_TIMEOUT = 7 * 86400.0  # seconds; a lost host is noticed by its heartbeat
 _LOGGER = "torch.distributed.elastic"
+T = TypeVar("T")
 
 
 class Agent(LocalElasticAgent):
@@ -48,12 +50,26 @@ class Agent(LocalElasticAgent):
         context.close = close_in_time
         return self.pids
 
+    def _assign_worker_ranks(self, *args: Any) -> list[Worker]:
+        return self._watched(functools.partial(super()._assign_worker_ranks, *args))
+
     def _exit_barrier(self) -> None:
-        barrier = threading.Thread(target=super()._exit_barrier, daemon=True)
-        barrier.start()
-        while barrier.is_alive():
-            self._worker_group.spec.rdzv_handler.num_nodes_waiting()  # raises when another host fails
-            barrier.join(0.1)
+        self._watched(super()._exit_barrier)
+
+    def _watched(self, wait_for_hosts: Callable[[], T]) -> T:
+        """Let a thread wait for other hosts, and look meanwhile whether they are still there."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(wait_for_hosts())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while wait([future], timeout=0.05).not_done:
+            self._rdzv_handler.num_nodes_waiting()  # raises when another host has failed
+        return future.result()
 
 
 @contextlib.contextmanager
