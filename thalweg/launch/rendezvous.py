@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousStateError,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -330,7 +331,10 @@ class _JsonStateHolder(_RendezvousStateHolder):
                 text = self._store.get("state").decode() if self._store.check(["state"]) else ""
         except RuntimeError as error:
             raise RendezvousConnectionError("host 0's store does not answer") from error
-        state = _decode_state(text) if text else _RendezvousState()
+        try:
+            state = _decode_state(text) if text else _RendezvousState()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RendezvousStateError(f"this is no state of a rendezvous: {text[:100]!r}") from error
         self._state, self._text, self._dirty = state, text, False
         return written
 
