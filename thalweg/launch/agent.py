@@ -37,7 +37,8 @@ class Agent(LocalElasticAgent):
         """Ranks of the job that had ended before this agent ended any."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.pids = super()._start_workers(worker_group)
+        start: Any = super()._start_workers  # torch's decorator hides its signature
+        self.pids = start(worker_group)
         context: Any = self._pcontext
         close, first_rank = context.close, worker_group.workers[0].global_rank
 
@@ -51,7 +52,8 @@ class Agent(LocalElasticAgent):
         return self.pids
 
     def _assign_worker_ranks(self, *args: Any) -> list[Worker]:
-        return self._watched(functools.partial(super()._assign_worker_ranks, *args))
+        assign: Any = super()._assign_worker_ranks
+        return self._watched(functools.partial(assign, *args))
 
     def _exit_barrier(self) -> None:
         self._watched(super()._exit_barrier)

@@ -80,7 +80,7 @@ def run_local(job: LocalJob) -> JobResult:
         where = f" on {socket.gethostname()}" if nodes else ""
         result, tell_others = None, False
         try:
-            run_result = agent.run()
+            run_result: Any = agent.run()
             if run_result.is_failed():
                 returncodes = {rank: failure.exitcode for rank, failure in run_result.failures.items()}
                 failures = collect_failures(Path(name), returncodes, agent.exited or returncodes)
@@ -123,7 +123,11 @@ def _join_nodes(job: LocalJob) -> NodeRendezvous:
         "torch": torch.__version__,
         "thalweg": __version__,
     }
-    return join_nodes(job.node, card, lambda text: sys.stderr.write(f"thalweg run: {text}\n"))
+
+    def on_wait(text: str) -> None:
+        sys.stderr.write(f"thalweg run: {text}\n")
+
+    return join_nodes(job.node, card, on_wait)
 
 
 def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> Agent:

@@ -119,7 +119,7 @@ def open_local_rendezvous(addr: str, port: int) -> RendezvousHandler:
     return handler
 
 
-def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], object]) -> NodeRendezvous:
+def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> NodeRendezvous:
     """Meet the other launchers and compare ``card``, what this host says of itself, with theirs.
 
     Raises:
