@@ -150,13 +150,17 @@ def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
 
 def _run_on_this_host(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     """The ranks of this host alone, or its part of a job whose other parts are started by hand."""
-    from thalweg.launch.local import run_local
+    from thalweg.launch.local import exit_process, run_local
     from thalweg.launch.multi_node.static_nodes import resolve_node
 
     if hosts:
         request = replace(request, slots=hosts[0].slots, chosen=hosts[0].chosen)
-    request, node_rank = resolve_node(request, args.num_nodes, args.node_rank, args.master_addr, os.environ)
-    return run_local(build_local_job(request, node_rank))
+    request, node = resolve_node(request, args.num_nodes, args.node_rank, args.master_addr, os.environ)
+    result = run_local(build_local_job(request, node))
+    if node is not None and result.exit_code:
+        sys.stderr.write(result.report)
+        exit_process(result.exit_code)
+    return result
 
 
 def _run_over_ssh(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:

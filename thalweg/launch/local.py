@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from thalweg.launch.cpu_affinity import CpuBinding
 from thalweg.launch.failure import JobResult, collect_failures, format_report
@@ -105,7 +105,17 @@ def run_local(job: LocalJob) -> JobResult:
             result = nodes.finish(result, wait=job.grace + 3.0) or JobResult(
                 128 + signal.SIGTERM, "thalweg run: another host stopped the job without saying why\n"
             )
+        if nodes:
+            nodes.shutdown()
         return result or JobResult(0, "")
+
+
+def exit_process(exit_code: int) -> NoReturn:
+    """Leave at once: a thread may wait in C++ for a host that is gone, and the interpreter's end would abort it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _join_nodes(job: LocalJob) -> NodeRendezvous:

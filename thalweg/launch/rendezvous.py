@@ -163,11 +163,12 @@ def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> No
             f"{card['host']} lost its line to the first host of the job, at {node.addr}, port {node.port}, before "
             "all hosts had come: see what that host says"
         ) from error
+    nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store)
     if node.node_rank == 0:
-        timer = threading.Timer(_STARTUP_SECONDS, store.set, ("started", "1"))
-        timer.daemon = True
-        timer.start()
-    return NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store)
+        nodes.startup_timer = threading.Timer(_STARTUP_SECONDS, store.set, ("started", "1"))
+        nodes.startup_timer.daemon = True
+        nodes.startup_timer.start()
+    return nodes
 
 
 def find_mismatch(cards: list[Card]) -> str | None:
@@ -203,6 +204,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         self._bootstrap_store_info = RendezvousStoreInfo(node.addr, node.port)
         self._changes: dict[str, tuple[datetime, float]] = {}  # by host: its heartbeat, and when we saw it change
         self._silent: set[str] = set()
+        self.startup_timer: threading.Timer | None = None
 
     @property
     def world_size(self) -> int:
@@ -249,8 +251,13 @@ class NodeRendezvous(DynamicRendezvousHandler):
         return 0
 
     def shutdown(self) -> bool:
-        """Left to :meth:`finish`, which knows why."""
-        return True
+        """Stop the heartbeats; a thread that is in C++ while the interpreter ends aborts the process."""
+        if self.startup_timer is not None:
+            self.startup_timer.cancel()
+        stopping = threading.Thread(target=self._stop_heartbeats, daemon=True)
+        stopping.start()
+        stopping.join(2.0)  # on a dead line it takes minutes
+        return not stopping.is_alive()
 
     def lost_result(self, node_rank: int) -> JobResult:
         """The report of a host that is gone."""
