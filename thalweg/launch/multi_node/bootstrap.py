@@ -34,7 +34,9 @@ def main() -> int:
     except (OSError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return run_node(job_message, inbox)
+    code = run_node(job_message, inbox)
+    sys.stderr.flush()
+    os._exit(code)  # a thread may wait in C++ for a host that is gone; the interpreter's end would abort it
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ _LAUNCHER_TIMEOUT = 60.0  # seconds without a sign of life from the launcher
 
 
 def run_node(job_message: dict[str, Any], inbox: int) -> int:
-    """Check the job on this host, report in, wait for the word, run; returns an exit code where it did not come to that."""
-    from thalweg.launch.local import exit_process, run_local
+    """Check the job on this host, report in, wait for the word, run; returns the exit code."""
+    from thalweg.launch.local import run_local
     from thalweg.launch.rendezvous import NodeSpec, bind_master
 
     node_rank, num_nodes = job_message["node_rank"], job_message["num_nodes"]
@@ -54,7 +54,7 @@ def run_node(job_message: dict[str, Any], inbox: int) -> int:
         result = JobResult(2, f"thalweg run: {error}\n")
     finished.set()
     _send(ended=result.exit_code, report=result.report, is_certain=result.is_certain)
-    exit_process(result.exit_code)
+    return result.exit_code
 
 
 def _choose_listen_address(listen: str) -> str:
