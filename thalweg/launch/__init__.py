@@ -3,7 +3,7 @@
 Three kinds of process take part:
 
     thalweg run  (one a host)  torch's elastic agent: one child for each rank, the first failure ends the job;
-                        ``local.py`` drives it, ``agent.py`` makes it quick, ``rendezvous.py`` lets it meet the
+                        ``local.py`` drives it, ``elastic_agent.py`` makes it quick, ``rendezvous.py`` lets it meet the
                         agents of other hosts and end with them
     worker.py    (N)    the first code of each rank: ties its life to the launcher's, takes its cores, then
                         becomes the script; it loads nothing but the standard library

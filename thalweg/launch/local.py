@@ -23,7 +23,7 @@ from thalweg.launch.network import interface_for
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from thalweg.launch.agent import Agent
+    from thalweg.launch.elastic_agent import Agent
     from thalweg.launch.rendezvous import NodeRendezvous, NodeSpec
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -65,7 +65,7 @@ def run_local(job: LocalJob) -> JobResult:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from thalweg.launch.agent import mute_agent_log
+    from thalweg.launch.elastic_agent import mute_agent_log
     from thalweg.launch.rendezvous import JobEndedError, open_local_rendezvous
 
     _remove_stale_dirs(Path(tempfile.gettempdir()))
@@ -145,7 +145,7 @@ def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> 
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.launcher.api import LaunchConfig
 
-    from thalweg.launch.agent import Agent
+    from thalweg.launch.elastic_agent import Agent
 
     spec = WorkerSpec(
         role="default",

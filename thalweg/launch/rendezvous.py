@@ -16,7 +16,7 @@ Ours is what its agent does not do (torch 2.13):
   everywhere, before a rank has started (:func:`join_nodes`).
 - **One report.**  All launchers of a job end with the first failure's report (:meth:`NodeRendezvous.finish`).
 
-torch's private names are touched here and in ``agent.py`` alone.
+torch's private names are touched here and in ``elastic_agent.py`` alone.
 """
 
 from __future__ import annotations
