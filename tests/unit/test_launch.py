@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from thalweg.cli import run
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, parse_cpu_list, physical_cores
-from thalweg.launch.failure import collect_failures, format_report
-from thalweg.launch.process_monitor import RankExit
+from thalweg.launch.failure import Failure, collect_failures, format_report
 
 
 @settings(deadline=None)
@@ -84,38 +83,56 @@ BUG = ("builtins.ValueError", "ValueError: boom")
 
 
 @pytest.mark.parametrize(
-    ("records", "codes", "exits", "first", "code"),
+    ("records", "codes", "exited", "first", "code"),
     [
         # the bug is first, whatever the clock says about those who lost their peer
-        ({0: (1, *PEER), 1: (2, *BUG)}, {0: 1, 1: 1}, {}, 1, 1),
-        ({0: (1, *BUG), 1: (2, *PEER)}, {0: 1, 1: 1}, {}, 0, 1),
-        ({0: (5, *BUG), 1: (2, *BUG)}, {0: 1, 1: 1}, {}, 1, 1),
+        ({0: (1, *PEER), 1: (2, *BUG)}, {0: 1, 1: 1}, {0, 1}, 1, 1),
+        ({0: (1, *BUG), 1: (2, *PEER)}, {0: 1, 1: 1}, {0, 1}, 0, 1),
+        ({0: (5, *BUG), 1: (2, *BUG)}, {0: 1, 1: 1}, {0, 1}, 1, 1),
         # killed: no record, a peer wrote an error before anyone saw the death
-        ({0: (5, *PEER)}, {0: 1, 1: -9}, {1: (7, -9)}, 1, 137),
-        ({0: (5, *PEER)}, {0: 1, 1: 3}, {1: (7, 3)}, 1, 3),
+        ({0: (5, *PEER)}, {0: 1, 1: -9}, {0, 1}, 1, 137),
+        ({0: (5, *PEER)}, {0: 1, 1: 3}, {0, 1}, 1, 3),
         # both raised; the first was ended by the launcher before it had left
-        ({0: (1, *BUG), 1: (2, *BUG)}, {1: 1, 0: -15}, {0: (4, -15), 1: (3, 1)}, 0, 1),
+        ({0: (1, *BUG), 1: (2, *BUG)}, {1: 1, 0: -15}, {1}, 0, 1),
         # a bug, and the others ended by the launcher
-        ({0: (5, *BUG)}, {0: 1, 1: -15, 2: -9}, {1: (7, -15), 2: (8, -9)}, 0, 1),
+        ({0: (5, *BUG)}, {0: 1, 1: -15, 2: -9}, {0}, 0, 1),
+        # a peer of another host was lost, and the others of this one ended by the launcher
+        ({1: (5, *PEER)}, {1: 1, 0: -15, 2: -9}, {1}, 1, 1),
         # nobody but the killed one failed
-        ({}, {1: -11, 0: -15}, {1: (7, -11), 0: (9, -15)}, 1, 139),
+        ({}, {1: -11, 0: -15}, {1}, 1, 139),
         # only lost peers: the earliest
-        ({0: (5, *PEER), 1: (4, *PEER)}, {0: 1, 1: 1}, {}, 1, 1),
-        # the agent collected the status before the watch could read it
-        ({}, {2: 7}, {2: (7, None)}, 2, 7),
+        ({0: (5, *PEER), 1: (4, *PEER)}, {0: 1, 1: 1}, {0, 1}, 1, 1),
+        ({}, {2: 7}, {2}, 2, 7),
     ],
 )
 def test_the_first_failure_is_found(
-    tmp_path: Path, records: dict, codes: dict, exits: dict, first: int, code: int
+    tmp_path: Path, records: dict, codes: dict, exited: set, first: int, code: int
 ) -> None:
     for rank, (time_ns, kind, summary) in records.items():
         _record(tmp_path, rank, time_ns, kind, summary)
-    noted = {rank: RankExit(rank, time_ns, exit_code) for rank, (time_ns, exit_code) in exits.items()}
-    failures = collect_failures(tmp_path, codes, noted)
+    failures = collect_failures(tmp_path, codes, exited)
     assert (failures[0].rank, failures[0].exit_code) == (first, code)
     text = format_report(failures, 4)
     assert f"rank {first} of 4 failed first, exit code {code}" in text
-    assert text.count("Traceback") <= 1
+    assert text.count("Traceback") <= 1 and "SIGTERM" not in text, "whom the launcher ended is no failure"
+
+
+@pytest.mark.parametrize(
+    ("summary", "is_peer_loss"),
+    [
+        ("RuntimeError: cannot restore the optimizer", False),
+        ("RuntimeError: the feature store has no row 7", False),
+        ("RuntimeError: igloo_speer.bin is damaged", False),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:1", True),
+        ("RuntimeError: Socket timed out", True),
+        ("RuntimeError: ncclRemoteError: a call failed on a remote rank", True),
+        ("RuntimeError: [1] is setting up NCCL communicator by store->get('0')", True),
+        ("RuntimeError: writev: Broken pipe", True),
+    ],
+)
+def test_a_rank_is_excused_only_for_words_about_a_lost_peer(summary: str, is_peer_loss: bool) -> None:
+    record = {"type": "builtins.RuntimeError", "summary": summary}
+    assert Failure(0, 1, 0, record).is_peer_loss is is_peer_loss
 
 
 def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
@@ -124,9 +141,9 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
         (signal.SIGBUS, "/dev/shm"),
         (signal.SIGSEGV, "stack above"),
     ):
-        text = format_report(collect_failures(tmp_path, {0: -number}, {}), 1)
+        text = format_report(collect_failures(tmp_path, {0: -number}, {0}), 1)
         assert number.name in text and hint in text
-    assert "64" in format_report(collect_failures(tmp_path, {0: -64}, {}), 1), "a real-time signal has no name"
+    assert "64" in format_report(collect_failures(tmp_path, {0: -64}, {0}), 1), "a real-time signal has no name"
 
 
 @pytest.mark.parametrize(

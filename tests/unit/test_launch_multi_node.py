@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
+from base64 import b64encode
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from thalweg.launch import rendezvous as launch_rendezvous
 from thalweg.launch import schedulers
 from thalweg.launch.env_forwarding import collect_forwarded_env
+from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, check_hostname, filter_hosts, read_hostfile
-from thalweg.launch.multi_node import node_monitor
-from thalweg.launch.multi_node.node_monitor import NodeMonitor, NodeSpec, find_mismatch
 from thalweg.launch.multi_node.ssh import remote_command
 from thalweg.launch.multi_node.static_nodes import resolve_node
 from thalweg.launch.network import interface_for, local_address_for
-from thalweg.launch.rendezvous import StaticRendezvous, bind_listener
+from thalweg.launch.rendezvous import (
+    JobEndedError,
+    NodeRendezvous,
+    NodeSpec,
+    bind_master,
+    find_mismatch,
+    join_nodes,
+)
 from thalweg.launch.spec import LaunchSpec
 from thalweg.utils.env import RankInfo
-from thalweg.utils.rendezvous import rendezvous
+from thalweg.utils.rendezvous import rendezvous, serve_store
 
+T = TypeVar("T")
 TWO = (Host("a", 4), Host("user@b", 2))
 
 
@@ -187,18 +199,9 @@ def test_hosts_started_by_hand_or_by_kubernetes() -> None:
     pod = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "job-0"}
     found, place = resolve_node(request, None, None, None, {**pod, "PET_MASTER_PORT": "23456"})
     assert found.nproc == "4" and place is not None
-    assert (place.node_rank, place.num_nodes, place.rendezvous.addr, place.rendezvous.port) == (
-        1,
-        2,
-        "job-0",
-        23456,
-    )
+    assert (place.node_rank, place.num_nodes, place.addr, place.port) == (1, 2, "job-0", 23456)
     _, place = resolve_node(request, "3", "2", None, {"PET_RDZV_ENDPOINT": "head:1234"})
-    assert place is not None and (place.num_nodes, place.rendezvous.addr, place.rendezvous.port) == (
-        3,
-        "head",
-        1234,
-    )
+    assert place is not None and (place.num_nodes, place.addr, place.port) == (3, "head", 1234)
     for options, problem in (
         (("2", None, "a"), "which host is this"),
         (("2", "2", "a"), "from 0 to 1"),
@@ -217,7 +220,7 @@ def _node_info(**changes: object) -> dict:
     return {
         "host": "a",
         "index": 0,
-        "num_hosts": 2,
+        "num_nodes": 2,
         "target": "t.py",
         "torch": "2",
         "thalweg": "1",
@@ -229,7 +232,7 @@ def test_contradictions_name_the_option_and_both_hosts() -> None:
     assert find_mismatch([_node_info(), _node_info(host="b", index=1)]) is None
     for other, said in (
         (_node_info(host="b"), "--node-rank 0 is given on a and on b"),
-        (_node_info(host="b", index=1, num_hosts=3), "--num-nodes is 2 on a and 3 on b"),
+        (_node_info(host="b", index=1, num_nodes=3), "--num-nodes is 2 on a and 3 on b"),
         (_node_info(host="b", index=1, torch="3"), "torch's version is 2 on a and 3 on b"),
         (_node_info(host="b", index=1, target="u.py"), "the script is t.py on a and u.py on b"),
     ):
@@ -239,33 +242,56 @@ def test_contradictions_name_the_option_and_both_hosts() -> None:
 class FakeNodes:
     """Launchers that meet in one store, all in this process."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.server = StaticRendezvous("127.0.0.1", 0, 0, 1, bind_listener("127.0.0.1"))
-        self.monitors: list[NodeMonitor] = []
-        self.stopped: list[NodeMonitor] = []
-        monkeypatch.setattr(NodeMonitor, "_stop_ranks", lambda peers: self.stopped.append(peers))
+    def __init__(self, heartbeat_timeout: float = 5.0) -> None:
+        self.server: TCPStore | None = serve_store(bind_master("127.0.0.1"), 60.0)
+        self.port, self._heartbeat_timeout = self.server.port, heartbeat_timeout
 
-    def start(self, node_rank: int, num_nodes: int, **card: object) -> Future[list[dict]]:
+    def start(self, node_rank: int, num_nodes: int, **card: object) -> Future[NodeRendezvous]:
         """One more launcher arrives, in a thread of its own."""
-        rendezvous = StaticRendezvous("127.0.0.1", self.server.port, node_rank, num_nodes, None)
-        monitor = NodeMonitor(
-            NodeSpec(node_rank, num_nodes, rendezvous, join_timeout=20.0), threading.Event(), lambda: False
+        node = NodeSpec(
+            node_rank,
+            num_nodes,
+            "127.0.0.1",
+            self.port,
+            join_timeout=20.0,
+            heartbeat_timeout=self._heartbeat_timeout,
         )
-        self.monitors.append(monitor)
-        pool = ThreadPoolExecutor(1)
-        future = pool.submit(monitor.join_job, _node_info(index=node_rank, **card), lambda text: None)
-        pool.shutdown(wait=False)
-        return future
+        with_defaults = _node_info(**{"host": "ab"[node_rank] if node_rank < 2 else "c", **card})
+        return _in_thread(lambda: join_nodes(node, with_defaults, lambda text: None))
 
-    def problem(self, future: Future[list[dict]]) -> str:
-        """What the launcher is told instead of the cards."""
-        return str(future.exception(timeout=20.0))
+    def start_job(self, num_nodes: int = 2) -> list[NodeRendezvous]:
+        """Launchers that have met and whose hearts beat."""
+        job = [future.result(20.0) for future in [self.start(index, num_nodes) for index in range(num_nodes)]]
+        infos = [future.result(20.0) for future in [_in_thread(node.next_rendezvous) for node in job]]
+        assert [(info.rank, info.world_size) for info in infos] == [(index, num_nodes) for index in range(num_nodes)]
+        masters = [info.bootstrap_store_info for info in infos]
+        assert all(m and (m.master_addr, m.master_port) == ("127.0.0.1", self.port) for m in masters)
+        return job
 
 
-def test_two_hosts_with_one_number_are_one_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    party = FakeNodes(monkeypatch)
+def _in_thread(call: Callable[[], T]) -> Future[T]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _wait_ended(node: NodeRendezvous, timeout: float) -> JobEndedError | None:
+    """What the agent would hear within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            assert node.num_nodes_waiting() == 0
+        except JobEndedError as error:
+            return error
+        time.sleep(0.05)
+    return None
+
+
+def test_two_hosts_with_one_number_are_one_error_everywhere() -> None:
+    party = FakeNodes()
     futures = [party.start(index, 3, host=host) for index, host in ((1, "b"), (0, "a"), (1, "c"))]
-    told = {party.problem(future) for future in futures}
+    told = {str(future.exception(timeout=20.0)) for future in futures}
     assert len(told) == 1 and "--node-rank 1 is given on" in told.pop()
 
 
@@ -273,22 +299,83 @@ def test_a_launcher_too_many_ends_a_young_job_and_leaves_an_old_one_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for early in (True, False):
-        party = FakeNodes(monkeypatch)
-        monkeypatch.setattr(node_monitor, "_STARTUP_SECONDS", 30.0 if early else 0.0)
-        job = [party.start(index, 2) for index in (0, 1)]
-        assert [[card["index"] for card in future.result(20.0)] for future in job] == [[0, 1]] * 2
+        party = FakeNodes()
+        monkeypatch.setattr(launch_rendezvous, "_STARTUP_SECONDS", 30.0 if early else 0.0)
+        job = party.start_job()
         late = party.start(1, 2, host="late")
-        assert "--node-rank 1 is given on a and on late" in party.problem(late)
-        first = party.monitors[0]
-        first._heartbeat({})
-        assert party.stopped == ([first] if early else [])
+        assert "--node-rank 1 is given on b and on late" in str(late.exception(timeout=20.0))
+        for node in job:
+            ended = _wait_ended(node, 10.0 if early else 2.5)
+            assert (ended is not None and ended.silent_node is None) if early else ended is None
         if early:
-            outcome = party.monitors[1].agree_result(None, False, timeout=5.0)
-            assert outcome is not None and outcome.exit_code == 2 and "--node-rank 1 is given on" in outcome.report
+            results = [future.result(20.0) for future in [_in_thread(lambda n=n: n.finish(None, 5.0)) for n in job]]
+            assert all(result and result.exit_code == 2 for result in results)
+            assert all(result and "--node-rank 1 is given on" in result.report for result in results)
+
+
+def test_the_failure_of_one_host_is_the_result_of_all() -> None:
+    """A result that is not certain waits for one that is."""
+    job = FakeNodes().start_job(3)
+    first = JobResult(7, "rank 2 failed first")
+    ends = [_in_thread(lambda: job[0].finish(JobResult(1, "lost a peer", is_certain=False), 8.0))]
+    time.sleep(0.3)
+    assert not ends[0].done()
+    ends.append(_in_thread(lambda: job[2].finish(first, 8.0)))
+    ended = _wait_ended(job[1], 10.0)
+    assert ended is not None and ended.silent_node is None
+    ends.append(_in_thread(lambda: job[1].finish(None, 8.0)))
+    assert [future.result(20.0) for future in ends] == [first] * 3
+
+
+def test_a_silent_host_is_named_by_the_others() -> None:
+    job = FakeNodes(heartbeat_timeout=2.5).start_job(3)
+    assert _wait_ended(job[0], 3.0) is None, "hearts beat"
+    job[1]._stop_heartbeats()
+    for node in (job[0], job[2]):
+        ended = _wait_ended(node, 8.0)
+        assert ended is not None and ended.silent_node == 1
+    assert "host b (rank 1) is gone: no sign of life" in job[0].lost_result(1).report
+
+
+def test_a_host_whose_store_is_gone_ends_for_all() -> None:
+    party = FakeNodes(heartbeat_timeout=2.5)
+    job = party.start_job()
+    assert _wait_ended(job[1], 0.5) is None
+    job[0]._stop_heartbeats()
+    party.server = job[0]._shared_tcp_store_server = None  # type: ignore[assignment]
+    ended = _wait_ended(job[1], 8.0)
+    assert ended is not None and ended.silent_node == 0
+    assert not job[1].lost_result(0).is_certain, "it may be this host that was cut off"
+
+
+def test_hosts_whose_clocks_differ_by_a_day_stay_together() -> None:
+    job = FakeNodes(heartbeat_timeout=2.0).start_job()
+    job[1]._stop_heartbeats()
+    deadline, holder = time.monotonic() + 5.0, job[1]._state_holder
+    while time.monotonic() < deadline:
+        holder.sync()
+        holder.state.last_heartbeats[job[1]._this_node] = datetime.now(UTC) - timedelta(days=1)
+        holder.mark_dirty()
+        holder.sync()
+        assert job[0].num_nodes_waiting() == 0
+        time.sleep(0.2)
+    assert len(job[0]._state_holder.state.participants) == 2
+
+
+def test_what_a_stranger_writes_into_the_store_is_not_executed(tmp_path: Path) -> None:
+    """torch's own holder unpickles it; the payload writes a file when it is."""
+    job = FakeNodes().start_job()
+    payload = f"cos\nsystem\n(S'touch {tmp_path}/executed'\ntR."
+    store = PrefixStore("nodes", job[0]._store)
+    for text in (payload, b64encode(payload.encode()).decode(), "{}", "[]"):
+        store.set("state", text)
+        with pytest.raises(RendezvousStateError):
+            job[1]._state_holder.sync()
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:
-    with bind_listener("127.0.0.1") as probe:
+    with bind_master("127.0.0.1") as probe:
         port = probe.getsockname()[1]
 
     def call(rank: int) -> Store:
@@ -302,12 +389,12 @@ def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:
     assert len(stores) == 2
 
 
-def test_a_launcher_that_loses_its_line_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    party = FakeNodes(monkeypatch)
+def test_a_launcher_that_loses_its_line_says_where_to_look() -> None:
+    party = FakeNodes()
     future = party.start(1, 2)
-    time.sleep(0.2)
-    party.server._server_store = None  # host 0 is gone
-    assert "lost its line to the first host of the job, at 127.0.0.1" in party.problem(future)
+    time.sleep(0.5)
+    party.server = None  # host 0 is gone
+    assert "lost its line to the first host of the job, at 127.0.0.1" in str(future.exception(timeout=20.0))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="interfaces are read by Linux's ioctl")

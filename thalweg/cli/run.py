@@ -12,8 +12,8 @@ from pathlib import Path
 
 from thalweg.cli.run_hints import hint_for_option
 from thalweg.launch.env_forwarding import collect_forwarded_env
+from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
-from thalweg.launch.job_result import JobResult
 from thalweg.launch.spec import LaunchSpec, build_local_job
 
 _EPILOG = """examples:
@@ -100,19 +100,19 @@ def run(args: argparse.Namespace) -> int:
     """Start the job and return its exit code."""
     if args.as_deepspeed:
         raise ValueError("--as-deepspeed is not built yet: change `import deepspeed` to `import thalweg as deepspeed`")
-    request = _build_request(args)
+    spec = _build_spec(args)
     hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
-        outcome = _run_with_scheduler(args, request, hosts)
+        result = _run_with_scheduler(args, spec, hosts)
     elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
-        outcome = _run_over_ssh(args, request, hosts)
+        result = _run_over_ssh(args, spec, hosts)
     else:
-        outcome = _run_on_this_host(args, request, hosts)
-    sys.stderr.write(outcome.report)
-    return outcome.exit_code
+        result = _run_on_this_host(args, spec, hosts)
+    sys.stderr.write(result.report)
+    return result.exit_code
 
 
-def _build_request(args: argparse.Namespace) -> LaunchSpec:
+def _build_spec(args: argparse.Namespace) -> LaunchSpec:
     target = args.passthrough[0] if args.passthrough else ""
     if not target:
         raise ValueError("no script was given: `thalweg run --nproc 2 train.py`; see `thalweg run --help`")
@@ -148,34 +148,38 @@ def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     return hosts
 
 
-def _run_on_this_host(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     """The ranks of this host alone, or its part of a job whose other parts are started by hand."""
-    from thalweg.launch.local import run_local
+    from thalweg.launch.local import exit_process, run_local
     from thalweg.launch.multi_node.static_nodes import resolve_node
 
     if hosts:
-        request = replace(request, slots=hosts[0].slots, chosen=hosts[0].chosen)
-    request, node_rank = resolve_node(request, args.num_nodes, args.node_rank, args.master_addr, os.environ)
-    return run_local(build_local_job(request, node_rank))
+        spec = replace(spec, slots=hosts[0].slots, chosen=hosts[0].chosen)
+    spec, node = resolve_node(spec, args.num_nodes, args.node_rank, args.master_addr, os.environ)
+    result = run_local(build_local_job(spec, node))
+    if node is not None and result.exit_code:
+        sys.stderr.write(result.report)
+        exit_process(result.exit_code)
+    return result
 
 
-def _run_over_ssh(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     from thalweg.launch.multi_node.ssh import SSH_COMMAND, MultiNodeJob, run_multi_node
 
     ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
-    return run_multi_node(MultiNodeJob(hosts, request, ssh, args.python, args.master_addr, environ))
+    return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ))
 
 
-def _run_with_scheduler(args: argparse.Namespace, request: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     from thalweg.launch import schedulers
 
     num_nodes = None if args.num_nodes is None else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
     tasks = schedulers.SchedulerJob(
-        request,
+        spec,
         hosts,
         num_nodes,
         environ,

@@ -1,9 +1,9 @@
-"""An error of one rank is raised on all of them, at once."""
+"""What every rank must be able to do, or none: an error of one rank is an error of all, at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -13,21 +13,29 @@ T = TypeVar("T")
 def all_ranks_or_raise(build: Callable[[], T], resource: str, group: dist.ProcessGroup | None) -> T:
     """``build()`` on every rank of ``group`` (None: this one alone); collective.
 
+    Whatever ``build`` raises, a full disk or a defect of ours, the others must hear of it: they would wait for
+    this rank in their next collective until its timeout.
+
     Raises:
-        ValueError: ``build`` has raised one, here or on another rank, whose message is then given.
+        Exception: what ``build`` raised on this rank.
+        ValueError: what ``build`` raised on another rank was one; its words are given.
+        RuntimeError: ``build`` raised something else on another rank; its type and words are given.
     """
-    error: ValueError | None = None
-    result: Any = None
+    error: Exception | None = None
+    result: T | None = None
     try:
         result = build()
-    except ValueError as caught:
+    except Exception as caught:
         error = caught
     if group is not None:
-        messages: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(messages, None if error is None else str(error), group=group)
-        for rank, message in enumerate(messages):
-            if error is None and message is not None:
-                error = ValueError(f"rank {rank} cannot have {resource}: {message}")
+        outcomes: list[tuple[bool, str] | None] = [None] * dist.get_world_size(group)
+        is_value_error = isinstance(error, ValueError)
+        text = str(error) if is_value_error else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(outcomes, None if error is None else (is_value_error, text), group=group)
+        for rank, outcome in enumerate(outcomes):
+            if error is None and outcome is not None:
+                kind = ValueError if outcome[0] else RuntimeError
+                error = kind(f"rank {rank} cannot have {resource}: {outcome[1]}")
     if error is not None:
         raise error
-    return result
+    return result  # type: ignore[return-value]

@@ -3,9 +3,9 @@
 Three kinds of process take part:
 
     thalweg run  (one a host)  torch's elastic agent: one child for each rank, the first failure ends the job;
-                        ``local.py`` drives it, ``watch.py`` times the deaths, ``meeting.py`` has the
-                        store, on one address alone
-    rank.py      (N)    the first code of each rank: ties its life to the launcher's, takes its cores, then
+                        ``local.py`` drives it, ``elastic_agent.py`` makes it quick, ``rendezvous.py`` lets it meet the
+                        agents of other hosts and end with them
+    worker.py    (N)    the first code of each rank: ties its life to the launcher's, takes its cores, then
                         becomes the script; it loads nothing but the standard library
     the script   (N)    the same N processes; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on are set
 
@@ -18,8 +18,8 @@ Invariants:
   that the launcher gave a rank, never by name.
 - What the launcher leaves on disk is one folder of mode 0700 with a random name, removed at the end.
 
-``cores.py`` shares the processor out, ``failure.py`` finds the first failure, ``hosts.py`` reads hostfiles,
-``request.py`` is what the user asked for.  Over several hosts ``ssh.py`` starts ``bootstrap.py`` on each, which
-becomes a ``thalweg run`` of that host (``remote.py``); ``manual_group.py`` is the same started by hand;
-``peers.py`` is how they know of each other; ``schedulers.py`` leaves it all to srun or mpirun.
+``spec.py`` is what the user asked for, ``hostfile.py`` reads hostfiles and filters, ``cpu_affinity.py`` shares the
+processor out, ``failure.py`` finds the first failure.  ``multi_node/ssh.py`` starts ``bootstrap.py`` on each host of a
+job, which becomes a ``thalweg run`` of that host (``remote_node.py``); ``static_nodes.py`` is the same started by
+hand; ``schedulers.py`` leaves it all to srun or mpirun.
 """

@@ -3,7 +3,7 @@
 When one rank dies the others follow within milliseconds, with errors of their own about a peer that went
 away.  So the order is not by time alone: a death that left no record (a signal, ``os._exit``) or an
 exception that does not speak of a lost peer comes before one that does; time decides within each kind.
-Ranks that the launcher itself ended are left out.
+Ranks that the launcher itself stopped are left out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from thalweg.launch.process_monitor import RankExit
-
-_PEER_LOSS = re.compile(r"peer|connection|socket|gloo|nccl|broken pipe|store", re.IGNORECASE)
+# What torch, gloo and NCCL say when another rank has gone.  Whole words: "restore", "igloo" are no such thing.
+_PEER_LOSS = re.compile(
+    r"\bpeers?\b|\bconnections?\b|\bsocket|\bgloo\b|\bnccl|\bbroken pipe\b|\bTCPStore\b|\bc10d\b|\bstore->",
+    re.IGNORECASE,
+)
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: `dmesg` tells, and a smaller micro-batch helps",
     signal.SIGSEGV: "a crash in compiled code: the Python stack above shows where",
@@ -27,8 +29,20 @@ _HINTS = {
 
 
 @dataclass(frozen=True)
+class JobResult:
+    """How a job ended: its exit code and what to tell the user on standard error (empty on success).
+
+    Not ``is_certain``: as seen from a host that only lost its peers; what another host says counts more.
+    """
+
+    exit_code: int
+    report: str
+    is_certain: bool = True
+
+
+@dataclass(frozen=True)
 class Failure:
-    """How one rank failed; ``record`` is what rank.py wrote about an uncaught exception, if it did."""
+    """How one rank failed; ``record`` is what worker.py wrote about an uncaught exception, if it did."""
 
     rank: int
     returncode: int
@@ -64,30 +78,21 @@ class Failure:
         return "no traceback: it called sys.exit or os._exit"
 
 
-def collect_failures(folder: Path, returncodes: Mapping[int, int], exits: Mapping[int, RankExit]) -> list[Failure]:
+def collect_failures(folder: Path, returncodes: Mapping[int, int], exited: Container[int]) -> list[Failure]:
     """The failures of a job, the first one first.
 
-    ``codes`` are the agent's, by rank, minus n for signal n, in the order in which it saw them.
+    ``returncodes`` are the agent's, by rank, minus n for signal n.  ``exited`` are the ranks that had ended
+    before the agent stopped any: of the others only those count that had raised.
     """
-    records = {}
-    for path in folder.glob("*.error"):
-        record = json.loads(path.read_text())
-        records[int(record["rank"])] = record
     failures = []
-    for position, (rank, returncode) in enumerate(returncodes.items()):
-        rank_exit, record = exits.get(rank), records.get(rank)
-        if record:
-            time_ns = int(record["time_ns"])
-        elif rank_exit is not None and rank_exit.returncode is not None:
-            time_ns, returncode = rank_exit.time_ns, rank_exit.returncode
-        else:  # the agent was faster; the first it names died before it ended any other
-            time_ns = 0 if position == 0 else 2**63
-        if record and returncode <= 0:  # it had raised, and was ended while it was still leaving
+    for rank, returncode in returncodes.items():
+        path = folder / f"{rank}.error"
+        record = json.loads(path.read_text()) if path.exists() else None
+        if record and returncode <= 0:  # it had raised, and was stopped while it was still leaving
             returncode = 1
-        failures.append(Failure(rank, returncode or 1, time_ns, record))
-    failures.sort(key=lambda failure: (failure.is_peer_loss, failure.time_ns))
-    stop_codes = {-signal.SIGTERM, -signal.SIGKILL}
-    return failures[:1] + [f for f in failures[1:] if f.record is not None or f.returncode not in stop_codes]
+        if record or rank in exited:
+            failures.append(Failure(rank, returncode or 1, int(record["time_ns"]) if record else 0, record))
+    return sorted(failures, key=lambda failure: (failure.is_peer_loss, failure.time_ns))
 
 
 def format_report(failures: list[Failure], nproc: int, where: str = "") -> str:

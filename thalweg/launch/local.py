@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
-import math
 import os
 import shutil
 import signal
@@ -13,24 +10,25 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from thalweg.launch import failure
 from thalweg.launch.cpu_affinity import CpuBinding
-from thalweg.launch.job_result import JobResult
+from thalweg.launch.failure import JobResult, collect_failures, format_report
 from thalweg.launch.network import interface_for
-from thalweg.launch.process_monitor import ProcessMonitor, kill_sessions, read_pids
 
 if TYPE_CHECKING:
-    from thalweg.launch.multi_node.node_monitor import NodeMonitor, NodeSpec
-    from thalweg.launch.rendezvous import StaticRendezvous
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from thalweg.launch.elastic_agent import Agent
+    from thalweg.launch.rendezvous import NodeRendezvous, NodeSpec
 
 _WORKER = Path(__file__).with_name("worker.py")
 _DIR_PREFIX = "thalweg-run-"
-_ELASTIC_LOGGER = "torch.distributed.elastic"
+_LOCAL_ADDR = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class LocalJob:
 
     ``kind`` says how: a script file, a module as `python -m` would, or a program that is not Python.
     ``environ`` is added to the ranks' environment.  ``master_port`` None takes a free one.  ``grace`` is the
-    time in seconds that ranks which must end have between SIGTERM and SIGKILL.  ``place`` says which host of
+    time in seconds that ranks which must end have between SIGTERM and SIGKILL.  ``node`` says which host of
     several this is; None where there is only this one.
     """
 
@@ -63,121 +61,126 @@ def run_local(job: LocalJob) -> JobResult:
     Raises:
         ValueError: the port is taken, or the hosts contradict each other.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from thalweg.launch.multi_node.node_monitor import NodeMonitor
-    from thalweg.launch.rendezvous import StaticRendezvous, bind_listener
+    from thalweg.launch.elastic_agent import mute_agent_log
+    from thalweg.launch.rendezvous import JobEndedError, open_local_rendezvous
 
     _remove_stale_dirs(Path(tempfile.gettempdir()))
-    node = job.node
-    rendezvous = (
-        node.rendezvous
-        if node
-        else StaticRendezvous("127.0.0.1", 0, 0, 1, bind_listener("127.0.0.1", job.master_port or 0))
-    )
     with (
         tempfile.TemporaryDirectory(prefix=f"{_DIR_PREFIX}{os.getpid()}-") as name,
-        _patched_environ(_worker_environ(job, rendezvous.addr)),
+        _patched_environ(_worker_environ(job, job.node.addr if job.node else _LOCAL_ADDR)),
         _stop_on_signals(),
+        mute_agent_log(),
     ):
-        folder = Path(name)
-        monitor = ProcessMonitor(folder, job.nproc, job.grace)
-        node_monitor = NodeMonitor(node, monitor.failed, monitor.succeeded) if node else None
-        world_size = _join_nodes(job, node_monitor) if node_monitor else job.nproc
-        returncodes: dict[int, int] = {}
-        stop_signal: int | None = None
-        monitor.start()
+        nodes = _join_nodes(job) if job.node else None
+        agent = _build_agent(job, nodes or open_local_rendezvous(_LOCAL_ADDR, job.master_port or 0), Path(name))
+        where = f" on {socket.gethostname()}" if nodes else ""
+        result, tell_others = None, False
         try:
-            if node_monitor:
-                node_monitor.start()
-            with _capture_agent_log(monitor.failed):
-                _run_agent(job, rendezvous, folder)
-        except ChildFailedError as error:
-            returncodes = {rank: item.exitcode for rank, item in error.failures.items()}
+            run_result: Any = agent.run()
+            if run_result.is_failed():
+                returncodes = {rank: failure.exitcode for rank, failure in run_result.failures.items()}
+                failures = collect_failures(Path(name), returncodes, agent.exited or returncodes)
+                report = format_report(failures, nodes.world_size if nodes else job.nproc, where)
+                result = JobResult(failures[0].exit_code, report, is_certain=not failures[0].is_peer_loss)
+                tell_others = True
         except SignalException as error:
-            stop_signal = int(error.sigval)
-        except RuntimeError:  # the store on another host went away under the agent
-            if node_monitor is None or node_monitor.result is None:
+            number = int(error.sigval)
+            text = f"thalweg run: stopped by {signal.Signals(number).name}{where}, and the ranks with it\n"
+            tell_others = not (job.node and job.node.has_launcher)
+            result = JobResult(128 + number, text, is_certain=tell_others)
+        except (JobEndedError, RendezvousError, DistError) as error:
+            if nodes is None:
                 raise
-            stop_signal = int(signal.SIGTERM)
+            silent = error.silent_node if isinstance(error, JobEndedError) else None
+            result = None if silent is None else nodes.lost_result(silent)
+            tell_others = silent != 0  # whose store it is
         finally:
             _ignore_signals()  # what is left takes seconds, and must be done
-            monitor.stop()
-            kill_sessions(set(read_pids(folder).values()))
-        failures = failure.collect_failures(folder, returncodes, monitor.exits) if returncodes else []
-        return _build_result(job, failures, stop_signal, world_size, node_monitor)
+            kill_sessions(set(agent.pids.values()))
+        if nodes and tell_others:
+            result = nodes.finish(result, wait=job.grace + 3.0) or JobResult(
+                128 + signal.SIGTERM, "thalweg run: another host stopped the job without saying why\n"
+            )
+        if nodes:
+            nodes.shutdown()
+        return result or JobResult(0, "")
 
 
-def _join_nodes(job: LocalJob, node_monitor: NodeMonitor) -> int:
-    """Meet the other hosts; returns the number of ranks on all of them."""
+def exit_process(exit_code: int) -> NoReturn:
+    """Leave at once: a thread may wait in C++ for a host that is gone, and the interpreter's end would abort it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _join_nodes(job: LocalJob) -> NodeRendezvous:
+    """Meet the other hosts."""
     import torch
 
     from thalweg import __version__
+    from thalweg.launch.rendezvous import join_nodes
 
-    node_info = {
+    assert job.node is not None
+    card = {
         "host": socket.gethostname(),
         "nproc": job.nproc,
         "target": job.target,
         "torch": torch.__version__,
         "thalweg": __version__,
     }
-    node_infos = node_monitor.join_job(node_info, lambda text: sys.stderr.write(f"thalweg run: {text}\n"))
-    return sum(info["nproc"] for info in node_infos)
+
+    def on_wait(text: str) -> None:
+        sys.stderr.write(f"thalweg run: {text}\n")
+
+    return join_nodes(job.node, card, on_wait)
 
 
-def _build_result(
-    job: LocalJob,
-    failures: list[failure.Failure],
-    stop_signal: int | None,
-    world_size: int,
-    node_monitor: NodeMonitor | None,
-) -> JobResult:
-    """The outcome of this host's ranks, or that of the job where it has several hosts."""
-    result = None
-    if failures:
-        where = f" on {socket.gethostname()}" if node_monitor else ""
-        result = JobResult(failures[0].exit_code, failure.format_report(failures, world_size, where))
-    elif stop_signal is not None and not (node_monitor and node_monitor.stopping):
-        where = f" on {socket.gethostname()}" if node_monitor else ""
-        name = signal.Signals(stop_signal).name
-        result = JobResult(128 + stop_signal, f"thalweg run: stopped by {name}{where}, and the ranks with it\n")
-    if node_monitor is not None and (failures or stop_signal is not None):
-        lost_peer = bool(failures) and failures[0].is_peer_loss
-        result = node_monitor.agree_result(result, lost_peer, timeout=job.grace + 3.0) or JobResult(
-            128 + signal.SIGTERM, "thalweg run: another host stopped the job without saying why\n"
-        )
-    elif node_monitor is not None:
-        node_monitor.stop()
-    return result or JobResult(0, "")
+def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> Agent:
+    """torch's agent for the ranks of this host; ``folder`` takes what ranks write about their errors."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from thalweg.launch.elastic_agent import Agent
+
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=job.nproc,
+        entrypoint=sys.executable,
+        args=("-u", str(_WORKER), *_worker_arguments(job, folder)),
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        monitor_interval=0.05,
+        numa_options=LaunchConfig(1, 1, job.nproc).numa_options,  # torch's choice for ranks on GPUs
+    )
+    return Agent(spec, str(folder / "logs"), job.grace)
 
 
-def _run_agent(job: LocalJob, rendezvous: StaticRendezvous, folder: Path) -> None:
-    """Run torch's agent to the end of the job; raises its ``ChildFailedError`` or ``SignalException``."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def kill_sessions(session_ids: set[int]) -> None:
+    """SIGKILL what the ranks started and left: each rank leads a session of its own."""
+    for _ in range(10):  # a process may fork while it is being ended
+        members = [pid for pid, session in _list_sessions() if session in session_ids]
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not members:
+            break
+        time.sleep(0.02)
 
-    from thalweg.launch.rendezvous import BACKEND_NAME, register_rendezvous
 
-    register_rendezvous()
-    num_nodes = job.node.num_nodes if job.node else 1
-    settings: dict[str, Any] = {
-        "min_nodes": num_nodes,
-        "max_nodes": num_nodes,
-        "nproc_per_node": job.nproc,
-        "run_id": BACKEND_NAME,
-        "rdzv_backend": BACKEND_NAME,
-        "rdzv_endpoint": f"{rendezvous.addr}:{rendezvous.port}",
-        "rdzv_configs": {"rendezvous": rendezvous},
-        "local_addr": rendezvous.addr,
-        "max_restarts": 0,
-        "monitor_interval": 0.05,
-        "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        "shutdown_timeout": math.ceil(job.grace),
-    }
-    known_settings = {item.name for item in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
-    config = LaunchConfig(**{key: value for key, value in settings.items() if key in known_settings})
-    elastic_launch(config, sys.executable)("-u", str(_WORKER), *_worker_arguments(job, folder))
+def _list_sessions() -> list[tuple[int, int]]:
+    """(pid, session) of each live process of the machine, by /proc; empty where there is none."""
+    sessions = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if state != "Z":
+                sessions.append((int(path.parent.name), int(session)))
+    return sessions
 
 
 def _remove_stale_dirs(parent: Path) -> None:
@@ -201,7 +204,7 @@ def _pid_exists(pid: int) -> bool:
 
 def _worker_arguments(job: LocalJob, folder: Path) -> list[str]:
     cpus = ";".join(",".join(map(str, cpu_ids)) for cpu_ids in job.cpu_binding.cpus) or "-"
-    arguments = [str(folder), str(os.getpid()), cpus, job.kind, job.target, *job.arguments]
+    arguments = [str(folder), str(os.getpid()), str(job.grace), cpus, job.kind, job.target, *job.arguments]
     # The agent runs each argument through string.Template; a doubled $ comes out as the one that went in.
     return [argument.replace("$", "$$") for argument in arguments]
 
@@ -258,30 +261,3 @@ def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda *_: None)
-
-
-class _AgentWarningHandler(logging.Handler):
-    """Swallows the agent's log; a warning from its process keeper means that it has begun to end the
-    ranks."""
-
-    def __init__(self, failed: threading.Event) -> None:
-        super().__init__(logging.WARNING)
-        self._failed = failed
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name.startswith(f"{_ELASTIC_LOGGER}.multiprocessing"):
-            self._failed.set()
-
-
-@contextlib.contextmanager
-def _capture_agent_log(failed: threading.Event) -> Iterator[None]:
-    """Keep the agent's pages of warnings to ourselves; our report says what they say."""
-    logger = logging.getLogger(_ELASTIC_LOGGER)
-    handler, before = _AgentWarningHandler(failed), logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = before

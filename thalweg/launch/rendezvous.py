@@ -1,135 +1,375 @@
-"""Where the hosts of a job meet: one store on host 0, on the address that was chosen and no other.
+"""How the hosts of a job meet, notice that one is lost, and tell each other why: torch's c10d rendezvous.
 
-torch's own rendezvous lets its store listen on every interface and picks its port in two steps, between which
-another program may take it.  Here the socket is bound first, to the address, and the store is given that
-socket.  The ranks later meet in the same store (``MASTER_ADDR``, ``MASTER_PORT``).
+torch's part: joining, the order of the hosts, heartbeats, the closed flag, retries when two hosts write at once.
+Ours is what its agent does not do (torch 2.13):
+
+- **Ending the job.**  torch's agent asks how many hosts wait to join, never whether another host failed or fell
+  silent: ranks that compute or sleep would run on, those in a collective until its timeout (gloo: 30 minutes).
+  :meth:`NodeRendezvous.num_nodes_waiting`, which the agent calls every 50 ms, asks that too.  A failed host is
+  noticed after 1 to 2 s, a silent one after 5 to 7 s.
+- **A monotonic clock.**  torch takes a host for dead when its wall clock and ours differ by more than the limit.
+  Here a host is silent when its heartbeat has not changed for ``heartbeat_timeout`` seconds of our own clock.
+- **JSON.**  torch pickles its state into the store: whoever reaches the port runs code in every launcher.
+- **One address.**  torch opens stores that listen on every interface; here one store on one address serves the
+  hosts and their ranks (``MASTER_ADDR``, ``MASTER_PORT``).
+- **Contradictions.**  Two hosts with one number, other numbers of hosts, another script or version are one error
+  everywhere, before a rank has started (:func:`join_nodes`).
+- **One report.**  All launchers of a job end with the first failure's report (:meth:`NodeRendezvous.finish`).
+
+torch's private names are touched here and in ``elastic_agent.py`` alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import os
 import socket
-from datetime import timedelta
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousState,
+    _RendezvousStateHolder,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-BACKEND_NAME = "thalweg"
-_STORE_TIMEOUT = timedelta(seconds=600)
+from thalweg.launch.failure import JobResult
+from thalweg.utils.rendezvous import (
+    Card,
+    LateArrivalError,
+    bind_listener,
+    connect_store,
+    exchange_cards,
+    list_missing,
+    serve_store,
+)
+
+RUN_ID = "thalweg"
+_STORE_TIMEOUT = 600.0  # seconds
+_JOIN_TIMEOUT = 60.0  # seconds for torch's rendezvous of hosts that have all come
+_STARTUP_SECONDS = 30.0  # seconds from the start in which a launcher too many ends the job
+_MUST_MATCH = {  # what every host must say alike, and what sets it
+    "num_nodes": "--num-nodes",
+    "target": "the script",
+    "thalweg": "thalweg's version",
+    "torch": "torch's version",
+}
 
 
-def bind_listener(addr: str, port: int = 0, multi_node: bool = False) -> socket.socket:
-    """A socket bound to ``addr`` and ``port`` (0: a free one).
+@dataclass(frozen=True)
+class NodeSpec:
+    """Which host of a job this is; host 0 listens at ``addr`` and ``port``, on ``listener``."""
 
-    An address that is not this host's own, such as a cluster's name for it, is listened for on all; so is one
-    that only leads back here although there are ``several`` hosts (Debian's 127.0.1.1 for its own name).
+    node_rank: int
+    num_nodes: int
+    addr: str
+    port: int
+    listener: socket.socket | None = None
+    join_timeout: float = 600.0  # seconds to wait for hosts that are started by hand
+    heartbeat_timeout: float = 5.0  # seconds without a heartbeat after which a host is gone
+    has_launcher: bool = False  # one elsewhere stops this host with a signal, and knows why
+
+
+class JobEndedError(RuntimeError):
+    """Another host ended the job, or is gone; ``silent_node`` is the number of the one that is gone."""
+
+    def __init__(self, silent_node: int | None = None) -> None:
+        super().__init__("another host ended the job" if silent_node is None else f"host {silent_node} is gone")
+        self.silent_node = silent_node
+
+
+def bind_master(addr: str, port: int = 0, *, multi_node: bool = False) -> socket.socket:
+    """The socket on which host 0 listens (``port`` 0: a free one).
 
     Raises:
         ValueError: the port is taken, or the name is unknown; the message has the cure.
     """
     try:
-        family, kind, proto, _, bind_address = socket.getaddrinfo(
-            addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
+        return bind_listener(addr, port, multi_node=multi_node, allow_foreign=True)
+    except socket.gaierror as error:
         raise ValueError(f"{addr} cannot be resolved ({error}): give --master-addr an address") from error
-    listener = socket.socket(family, kind, proto)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if multi_node and str(bind_address[0]).startswith(("127.", "::1")):
-        bind_address = ("", port)
-    try:
-        listener.bind(bind_address)
     except OSError as error:
-        if error.errno != 99:  # EADDRNOTAVAIL: a service's address, which leads here from outside
-            listener.close()
-            raise ValueError(f"port {port} of {addr} is in use: leave out --master-port to get a free one") from error
-        listener.bind(("", port))
-    return listener
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
+        raise ValueError(f"port {port} of {addr} {reason}: leave out --master-port to get a free one") from error
 
 
-class StaticRendezvous(RendezvousHandler):
-    """The rendezvous of a fixed number of hosts; ``listener`` is host 0's socket (:func:`bind`)."""
+def open_local_rendezvous(addr: str, port: int) -> RendezvousHandler:
+    """torch's static rendezvous for a job of one host; its store listens on ``addr`` (``port`` 0: a free one)."""
+    store = serve_store(bind_master(addr, port), _STORE_TIMEOUT)
+    handler = StaticTCPRendezvous(addr, store.port, 0, 1, RUN_ID, int(_STORE_TIMEOUT))
+    handler._store = store  # torch's would listen on every interface
+    return handler
 
-    def __init__(self, addr: str, port: int, node_rank: int, num_nodes: int, listener: socket.socket | None) -> None:
-        self.addr, self.port = addr, port
-        self._node_rank, self._num_nodes = node_rank, num_nodes
-        self._server_store: Store | None = None
-        if listener is not None:
-            self.port = listener.getsockname()[1]
-            self._server_store = TCPStore(
-                listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else "localhost",
-                self.port,
-                is_master=True,
-                timeout=_STORE_TIMEOUT,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+
+def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> NodeRendezvous:
+    """Meet the other launchers and compare ``card``, what this host says of itself, with theirs.
+
+    Raises:
+        ValueError: two hosts claim one place, contradict each other, one never comes or host 0 cannot be reached.
+    """
+    card = {**card, "index": node.node_rank, "num_nodes": node.num_nodes}
+    try:
+        if node.listener is not None:
+            store: Store = serve_store(node.listener, _STORE_TIMEOUT)
+        else:
+            store = connect_store(node.addr, node.port, node.join_timeout)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{socket.gethostname()} cannot reach {node.addr}, port {node.port}, where the first host of the job "
+            "listens: check --master-addr and --master-port, and that a firewall lets it through"
+        ) from error
+
+    def describe_missing(cards: list[Card]) -> str:
+        return (
+            f"--node-rank {list_missing(cards, node.num_nodes)} did not come within {node.join_timeout:.0f} s: start "
+            f"`thalweg run` there too, with --master-addr {node.addr} --master-port {node.port}"
+        )
+
+    try:
+        cards = exchange_cards(
+            PrefixStore("cards", store),
+            card,
+            node.num_nodes,
+            node.join_timeout,
+            find_mismatch,
+            describe_missing,
+            lambda cards: on_wait(f"waiting for --node-rank {list_missing(cards, node.num_nodes)}"),
+        )
+    except LateArrivalError as error:
+        if not store.check(["started"]):  # a job that is under way is not stopped by a stray launcher
+            result = JobResult(2, f"thalweg run: {error}\n")
+            NodeRendezvous(node, [card], store).finish(result, wait=0.0)
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"{card['host']} lost its line to the first host of the job, at {node.addr}, port {node.port}, before "
+            "all hosts had come: see what that host says"
+        ) from error
+    nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store)
+    if node.node_rank == 0:
+        nodes.startup_timer = threading.Timer(_STARTUP_SECONDS, store.set, ("started", "1"))
+        nodes.startup_timer.daemon = True
+        nodes.startup_timer.start()
+    return nodes
+
+
+def find_mismatch(cards: list[Card]) -> str | None:
+    """What is wrong between hosts, in one sentence with the option and both hosts; None if nothing is."""
+    card = cards[-1]
+    for other in cards[:-1]:
+        if other["index"] == card["index"]:
+            return (
+                f"--node-rank {card['index']} is given on {other['host']} and on {card['host']}: number the hosts "
+                f"from 0 to {card['num_nodes'] - 1}, each once"
             )
+        for key, option in _MUST_MATCH.items():
+            if other.get(key) != card.get(key):
+                return (
+                    f"{option} is {other.get(key)} on {other['host']} and {card.get(key)} on {card['host']}: "
+                    "make them equal"
+                )
+    return None
 
-    def connect(self, timeout: float) -> Store:
-        """A connection of its own to the store; ``timeout`` in seconds, of connecting and of each call.
 
-        Raises:
-            ValueError: host 0 does not answer.
-        """
-        try:
-            store_timeout = timedelta(seconds=timeout)
-            return TCPStore(self.addr, self.port, is_master=False, timeout=store_timeout, wait_for_workers=False)
-        except (DistNetworkError, RuntimeError) as error:
-            raise ValueError(
-                f"{socket.gethostname()} cannot reach {self.addr}, port {self.port}, where the first host "
-                "of the "
-                "job listens: check --master-addr and --master-port, and that a firewall lets it through"
-            ) from error
+class NodeRendezvous(DynamicRendezvousHandler):
+    """torch's c10d rendezvous for the hosts of ``cards`` (by their numbers), which ends when one of them does."""
 
-    def is_reachable(self, timeout: float) -> bool:
-        """Whether somebody listens where host 0 should; the store's own client would try for longer."""
-        try:
-            socket.create_connection((self.addr, self.port), timeout).close()
-        except OSError:
-            return False
-        return True
+    def __init__(self, node: NodeSpec, cards: list[Card], store: Store) -> None:
+        self._node, self._cards = node, cards
+        # torch orders the hosts by name
+        this_node = _NodeDesc(f"{node.node_rank:06d}", os.getpid(), 0)
+        timeout = RendezvousTimeout(join=timedelta(seconds=_JOIN_TIMEOUT))
+        settings = RendezvousSettings(RUN_ID, node.num_nodes, node.num_nodes, timeout, timedelta(seconds=1), 1)
+        super().__init__(this_node, settings, "c10d", store, _JsonStateHolder(PrefixStore("nodes", store)))
+        # Set, these keep torch from opening one more store on every interface.
+        self._shared_tcp_store_server = store
+        self._bootstrap_store_info = RendezvousStoreInfo(node.addr, node.port)
+        self._changes: dict[str, tuple[datetime, float]] = {}  # by host: its heartbeat, and when we saw it change
+        self._silent: set[str] = set()
+        self.startup_timer: threading.Timer | None = None
 
-    # What torch's agent asks for
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return sum(card["nproc"] for card in self._cards)
 
     @property
     def use_agent_store(self) -> bool:
         """Ranks do not open a store of their own."""
         return True
 
-    def get_backend(self) -> str:
-        """Our name in torch's registry."""
-        return BACKEND_NAME
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """All hosts are known: no waiting."""
-        store = PrefixStore("agents", self._server_store or self.connect(_STORE_TIMEOUT.total_seconds()))
-        return RendezvousInfo(store, self._node_rank, self._num_nodes, RendezvousStoreInfo(self.addr, self.port))
-
-    def is_closed(self) -> bool:
-        """Never: a job has one round."""
-        return False
-
-    def set_closed(self) -> None:
-        """There is nobody to tell."""
+        """Join; the agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
+        info = super().next_rendezvous()
+        store = connect_store(self._node.addr, self._node.port, _JOIN_TIMEOUT)
+        return RendezvousInfo(
+            PrefixStore("agents", store),
+            info.rank,
+            info.world_size,
+            RendezvousStoreInfo(self._node.addr, self._node.port),
+        )
 
     def num_nodes_waiting(self) -> int:
-        """Hosts do not join later."""
+        """0: hosts do not join later.  Called every 50 ms by the agent; reads what the heartbeats brought.
+
+        Raises:
+            JobEndedError: another host ended the job, or is silent.
+        """
+        state, now = self._state_holder.state, time.monotonic()
+        if state.closed:
+            raise JobEndedError
+        beats = {node.addr: beat for node, beat in list(state.last_heartbeats.items())}
+        for name, beat in beats.items():
+            if name not in self._changes or self._changes[name][0] != beat:
+                self._changes[name] = (beat, now)
+        silent = {name for name, (_, when) in self._changes.items() if now - when > self._node.heartbeat_timeout}
+        if self._this_node.addr in silent and self._node.node_rank == 0:
+            self._changes.clear()  # the store is our own: this process was suspended
+        elif self._this_node.addr in silent:
+            raise JobEndedError(0)  # our own heartbeat does not arrive in host 0's store
+        elif silent:
+            self._silent = silent
+            raise JobEndedError(int(min(silent)))
         return 0
 
-    def get_run_id(self) -> str:
-        """One store serves one job."""
-        return BACKEND_NAME
-
     def shutdown(self) -> bool:
-        """The store goes with the process."""
-        return True
+        """Stop the heartbeats; a thread that is in C++ while the interpreter ends aborts the process."""
+        if self.startup_timer is not None:
+            self.startup_timer.cancel()
+        stopping = threading.Thread(target=self._stop_heartbeats, daemon=True)
+        stopping.start()
+        stopping.join(2.0)  # on a dead line it takes minutes
+        return not stopping.is_alive()
+
+    def lost_result(self, node_rank: int) -> JobResult:
+        """The report of a host that is gone."""
+        card, first = self._cards[node_rank], sum(one["nproc"] for one in self._cards[:node_rank])
+        ranks = f"rank {first}" if card["nproc"] == 1 else f"ranks {first} to {first + card['nproc'] - 1}"
+        return JobResult(
+            1,
+            f"thalweg run: host {card['host']} ({ranks}) is gone: no sign of life for "
+            f"{self._node.heartbeat_timeout:.0f} s; the ranks of the other hosts were stopped\n",
+            # Where host 0 is lost it may be this host that was cut off; the others know.
+            is_certain=node_rank != 0,
+        )
+
+    def finish(self, result: JobResult | None, wait: float) -> JobResult | None:
+        """Tell the others that the job has failed; returns the job's one result, None where nobody knows it.
+
+        ``result`` is this host's, None where its ranks were only stopped.  A certain one is the job's unless
+        there is one; else another host's is waited for, ``wait`` seconds.  Host 0, whose store it is, stays
+        until the others have read it.
+        """
+        agreed: list[JobResult | None] = []
+
+        def agree() -> None:
+            with contextlib.suppress(Exception):  # host 0 and its store are gone
+                agreed.append(self._agree(result, wait))
+
+        # In a thread: the store's client waits for minutes on a dead line, and hears no signal.
+        thread = threading.Thread(target=agree, daemon=True)
+        thread.start()
+        thread.join(2 * wait + 2.0)
+        return agreed[0] if agreed else result
+
+    def _agree(self, result: JobResult | None, wait: float) -> JobResult | None:
+        store, deadline = PrefixStore("end", self._store), time.monotonic() + wait
+        while not (result and result.is_certain) and not store.check(["result"]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if result is not None:
+            text = store.compare_set("result", "", json.dumps([result.exit_code, result.report])).decode()
+        elif store.check(["result"]):
+            text = store.get("result").decode()
+        else:
+            return None
+        self.set_closed()
+        store.add("read", 1)
+        deadline = time.monotonic() + wait
+        while self._node.node_rank == 0 and time.monotonic() < deadline:
+            if store.add("read", 0) >= self._node.num_nodes - len(self._silent):
+                break
+            time.sleep(0.05)
+        return JobResult(*json.loads(text))
 
 
-def register_rendezvous() -> None:
-    """Let torch's agent find a :class:`StaticRendezvous` in ``rdzv_configs["rendezvous"]``."""
-    rendezvous_handler_registry.register(BACKEND_NAME, _get_rendezvous)
+class _JsonStateHolder(_RendezvousStateHolder):
+    """torch's rendezvous state in the store, as JSON; torch's own holder pickles it and trusts wall clocks."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._state = store, _RendezvousState()
+        self._text, self._dirty = "", False
+
+    @property
+    def state(self) -> _RendezvousState:
+        """What was last read or written, with local changes."""
+        return self._state
+
+    def mark_dirty(self) -> None:
+        """The next :meth:`sync` writes."""
+        self._dirty = True
+
+    def sync(self) -> bool | None:
+        """Write local changes unless another host wrote since we read, or read; whether they were written."""
+        written = None
+        try:
+            if self._dirty:
+                own = _encode_state(self._state)
+                text = self._store.compare_set("state", self._text, own).decode()
+                written = text == own
+            else:
+                text = self._store.get("state").decode() if self._store.check(["state"]) else ""
+        except RuntimeError as error:
+            raise RendezvousConnectionError("host 0's store does not answer") from error
+        try:
+            state = _decode_state(text) if text else _RendezvousState()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RendezvousStateError(f"this is no state of a rendezvous: {text[:100]!r}") from error
+        self._state, self._text, self._dirty = state, text, False
+        return written
 
 
-def _get_rendezvous(parameters: Any) -> RendezvousHandler:
-    return parameters.config["rendezvous"]
+def _encode_state(state: _RendezvousState) -> str:
+    def one(node: _NodeDesc) -> list[Any]:
+        return [node.addr, node.pid, node.local_id]
+
+    return json.dumps(
+        {
+            "round": state.round,
+            "complete": state.complete,
+            "closed": state.closed,
+            "deadline": state.deadline.isoformat() if state.deadline else None,
+            "participants": [[*one(node), rank] for node, rank in sorted(state.participants.items())],
+            "wait_list": [one(node) for node in sorted(state.wait_list)],
+            "redundancy_list": [one(node) for node in sorted(state.redundancy_list)],
+            "heartbeats": [[*one(node), beat.isoformat()] for node, beat in sorted(state.last_heartbeats.items())],
+        }
+    )
+
+
+def _decode_state(text: str) -> _RendezvousState:
+    fields, state = json.loads(text), _RendezvousState()
+    state.round, state.complete, state.closed = fields["round"], fields["complete"], fields["closed"]
+    state.deadline = datetime.fromisoformat(fields["deadline"]) if fields["deadline"] else None
+    state.participants = {_NodeDesc(*node): rank for *node, rank in fields["participants"]}
+    state.wait_list = {_NodeDesc(*node) for node in fields["wait_list"]}
+    state.redundancy_list = {_NodeDesc(*node) for node in fields["redundancy_list"]}
+    state.last_heartbeats = {_NodeDesc(*node): datetime.fromisoformat(beat) for *node, beat in fields["heartbeats"]}
+    return state

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host
-from thalweg.launch.job_result import JobResult
 from thalweg.launch.spec import LaunchSpec
 
 

@@ -16,7 +16,7 @@ from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, parse_cpu_list,
 
 if TYPE_CHECKING:
     from thalweg.launch.local import LocalJob
-    from thalweg.launch.multi_node.node_monitor import NodeSpec
+    from thalweg.launch.rendezvous import NodeSpec
 
 TargetKind = Literal["script", "module", "program"]
 

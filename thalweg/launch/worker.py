@@ -1,11 +1,11 @@
 """The first code of each rank; run as a file, with nothing but the standard library.
 
-    python -u rank.py FOLDER LAUNCHER_PID CPUS script|module|program TARGET ARGUMENT...
+    python -u worker.py FOLDER LAUNCHER_PID GRACE CPUS script|module|program TARGET ARGUMENT...
 
-It ties its life to the launcher's, writes its pid to FOLDER, takes its cores (CPUS is ``0,1;2,3``, one run
-for each local rank, or ``-``), and becomes TARGET as `python TARGET`, `python -m TARGET` or the program
-itself would be.  An exception that nobody catches is written to FOLDER instead of standard error: the
-launcher shows the first one.
+It ties its life to the launcher's, takes its cores (CPUS is ``0,1;2,3``, one run for each local rank, or
+``-``), and becomes TARGET as `python TARGET`, `python -m TARGET` or the program itself would be.  An exception
+that nobody catches is written to FOLDER instead of standard error: the launcher shows the first one.  The rank
+then ends within GRACE seconds, whatever its other threads do.
 """
 
 import contextlib
@@ -27,10 +27,9 @@ _LAUNCHER_FILES = {__file__, "<frozen runpy>", runpy.__file__}
 
 def main(argv: list[str]) -> int:
     """Become the rank's program; returns its exit code, or lets its ``SystemExit`` through."""
-    folder, launcher_pid, cpus, kind, target, *arguments = argv
+    folder, launcher_pid, grace, cpus, kind, target, *arguments = argv
     _set_pdeathsig(int(launcher_pid))
     rank = os.environ["RANK"]
-    Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     if cpus != "-" and hasattr(os, "sched_setaffinity"):
         cpu_ids = cpus.split(";")[int(os.environ["LOCAL_RANK"])]
         with contextlib.suppress(OSError):  # a core may have gone offline; an unbound rank still works
@@ -48,6 +47,8 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGINT
     except BaseException as error:
         _write_error_record(error, folder, rank)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(max(float(grace), 0.01), exit=True, file=devnull)
         return 1
     return 0
 

@@ -1,6 +1,6 @@
-"""The first code on each host of a job; run as a file, with nothing but the standard library.
+"""The first code on each host of a job that is started over ssh; run as a file, with nothing but the standard library.
 
-    python -u agent.py        its work comes as one line of JSON on standard input
+    python -u bootstrap.py        its work comes as one line of JSON on standard input
 
 Standard input and output are the line to the launcher.  Down come the job, where to meet, a sign of life
 every few seconds, and perhaps a stop; its end means that the launcher is gone, and then the ranks go too.
@@ -14,7 +14,7 @@ import sys
 
 def main() -> int:
     """Take the job and run it; returns this host's exit code."""
-    inbox, outbox = os.dup(0), os.dup(1)
+    inbox = os.dup(0)
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
@@ -34,7 +34,9 @@ def main() -> int:
     except (OSError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return run_node(job_message, outbox, inbox)
+    code = run_node(job_message, inbox)
+    sys.stderr.flush()
+    os._exit(code)  # a thread may wait in C++ for a host that is gone; the interpreter's end would abort it
 
 
 if __name__ == "__main__":

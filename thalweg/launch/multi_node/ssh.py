@@ -4,8 +4,8 @@
              that command holds two paths and no word of the user's
     hello    every agent has checked the script, its devices and cores, and host 0 listens; the first
              complaint ends the job before a rank has started, with the host's name
-    meet     all learn where host 0 listens, and run; what their ranks write comes up the line
-    end      the agents agree among themselves on one verdict (``peers.py``); it is shown once
+    meet     all learn where host 0 listens, and run; what their ranks write comes up the line as it is
+    end      the agents agree among themselves on one report (``launch/rendezvous.py``); it is shown once
 
 The launcher's end is the agents' end (their line breaks), and a host whose line breaks ends the job.  ssh
 processes are this launcher's children, ended by pid.
@@ -26,29 +26,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, is_this_host
-from thalweg.launch.job_result import JobResult
-from thalweg.launch.multi_node.protocol import HEADER, MAGIC, MAX_FRAME_BYTES
+from thalweg.launch.multi_node.remote_node import MARK
 from thalweg.launch.network import local_address_for
 from thalweg.launch.spec import LaunchSpec
 
 SSH_COMMAND = (
-    "ssh",
-    "-T",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=15",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=3",
-)
+    "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15",
+    "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
+)  # fmt: skip
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PACKAGE_PARENT = Path(__file__).parents[2]
 _KEEPALIVE_INTERVAL = 5.0
+_CHUNK_BYTES = 1 << 16
 _REPORT_TIMEOUT = 4.0  # seconds for the last reports, beyond the ranks' own grace
 
 
@@ -66,6 +59,9 @@ class MultiNodeJob:
     connect_timeout: float = 120.0  # seconds until every agent must have reported in
 
 
+Inbox = queue.Queue[tuple["RemoteNode | None", dict[str, Any]]]
+
+
 def remote_command(python: str, bootstrap: Path = _BOOTSTRAP) -> str:
     """What the login shell of another host is given; any shell with single quotes reads it alike."""
     return f"exec {shlex.quote(python)} -u {shlex.quote(str(bootstrap))}"
@@ -74,14 +70,14 @@ def remote_command(python: str, bootstrap: Path = _BOOTSTRAP) -> str:
 class RemoteNode:
     """The line to one host's agent: a process, and threads that read from it into ``inbox``."""
 
-    def __init__(self, node_rank: int, host: Host, command: Sequence[str], inbox: queue.Queue[Any]) -> None:
+    def __init__(self, node_rank: int, host: Host, command: Sequence[str], inbox: Inbox) -> None:
         self.node_rank, self.host, self._inbox = node_rank, host, inbox
-        self.stderr_tail: list[str] = []
-        self._marked = False
+        self._is_up = False  # the agent has spoken: what comes now is its ranks'
+        self._stderr_tail = b""
         pipe = subprocess.PIPE
         # a session of its own: a terminal's ^C reaches the launcher, which passes it on in order
         self.process = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        for read in (self._read_frames, self._read_stderr):
+        for read in (self._read_stdout, self._read_stderr):
             threading.Thread(target=read, daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -91,44 +87,43 @@ class RemoteNode:
             self.process.stdin.write((b" " if message is None else json.dumps(message).encode()) + b"\n")
             self.process.stdin.flush()
 
-    def _read_frames(self) -> None:
-        source = self.process.stdout
-        assert source is not None
-        if self._skip_to_magic(source):
-            while len(head := source.read(HEADER.size)) == HEADER.size:
-                kind, length = HEADER.unpack(head)
-                if length > MAX_FRAME_BYTES:
-                    break
-                payload = source.read(length)
-                if kind == b"j":
-                    self._inbox.put((self, json.loads(payload)))
-                else:
-                    stream = sys.stdout if kind == b"o" else sys.stderr
-                    stream.buffer.write(payload)
-                    stream.buffer.flush()
+    def _read_stdout(self) -> None:
+        """Take the agent's messages out, pass on what lies between them."""
+        assert self.process.stdout is not None
+        pending = b""
+        while chunk := os.read(self.process.stdout.fileno(), _CHUNK_BYTES):
+            pending += chunk
+            while (start := pending.find(MARK)) >= 0 and (end := pending.find(b"\n", start)) >= 0:
+                self._pass_on(sys.stdout, pending[:start])
+                self._is_up = True
+                self._inbox.put((self, json.loads(pending[start + len(MARK) : end])))
+                pending = pending[end + 1 :]
+            if start < 0:  # the chunk may end within a mark
+                start = pending.rfind(b"\0")
+                start = start if start >= 0 and MARK.startswith(pending[start:]) else len(pending)
+            self._pass_on(sys.stdout, pending[:start])
+            pending = pending[start:]
+        self._pass_on(sys.stdout, pending)
         self.process.wait()
         self._inbox.put((self, {"gone": self.process.returncode}))
 
-    def _skip_to_magic(self, source: Any) -> bool:
-        """What a login shell prints before the agent speaks is no output of the job."""
-        received = b""
-        while not received.endswith(MAGIC):
-            byte = source.read(1)
-            if not byte or len(received) > MAX_FRAME_BYTES:
-                return False
-            received += byte
-        return True
-
     def _read_stderr(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.stderr_tail = [*self.stderr_tail[-9:], line.decode("utf-8", "replace").rstrip()]
+        while chunk := os.read(self.process.stderr.fileno(), _CHUNK_BYTES):
+            if not self._is_up:
+                self._stderr_tail = (self._stderr_tail + chunk)[-2000:]
+            self._pass_on(sys.stderr, chunk)
+
+    def _pass_on(self, stream: TextIO, output: bytes) -> None:
+        if self._is_up and output:
+            stream.buffer.write(output)
+            stream.buffer.flush()
 
     def failure_reason(self, code: int) -> str:
         """What is known about a line that broke."""
         time.sleep(0.1)  # the last words may still be on their way
-        stderr = "; ".join(text for text in self.stderr_tail if text)
-        return f"exit code {code}" + (f", {stderr}" if stderr else "")
+        lines = self._stderr_tail.decode("utf-8", "replace").splitlines()[-10:]
+        return "; ".join([f"exit code {code}", *filter(None, map(str.strip, lines))])
 
     def close(self, timeout: float) -> None:
         """Hang up, wait, end the process if it stays."""
@@ -149,7 +144,7 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
     Raises:
         ValueError: a host cannot be reached or cannot run its part; the message names it and the cure.
     """
-    inbox: queue.Queue[tuple[RemoteNode | None, dict[str, Any]]] = queue.Queue()
+    inbox: Inbox = queue.Queue()
     nodes: list[RemoteNode] = []
     close_timeout = 1.0
     with _queue_signals(inbox):
@@ -180,104 +175,101 @@ def _bootstrap_command(job: MultiNodeJob, host: Host) -> list[str]:
 
 
 def _job_message(job: MultiNodeJob, node_rank: int, host: Host) -> dict[str, Any]:
-    spec = replace(job.spec, slots=host.slots, chosen=host.chosen)
-    listen_address = job.master_addr
-    if listen_address is None and is_this_host(host.address):
-        listen_address = (
-            local_address_for(job.hosts[1 - node_rank].address) if len(job.hosts) > 1 and node_rank == 0 else None
-        )
+    listen = job.master_addr
+    if listen is None and node_rank == 0 and len(job.hosts) > 1 and is_this_host(host.address):
+        listen = local_address_for(job.hosts[1].address)
     return {
-        "index": node_rank,
-        "num_hosts": len(job.hosts),
-        "request": asdict(spec),
-        "listen": listen_address or host.address,
-        "patience": job.connect_timeout,
+        "node_rank": node_rank,
+        "num_nodes": len(job.hosts),
+        "spec": asdict(replace(job.spec, slots=host.slots, chosen=host.chosen)),
+        "listen": listen or host.address,
+        "join_timeout": job.connect_timeout,
         "environ": dict(job.environ),
         "cwd": os.getcwd(),
         "root": str(_PACKAGE_PARENT),
     }
 
 
-def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: queue.Queue[Any]) -> tuple[int, list[Any]]:
+def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tuple[int, list[Any]]:
     """Wait until every agent has reported in; returns (signal or 0, where host 0 listens)."""
     pending = {node.node_rank: node for node in nodes}
     deadline, address = time.monotonic() + job.connect_timeout, [None, None]
     while pending:
         try:
-            line, message = inbox.get(timeout=max(0.01, deadline - time.monotonic()))
+            node, message = inbox.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
-            names = ", ".join(line.host.name for line in pending.values())
+            names = [node.host.name for node in pending.values()]
             raise ValueError(
-                f"{names} did not report in within {job.connect_timeout:.0f} s: try `{shlex.join(job.ssh)} "
-                f"{next(iter(pending.values())).host.name} true`"
+                f"{', '.join(names)} did not report in within {job.connect_timeout:.0f} s: try "
+                f"`{shlex.join(job.ssh)} {names[0]} true`"
             ) from None
-        if line is None:
+        if node is None:
             return message["signal"], address
         if "error" in message:
-            raise ValueError(f"host {line.host.name}: {message['error']}")
+            raise ValueError(f"host {node.host.name}: {message['error']}")
         if "gone" in message:
             raise ValueError(
-                f"host {line.host.name}: no agent came up ({line.failure_reason(message['gone'])}): "
-                f"`{shlex.join(job.ssh)} "
-                f"{line.host.name} true` must work without a password, and {job.python or sys.executable} "
-                "must be there with thalweg at the same path; --python and --ssh choose others"
+                f"host {node.host.name}: no agent came up ({node.failure_reason(message['gone'])}): "
+                f"`{shlex.join(job.ssh)} {node.host.name} true` must work without a password, and "
+                f"{job.python or sys.executable} must be there with thalweg at the same path; --python and --ssh "
+                "choose others"
             )
         hello = message["hello"]
-        if line.node_rank == 0:
+        if node.node_rank == 0:
             address = [job.master_addr or hello["addr"], hello["port"]]
-        del pending[line.node_rank]
+        del pending[node.node_rank]
     return 0, address
 
 
-def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: queue.Queue[Any]) -> JobResult:
-    """Wait for the end of every agent, or until the first bad end is some time ago."""
+def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> JobResult:
+    """Wait for the end of every agent, or until the first failure is some time ago.
+
+    A certain result is the job's: the launcher then stops the hosts that the agents' own word has not reached.
+    Of others, such as that of a host that was cut off and takes all others for lost, only the last resort is made.
+    """
     running = {node.node_rank for node in nodes}
     result: JobResult | None = None
-    fallback_result: JobResult | None = None
+    fallback: JobResult | None = None
     deadline: float | None = None
     last_keepalive = time.monotonic()
     while running and (deadline is None or time.monotonic() < deadline):
-        try:
-            line, message = inbox.get(timeout=0.2)
-        except queue.Empty:
-            line, message = None, {}
         if time.monotonic() - last_keepalive > _KEEPALIVE_INTERVAL:
             last_keepalive = time.monotonic()
-            for running_node in nodes:
-                running_node.send(None)
-        if line is None and "signal" in message:
-            number = message["signal"]
-            result = result or JobResult(
-                128 + number,
-                f"thalweg run: stopped by {signal.Signals(number).name}, and the ranks with it\n",
-            )
-            is_failure = True
-        elif line is None:
+            for node in nodes:
+                node.send(None)
+        try:
+            node, message = inbox.get(timeout=0.2)
+        except queue.Empty:
             continue
-        elif "ended" in message:
-            running.discard(line.node_rank)
-            is_failure = message["ended"] != 0
-            if is_failure:
-                result = result or JobResult(message["ended"], message["report"])
-        else:
-            is_failure = "gone" in message and line.node_rank in running
-            running.discard(line.node_rank)
-            if is_failure:
-                reason = line.failure_reason(message["gone"])
-                text = f"thalweg run: host {line.host.name} is gone: its line broke ({reason})\n"
-                fallback_result = fallback_result or JobResult(1, text)
-        if is_failure and deadline is None:
-            deadline = time.monotonic() + job.spec.grace + _REPORT_TIMEOUT
-            for running_node in nodes:  # those that the agents' own word has not reached
-                running_node.send({"stop": int(message.get("signal", signal.SIGTERM))})
-    if result is None and fallback_result is None and running:
-        names = ", ".join(line.host.name for line in nodes if line.node_rank in running)
-        fallback_result = JobResult(1, f"thalweg run: {names} did not end\n")
-    return result or fallback_result or JobResult(0, "")
+        stop_signal, ended = int(message.get("signal", signal.SIGTERM)), None
+        if node is None:
+            text = f"thalweg run: stopped by {signal.Signals(stop_signal).name}, and the ranks with it\n"
+            ended = JobResult(128 + stop_signal, text)
+        elif node.node_rank in running:
+            running.discard(node.node_rank)
+            if "gone" in message:
+                reason = node.failure_reason(message["gone"])
+                text = f"thalweg run: host {node.host.name} is gone: its line broke ({reason})\n"
+                ended = JobResult(1, text, is_certain=False)
+            elif message["ended"]:
+                ended = JobResult(message["ended"], message["report"], message["is_certain"])
+        if ended is None:
+            continue
+        deadline = deadline or time.monotonic() + job.spec.grace + _REPORT_TIMEOUT
+        if not ended.is_certain:
+            fallback = fallback or ended
+        elif result is None:
+            result = ended
+            for node in nodes:
+                node.send({"stop": stop_signal})
+    if running and result is None and fallback is None:
+        names = ", ".join(node.host.name for node in nodes if node.node_rank in running)
+        fallback = JobResult(1, f"thalweg run: {names} did not end\n")
+    return result or fallback or JobResult(0, "")
 
 
 @contextlib.contextmanager
-def _queue_signals(inbox: queue.Queue[Any]) -> Iterator[None]:
+def _queue_signals(inbox: Inbox) -> Iterator[None]:
     """Let signals to the launcher be messages like any other."""
     if threading.current_thread() is not threading.main_thread():
         yield

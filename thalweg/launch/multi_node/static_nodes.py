@@ -16,7 +16,7 @@ from thalweg.launch.hostfile import is_this_host
 from thalweg.launch.spec import LaunchSpec
 
 if TYPE_CHECKING:
-    from thalweg.launch.multi_node.node_monitor import NodeSpec
+    from thalweg.launch.rendezvous import NodeSpec
 
 DEFAULT_PORT = 29500
 
@@ -28,7 +28,7 @@ def resolve_node(
     master_addr: str | None,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[LaunchSpec, NodeSpec | None]:
-    """Where this host stands; None where it is the only one.  The request gets ``PET_NPROC_PER_NODE``.
+    """Where this host stands; None where it is the only one.  The spec gets ``PET_NPROC_PER_NODE``.
 
     Raises:
         ValueError: a number is none, or there are several hosts and nobody says where to meet.
@@ -65,11 +65,10 @@ def resolve_node(
 
 
 def _make_node(addr: str, port: int, node_rank: int, num_nodes: int) -> NodeSpec:
-    from thalweg.launch.multi_node.node_monitor import NodeSpec
-    from thalweg.launch.rendezvous import StaticRendezvous, bind_listener
+    from thalweg.launch.rendezvous import NodeSpec, bind_master
 
-    listener = bind_listener(addr, port, multi_node=True) if node_rank == 0 else None
-    return NodeSpec(node_rank, num_nodes, StaticRendezvous(addr, port, node_rank, num_nodes, listener))
+    listener = bind_master(addr, port, multi_node=True) if node_rank == 0 else None
+    return NodeSpec(node_rank, num_nodes, addr, port, listener)
 
 
 def _option_or_env(flag: str, value: str | None, name: str, environ: Mapping[str, str]) -> tuple[str | None, str]:

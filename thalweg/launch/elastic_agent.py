@@ -1,0 +1,88 @@
+"""torch's elastic agent, told to be quick: what it does late or not at all is mended here (torch 2.13).
+
+- Once a rank has failed, it waits 30 s for one that ignores SIGTERM, whatever time it was given.
+- It does not tell the ranks that failed from those that it ended itself.
+- It waits for other hosts in C++, deaf to signals and to a failure there; at the end 300 s and no longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+_BARRIER_TIMEOUT = 7 * 86400.0  # seconds; a lost host is noticed by its heartbeat
+_LOGGER = "torch.distributed.elastic"
+T = TypeVar("T")
+
+
+class Agent(LocalElasticAgent):
+    """One host's ranks: starts them, ends all when one fails, leaves ``grace`` seconds from SIGTERM to SIGKILL."""
+
+    def __init__(self, spec: WorkerSpec, log_dir: str, grace: float) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=log_dir), exit_barrier_timeout=_BARRIER_TIMEOUT)
+        self._grace = grace
+        self.pids: dict[int, int] = {}
+        """By local rank; each rank leads a session of its own."""
+        self.exited: set[int] = set()
+        """Ranks of the job that had ended before this agent ended any."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        start: Any = super()._start_workers  # torch's decorator hides its signature
+        self.pids = start(worker_group)
+        context: Any = self._pcontext
+        close, first_rank = context.close, worker_group.workers[0].global_rank
+
+        def close_in_time(death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+            if not self.exited:
+                handlers = context.subprocess_handlers.items()
+                self.exited = {first_rank + local for local, handler in handlers if handler.proc.poll() is not None}
+            close(death_sig, min(timeout, self._grace))
+
+        context.close = close_in_time
+        return self.pids
+
+    def _assign_worker_ranks(self, *args: Any) -> list[Worker]:
+        assign: Any = super()._assign_worker_ranks
+        return self._watched(functools.partial(assign, *args))
+
+    def _exit_barrier(self) -> None:
+        self._watched(super()._exit_barrier)
+
+    def _watched(self, wait_for_hosts: Callable[[], T]) -> T:
+        """Let a thread wait for other hosts, and look meanwhile whether they are still there."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(wait_for_hosts())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while wait([future], timeout=0.05).not_done:
+            self._rdzv_handler.num_nodes_waiting()  # raises when another host has failed
+        return future.result()
+
+
+@contextlib.contextmanager
+def mute_agent_log() -> Iterator[None]:
+    """Keep the agent's pages of warnings to ourselves; our report says what they say."""
+    logger, handler = logging.getLogger(_LOGGER), logging.NullHandler()
+    before = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
