@@ -24,6 +24,7 @@ from pydantic import PrivateAttr
 from thalweg.config.schema import parallel, training, unsupported, zero
 from thalweg.config.schema.base import (
     AUTO,
+    UNSET,
     AnyDict,
     Dtype,
     LowerCase,
@@ -51,7 +52,7 @@ class Config(Section):
     """The whole config.  ``load`` makes it, ``resolve`` completes it, the engine keeps it."""
 
     train_batch_size: PositiveInt = AUTO
-    train_micro_batch_size_per_gpu: PositiveInt = AUTO
+    train_micro_batch_size_per_gpu: PositiveInt = UNSET  # follows from the others; "auto": the plan chooses
     gradient_accumulation_steps: PositiveInt = AUTO
     data_parallel_size: PositiveInt = AUTO
     sequence_parallel_size: PositiveInt = 1

@@ -221,7 +221,7 @@ class PlanCache:
         self._plans: dict[str, Plan | None] = {}
         self.tried: list[tuple[Changes, Plan]] = []
         self.closest: tuple[int, Changes] | None = None
-        self.last_error: ValueError | None = None
+        self.last_error: Exception | None = None
 
     @property
     def timed_out(self) -> bool:
@@ -245,7 +245,7 @@ class PlanCache:
             return self._planner.predict(config)
         except ConfigError:
             return None
-        except ValueError as error:  # a model that cannot be traced with these values
+        except (ValueError, RuntimeError) as error:  # a model that cannot be traced with these values
             self.last_error = error
             _log.debug("%s cannot be planned: %s", changes, error)
             return None
