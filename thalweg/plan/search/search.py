@@ -280,10 +280,13 @@ def search(planner: Planner, space: SearchSpace, cpu_budget_s: float) -> SearchR
         if not levels:
             continue
         first, smallest = first or levels[0].rows[0][0], levels[-1].rows[-1][0]
-        smallest_fits = plans.fits(smallest)
-        if smallest_fits is False:  # then nothing in these places does
-            continue
-        for level in levels[_first_fitting_level(plans, levels) :]:
+        start, smallest_fits = 0, False
+        if not plans.fits(levels[0].rows[-1][0]):  # the cheapest level will not do, or nobody knows
+            smallest_fits = plans.fits(smallest)
+            if smallest_fits is False:  # then nothing in these places does
+                continue
+            start = _first_fitting_level(plans, levels)
+        for level in levels[start:]:
             if fitting := plans.fitting_candidates(level):
                 seconds, _, changes = min(fitting, key=lambda candidate: candidate[:2])
                 reason = f"the plan: the cheapest that fits, {format_seconds(seconds)} a token"
