@@ -20,6 +20,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
+import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
@@ -104,8 +105,8 @@ DTYPE_ALIASES = {
 Int64 = Annotated[int, BeforeValidator(coerce_int)]
 NonNegativeInt = Annotated[int, BeforeValidator(coerce_int), Field(ge=0)]
 PositiveInt = Annotated[int, BeforeValidator(coerce_int), Field(ge=1)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = pydantic.NonNegativeFloat
+PositiveFloat = pydantic.PositiveFloat
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 StrTuple = Annotated[tuple[str, ...], BeforeValidator(_to_str_tuple)]
