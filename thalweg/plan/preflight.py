@@ -216,7 +216,7 @@ class Preflight:
             lines.append(format_byte_table(plan.per_rank, plan.limit, plan.per_host))
             hopeless = self._num_local_ranks * self._process_bytes > self._limit_bytes
             planner = self._build_planner(input_spec)
-            changes = None if hopeless else suggest(planner, self._config, _SEARCH_SECONDS)[0]
+            changes = None if hopeless else suggest(planner, self._config, _SEARCH_SECONDS, plan)[0]
             if changes:
                 lines.append(f"The nearest configuration that fits: {format_changes(changes)}.")
             else:
