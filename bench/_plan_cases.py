@@ -310,11 +310,5 @@ def make_batch(case: dict[str, Any], model: nn.Module, seed: int) -> dict[str, A
     """Return one real micro-batch."""
     from thalweg.plan.inputs.input_spec import infer_input_spec
 
-    generator = torch.Generator().manual_seed(seed)
-    batch = {}
-    for name, field in infer_input_spec(model, case["micro"], case.get("sequence")).kwargs.items():
-        if field.dtype.is_floating_point:
-            batch[name] = torch.randn(field.shape, generator=generator)
-        else:
-            batch[name] = torch.randint(0, field.high, field.shape, generator=generator)
-    return batch
+    spec = infer_input_spec(model, case["micro"], case.get("sequence"))
+    return spec.make_random(torch.Generator().manual_seed(seed))[1]

@@ -40,7 +40,6 @@ from thalweg.parallelize import (
     parallel_dims_from_config,
     parallelize,
 )
-from thalweg.plan.runtime import fill_auto_for_job
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.zero.storage.nvme import prefers_low_memory
@@ -81,6 +80,8 @@ def initialize(
         raise ValueError("initialize() needs a model: thalweg.initialize(model=model, config=...)")
     if mpu is not None:
         raise ValueError("mpu= is not needed: the axes follow from the config; leave it out")
+    from thalweg.plan.runtime import fill_auto_for_job  # the plan is loaded by jobs, not by every import
+
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
     parsed = load(source)
     enable_console(parsed.log_level)

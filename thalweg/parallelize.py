@@ -61,8 +61,6 @@ from thalweg.parallel.sequence.sequence_parallel import (
 from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes
-from thalweg.plan.inputs.input_spec import default_sequence_length, infer_input_spec
-from thalweg.plan.preflight import Preflight
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.timing import PhaseTimer
@@ -197,6 +195,8 @@ def parallelize(
     names = {id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)}
     named_groups = groups_with_names(optimizer, model_parameters, names)
     unwrap_quantized_params(model)
+    from thalweg.plan.preflight import Preflight  # the plan is loaded by jobs, not by every import
+
     preflight = Preflight(model, mesh, config, device, optimizer)
     options = build_shard_options(model, config)
     ledger = CommsLog()
@@ -278,6 +278,8 @@ def _make_pipeline(model: nn.Module, meshes: ParallelMeshes, config: Config) -> 
         return PipelineParallel(model, meshes, config, None)
     if meshes.pp is None:
         return None
+    from thalweg.plan.inputs.input_spec import default_sequence_length, infer_input_spec
+
     rows = min(4, int(config.train_micro_batch_size_per_gpu))
     length = min(128, default_sequence_length(getattr(model, "config", None)))
     shapes = infer_input_spec(model, rows, length).make_empty()[1]

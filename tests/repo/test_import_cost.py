@@ -50,6 +50,23 @@ def test_the_first_use_is_quick() -> None:
     assert _cost(f"{parts}\nstart = time.process_time()\nimport thalweg; thalweg.initialize") < FIRST_USE_LIMIT
 
 
+def test_an_import_of_the_engine_loads_nothing_that_only_a_job_uses() -> None:
+    """Beyond torch's own parts: no plan, no compiler, no Hugging Face; what torch loads itself is not ours."""
+    code = """
+import sys, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.data
+before = set(sys.modules)
+import thalweg.engine
+assert "thalweg.engine" in sys.modules
+print(*sorted(set(sys.modules) - before))
+"""
+    loaded = _run(code).split()
+    assert "thalweg.parallelize" in loaded
+    late = ("thalweg.plan", "thalweg.infer", "thalweg.serve", "sympy", "torch.export", "torch._dynamo")
+    late += ("torch._inductor", "transformers", "datasets", "accelerate", "peft", "matplotlib", "fastapi", "uvicorn")
+    found = [name for name in loaded if any(name == one or name.startswith(f"{one}.") for one in late)]
+    assert not found, found
+
+
 def test_the_clock_would_notice() -> None:
     """Negative control: a module that takes its time at import is over the limit."""
     assert _cost("while time.process_time() < start + 0.35: pass") > LIMIT

@@ -115,7 +115,7 @@ class Steps(torch.nn.Module):
         return x.sum()
 
 
-def test_a_rehearsal_has_an_end() -> None:
+def test_a_trace_has_an_end() -> None:
     setting = RunSpec(RankTopology(), ZeroPolicy(0), Precision())
     with pytest.raises(ValueError, match="the step was not over"):
         trace_step(copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=0.0)

@@ -91,7 +91,7 @@ CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"ty
 
 @pytest.mark.parametrize("policy", ["none"])
 def test_the_timeline_of_a_deep_model_reaches_its_peak(policy: str) -> None:
-    """A model beyond 24 blocks is rehearsed with 5 and 6 of them, and its page shows all."""
+    """A model beyond 24 blocks is traced with 4 and 5 of them, and its page shows all."""
     config = CONFIG | {"activation_checkpointing": {"policy": policy}}
     found = ask(DEEP, config, 1, 2, 64)
     shallow = ask(DEEP | {"n_layer": 6}, config, 1, 2, 64)

@@ -217,6 +217,18 @@ def test_row45_frozen_parameters_have_neither_gradients_nor_state():
     assert found.traffic["reduce_scatter"] == pytest.approx(4 * trained * 3 / 4, rel=0.01)
 
 
+def test_equal_configs_leave_the_same_to_the_plan():
+    """Only the values count, not how they came to be there: read from a file, left out, or read again."""
+    base = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
+    left_out, written = load(base), load(base | {"train_micro_batch_size_per_gpu": "auto"})
+    assert auto_keys(left_out) == [] and auto_keys(written) == ["train_micro_batch_size_per_gpu"]
+    assert left_out != written
+    for config in (left_out, written, load(base | {"zero_optimization": {"stage": "auto"}})):
+        again = load(config.to_dict())
+        assert again == config and auto_keys(again) == auto_keys(config)
+    assert load(base | {"train_micro_batch_size_per_gpu": None}) == left_out
+
+
 def test_auto_is_the_plans_only_where_it_was_written():
     assert auto_keys(load(config_of())) == []
     assert auto_keys(load(config_of("auto"))) == ["zero_optimization.stage"]

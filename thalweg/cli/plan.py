@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ValueError("thalweg plan needs --model (or --pipeline, to look at a schedule alone)")
     check_parent_folder("--html", args.html)
-    import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
+    if args.device_memory is None and args.device in (None, "cpu"):
+        import thalweg.engine  # noqa: F401  (a rank on this processor imports it: its pages count)
     from thalweg.plan import plan
 
     result = plan(args.model, read_config(args), **cluster_options(args))

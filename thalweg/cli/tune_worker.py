@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 _NUM_STEPS = 3
 
@@ -19,9 +18,9 @@ def main(folder: Path) -> int:
 
     import thalweg
     from thalweg.observe import resident_mib
-    from thalweg.plan.inputs.input_spec import TensorSpec, infer_input_spec
+    from thalweg.plan.inputs.input_spec import infer_input_spec
     from thalweg.plan.inputs.model_loader import build_cpu_model
-    from thalweg.plan.trace.step import get_loss
+    from thalweg.plan.trace.step import scalar_loss
 
     job = json.loads((folder / "job.json").read_text())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -38,27 +37,13 @@ def main(folder: Path) -> int:
     for _ in range(_NUM_STEPS):
         start = time.perf_counter()
         for _ in range(int(engine.config.gradient_accumulation_steps)):
-            batch: dict[str, Any] = {
-                name: _random_tensor(field) if isinstance(field, TensorSpec) else field
-                for name, field in input_spec.kwargs.items()
-            }
-            output = engine(**batch)
-            engine.backward(get_loss(output))
+            engine.backward(scalar_loss(engine(**input_spec.make_random()[1])))
             engine.step()
         best = min(best, time.perf_counter() - start)
     report = {"seconds": best, "peak_bytes": int(resident_mib(peak=True) * 2**20)}
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     return 0
-
-
-def _random_tensor(tensor_spec: Any) -> Any:
-    """A tensor of such a field, at random."""
-    import torch
-
-    if tensor_spec.dtype.is_floating_point:
-        return torch.randn(tensor_spec.shape)
-    return torch.randint(0, tensor_spec.high, tensor_spec.shape)
 
 
 if __name__ == "__main__":

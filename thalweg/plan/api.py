@@ -63,5 +63,5 @@ def plan(
     planner = replace(planner, micro_batch=int(resolved.train_micro_batch_size_per_gpu))
     result = planner.predict(resolved)
     if suggest and result.fits is False:
-        result.suggestion, result.reasons = suggest_changes(planner, resolved)
+        result.suggestion, result.reasons = suggest_changes(planner, resolved, known=result)
     return result

@@ -25,8 +25,8 @@ from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
 
 # Up to this many blocks, in one stack and in all, the full model is traced.
 MAX_FULL_DEPTH, MAX_TOTAL_FULL_DEPTH = 24, 36
-_SHORT_DEPTH, _LONGER_DEPTH = 5, 6
 _NUM_END_BLOCKS = 2  # blocks at the front, and at the back
+_SHORT_DEPTH, _LONGER_DEPTH = 2 * _NUM_END_BLOCKS, 2 * _NUM_END_BLOCKS + 1
 _NUM_INTERPOLATED = 12  # samples of the timeline that stand for the blocks in between
 
 

@@ -98,10 +98,10 @@ class Planner:
         # Buffers and paged units fill up at some depth: no line goes through that.
         try:
             costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
-        except Exception as error:
+        except ValueError as error:
             if run_spec.sp_size == 1:
                 raise
-            _log.debug("the model cannot be traced on parts of sequences: %s", error)
+            _log.info("the model cannot be traced on parts of sequences: %s", error)
             run_spec = replace(run_spec, sp_size=1)
             unmodelled_keys.append("sequence_parallel_size")
             timelines.clear()

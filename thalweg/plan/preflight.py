@@ -32,6 +32,7 @@ from thalweg.plan.runtime import (
     find_memory_limit,
     get_topology,
     measure_process_bytes,
+    skip_memory_check,
     try_meta_copy,
 )
 from thalweg.plan.search.search import suggest
@@ -91,12 +92,7 @@ class Preflight:
         unmodelled = unmodelled_options(config)
         if unmodelled and self.mode != "off":
             self.mode = "off"
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                _log.warning(
-                    "whether this job fits is not checked: the plan does not count %s yet; "
-                    "watch its memory, or test with a smaller model",
-                    ", ".join(unmodelled),
-                )
+            skip_memory_check(f"{', '.join(unmodelled)} is not modelled yet; watch the memory of the job")
         if self.mode == "off" or self._limit_bytes is None:
             return
         self._state_bytes = self._compute_state_bytes(model)
@@ -137,6 +133,8 @@ class Preflight:
             ):
                 return
         plan = self._try_predict(input_spec)
+        if plan is not None and plan.not_counted:  # a bound: no job is refused by it
+            skip_memory_check(f"{', '.join(plan.not_counted)} is not modelled yet for {plan.model}")
         if plan is not None and plan.fits is False:
             self._reject(plan, input_spec)
 
@@ -184,10 +182,11 @@ class Preflight:
 
     def _try_predict(self, input_spec: InputSpec) -> Plan | None:
         """The plan with this batch, or None if the model cannot be traced."""
+        assert self._meta_model is not None
         try:
             return self._build_planner(input_spec).predict(self._config)
-        except Exception as error:
-            _log.debug("the model cannot be traced: %s: %s", type(error).__name__, error)
+        except (ValueError, RuntimeError) as error:
+            skip_memory_check(f"{self._meta_model.name} is not modelled yet", error)
             return None
 
     def _build_planner(self, input_spec: InputSpec) -> Planner:
@@ -217,7 +216,7 @@ class Preflight:
             lines.append(format_byte_table(plan.per_rank, plan.limit, plan.per_host))
             hopeless = self._num_local_ranks * self._process_bytes > self._limit_bytes
             planner = self._build_planner(input_spec)
-            changes = None if hopeless else suggest(planner, self._config, _SEARCH_SECONDS)[0]
+            changes = None if hopeless else suggest(planner, self._config, _SEARCH_SECONDS, plan)[0]
             if changes:
                 lines.append(f"The nearest configuration that fits: {format_changes(changes)}.")
             else:
@@ -237,8 +236,8 @@ def _optimizer_bytes_per_element(run_spec: RunSpec) -> int:
     try:
         optimizer = build_optimizer(run_spec.optimizer, [probe], run_spec.optimizer_params)
         optimizer.step()
-    except Exception as error:
-        _log.debug("the state of %s is not known: %s", run_spec.optimizer, error)
+    except (ValueError, RuntimeError) as error:  # one that wants to see the model, or a device
+        skip_memory_check(f"the state of {run_spec.optimizer} is not modelled yet", error)
         return 0
     values = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
     return sum(value.nbytes for value in values if value.numel() >= probe.numel()) // probe.numel()

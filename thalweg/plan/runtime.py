@@ -132,9 +132,16 @@ def try_meta_copy(model: nn.Module) -> MetaModel | None:
     """The model on meta, or None for one that cannot be copied: what asks is a help, not a duty."""
     try:
         return load_meta_model(model)
-    except Exception as error:
-        _log.debug("the plan cannot copy the model: %s", error)
+    except Exception as error:  # whatever a module's own __deepcopy__ raises
+        skip_memory_check(f"{type(model).__name__} cannot be copied to the meta device", error)
         return None
+
+
+def skip_memory_check(reason: str, error: Exception | None = None) -> None:
+    """Say, on rank 0, that nobody checks whether the job fits, and why."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        cause = "" if error is None else f" ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        _log.warning("Memory check skipped: %s%s.", reason, cause)
 
 
 def _virtual_bytes() -> int:

@@ -24,6 +24,7 @@ from pydantic import PrivateAttr
 from thalweg.config.schema import parallel, training, unsupported, zero
 from thalweg.config.schema.base import (
     AUTO,
+    UNSET,
     AnyDict,
     Dtype,
     LowerCase,
@@ -51,7 +52,7 @@ class Config(Section):
     """The whole config.  ``load`` makes it, ``resolve`` completes it, the engine keeps it."""
 
     train_batch_size: PositiveInt = AUTO
-    train_micro_batch_size_per_gpu: PositiveInt = AUTO
+    train_micro_batch_size_per_gpu: PositiveInt = UNSET  # follows from the others; "auto": the plan chooses
     gradient_accumulation_steps: PositiveInt = AUTO
     data_parallel_size: PositiveInt = AUTO
     sequence_parallel_size: PositiveInt = 1
@@ -87,14 +88,14 @@ class Config(Section):
     bf16: training.BF16 = training.BF16()
     torch_autocast: training.TorchAutocast = training.TorchAutocast()
     data_types: training.DataTypes = training.DataTypes()
-    amp: training.Amp = training.Amp()
+    amp: unsupported.Amp = unsupported.Amp()
     zero_optimization: zero.ZeroOptimization = zero.ZeroOptimization()
     aio: zero.Aio = zero.Aio()
     activation_checkpointing: training.ActivationCheckpointing = training.ActivationCheckpointing()
     tiling: training.Tiling = training.Tiling()
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()
-    nebula: training.Nebula = training.Nebula()
+    nebula: unsupported.Nebula = unsupported.Nebula()
     datastates_ckpt: Literal[False] | AnyDict = False
     health: training.Health = training.Health()
     memory: training.Memory = training.Memory()
@@ -103,24 +104,24 @@ class Config(Section):
     csv_monitor: training.FileMonitor = training.FileMonitor()
     jsonl_monitor: training.FileMonitor = training.FileMonitor()
     wandb: training.WandB = training.WandB()
-    comet: training.Comet = training.Comet()
+    comet: unsupported.Comet = unsupported.Comet()
     comms_logger: training.CommsLogger = training.CommsLogger()
-    flops_profiler: training.FlopsProfiler = training.FlopsProfiler()
+    flops_profiler: unsupported.FlopsProfiler = unsupported.FlopsProfiler()
 
     tensor_parallel: parallel.TensorParallel = parallel.TensorParallel()
     expert_parallel: parallel.ExpertParallel = parallel.ExpertParallel()
     pipeline: parallel.PipelineConfig = parallel.PipelineConfig()
-    hybrid_engine: parallel.HybridEngine = parallel.HybridEngine()
-    weight_quantization: parallel.WeightQuantization | None = None
-    data_efficiency: parallel.DataEfficiency = parallel.DataEfficiency()
-    curriculum_learning: parallel.CurriculumLearning = parallel.CurriculumLearning()
-    progressive_layer_drop: training.ProgressiveLayerDrop = training.ProgressiveLayerDrop()
-    eigenvalue: parallel.Eigenvalue = parallel.Eigenvalue()
+    hybrid_engine: unsupported.HybridEngine = unsupported.HybridEngine()
+    weight_quantization: unsupported.WeightQuantization | None = None
+    data_efficiency: unsupported.DataEfficiency = unsupported.DataEfficiency()
+    curriculum_learning: unsupported.CurriculumLearning = unsupported.CurriculumLearning()
+    progressive_layer_drop: unsupported.ProgressiveLayerDrop = unsupported.ProgressiveLayerDrop()
+    eigenvalue: unsupported.Eigenvalue = unsupported.Eigenvalue()
     quantize_training: unsupported.QuantizeTraining = unsupported.QuantizeTraining()
     compression_training: unsupported.CompressionTraining = unsupported.CompressionTraining()
-    sparse_attention: parallel.SparseAttention | None = None
-    elasticity: parallel.Elasticity = parallel.Elasticity()
-    autotuning: parallel.Autotuning = parallel.Autotuning()
+    sparse_attention: unsupported.SparseAttention | None = None
+    elasticity: unsupported.Elasticity = unsupported.Elasticity()
+    autotuning: unsupported.Autotuning = unsupported.Autotuning()
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
 

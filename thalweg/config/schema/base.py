@@ -8,7 +8,7 @@ Rules that hold for every option of every block:
   of a whole block it means the block's defaults).
   Declared types leave it out, since a resolved config holds none (except where ``"auto"`` is
   itself one of the choices, as in ``cpu_kernels``);
-- ``null`` in place of a block means that the block is absent, in place of a derived value ``"auto"``;
+- ``null`` in place of a block means that the block is absent, in place of a derived value that it is left out;
 - nothing can be changed after loading: blocks are frozen, lists are tuples, free-form
   mappings are ``FrozenDict``.
 """
@@ -20,11 +20,13 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
+import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO: Any = "auto"
+UNSET: Any = None  # the default of an option whose "auto" is a choice of its own: the plan's
 _INT64_LIMIT = 2**63
 
 
@@ -103,8 +105,8 @@ DTYPE_ALIASES = {
 Int64 = Annotated[int, BeforeValidator(coerce_int)]
 NonNegativeInt = Annotated[int, BeforeValidator(coerce_int), Field(ge=0)]
 PositiveInt = Annotated[int, BeforeValidator(coerce_int), Field(ge=1)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = pydantic.NonNegativeFloat
+PositiveFloat = pydantic.PositiveFloat
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 StrTuple = Annotated[tuple[str, ...], BeforeValidator(_to_str_tuple)]
@@ -130,7 +132,7 @@ class Section(BaseModel):
         )
         if isinstance(value, str) and value == AUTO:
             return field.default if block else value
-        if value is None and (block or field.default == AUTO) and not accepts_none(field.annotation):
+        if value is None and (block or field.default in (AUTO, UNSET)) and not accepts_none(field.annotation):
             return field.default
         return freeze(handler(value))
 

@@ -10,13 +10,11 @@ from thalweg.config.schema.base import (
     AnyDict,
     Dtype,
     FrozenDict,
-    Int64,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
     StrTuple,
-    UnitFloat,
 )
 
 
@@ -59,20 +57,6 @@ class DataTypes(Section):
     param_dtype: Dtype | None = None
     buffer_dtype: Dtype | None = None
     keep_in_fp32_modules: Literal["auto"] | StrTuple = "auto"
-
-
-class Amp(Section):
-    """Apex mixed precision, as older configs ask for it."""
-
-    enabled: bool = False
-    opt_level: str = "O1"
-    cast_model_type: Dtype | None = None
-    patch_torch_functions: bool | None = None
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: Literal["dynamic"] | NonNegativeFloat | None = None
-    min_loss_scale: NonNegativeFloat | None = None
-    max_loss_scale: NonNegativeFloat | None = None
 
 
 class Optimizer(Section):
@@ -214,26 +198,6 @@ class Timers(Section):
     throughput: ThroughputTimer = ThroughputTimer()
 
 
-class Nebula(Section):
-    """Azure's asynchronous checkpoints."""
-
-    enabled: bool = False
-    enable_nebula_load: bool = True
-    load_path: str | None = None
-    nebula_load_path: str | None = None
-    persistent_storage_path: str | None = None
-    persistent_time_interval: NonNegativeInt = 100
-    num_of_version_in_retention: NonNegativeInt = 2
-
-
-class ProgressiveLayerDrop(Section):
-    """Progressive layer dropping (Zhang and He 2020)."""
-
-    enabled: bool = False
-    theta: UnitFloat = 1.0
-    gamma: NonNegativeFloat = 0.001
-
-
 class FileMonitor(Section):
     """A writer of records below ``output_path/job_name``."""
 
@@ -251,20 +215,6 @@ class WandB(Section):
     project: str = "thalweg"
 
 
-class Comet(Section):
-    """The Comet writer."""
-
-    enabled: bool = False
-    samples_log_interval: PositiveInt = 100
-    project: str | None = None
-    workspace: str | None = None
-    api_key: str | None = None
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: str | None = None
-
-
 class CommsLogger(Section):
     """The communication ledger, printed as a table."""
 
@@ -273,15 +223,3 @@ class CommsLogger(Section):
     prof_all: bool = True
     debug: bool = False
     prof_ops: StrTuple = ()
-
-
-class FlopsProfiler(Section):
-    """The table of operations per module."""
-
-    enabled: bool = False
-    recompute_fwd_factor: NonNegativeFloat = 0.0
-    profile_step: PositiveInt = 1
-    module_depth: Int64 = -1
-    top_modules: PositiveInt = 1
-    detailed: bool = True
-    output_file: str | None = None

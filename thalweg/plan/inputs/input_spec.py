@@ -70,6 +70,18 @@ class InputSpec:
 
         return InputSpec(tree_map(resize, self.args), tree_map(resize, self.kwargs))
 
+    def make_random(self, generator: torch.Generator | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with random tensors of these shapes: normal ones, and integers below ``high``."""
+
+        def draw(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            if leaf.dtype.is_floating_point:
+                return torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator)
+            return torch.randint(0, leaf.high, leaf.shape, dtype=leaf.dtype, generator=generator)
+
+        return tree_map(draw, self.args), tree_map(draw, self.kwargs)
+
     def make_empty(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with empty tensors of these shapes."""
         return tree_map(_to_empty, self.args), tree_map(_to_empty, self.kwargs)

@@ -213,15 +213,20 @@ def _thin_out(sizes: list[int]) -> tuple[int, ...]:
 
 
 class PlanCache:
-    """Plans of candidates, each computed once; which lacks the least; whether the time is over."""
+    """Plans of candidates, each computed once; which lacks the least; whether the time is over.
 
-    def __init__(self, planner: Planner, config: Config, cpu_budget_s: float = float("inf")) -> None:
+    ``known``: the plan of ``config`` as it is, if there is one.
+    """
+
+    def __init__(
+        self, planner: Planner, config: Config, cpu_budget_s: float = float("inf"), known: Plan | None = None
+    ) -> None:
         self._planner, self._config = planner, config
         self._deadline = time.thread_time() + cpu_budget_s
-        self._plans: dict[str, Plan | None] = {}
+        self._plans: dict[str, Plan | None] = {} if known is None else {_cache_key({}): known}
         self.tried: list[tuple[Changes, Plan]] = []
         self.closest: tuple[int, Changes] | None = None
-        self.last_error: ValueError | None = None
+        self.last_error: Exception | None = None
 
     @property
     def timed_out(self) -> bool:
@@ -230,7 +235,7 @@ class PlanCache:
 
     def get_plan(self, changes: Changes) -> Plan | None:
         """The plan with these values, or None where the values contradict each other or cannot be planned."""
-        key = repr(sorted(changes.items()))
+        key = _cache_key(_differing(self._config, changes))
         if key not in self._plans:
             plan = self._plans[key] = self._predict(changes)
             if plan is not None:
@@ -245,7 +250,7 @@ class PlanCache:
             return self._planner.predict(config)
         except ConfigError:
             return None
-        except ValueError as error:  # a model that cannot be traced with these values
+        except (ValueError, RuntimeError) as error:  # a model that cannot be traced with these values
             self.last_error = error
             _log.debug("%s cannot be planned: %s", changes, error)
             return None
@@ -272,18 +277,21 @@ class PlanCache:
         return fitting
 
 
-def search(planner: Planner, space: SearchSpace, cpu_budget_s: float) -> SearchResult:
-    """The best candidate of ``space`` by the rule of this module."""
-    plans, first = PlanCache(planner, space.config, cpu_budget_s), None
+def search(planner: Planner, space: SearchSpace, cpu_budget_s: float, known: Plan | None = None) -> SearchResult:
+    """The best candidate of ``space`` by the rule of this module; ``known``: the plan of its config as it is."""
+    plans, first = PlanCache(planner, space.config, cpu_budget_s, known), None
     for placement in space.placements:
         levels = space.levels(placement)
         if not levels:
             continue
         first, smallest = first or levels[0].rows[0][0], levels[-1].rows[-1][0]
-        smallest_fits = plans.fits(smallest)
-        if smallest_fits is False:  # then nothing in these places does
-            continue
-        for level in levels[_first_fitting_level(plans, levels) :]:
+        start, smallest_fits = 0, False
+        if not plans.fits(levels[0].rows[-1][0]):  # the cheapest level will not do, or nobody knows
+            smallest_fits = plans.fits(smallest)
+            if smallest_fits is False:  # then nothing in these places does
+                continue
+            start = _first_fitting_level(plans, levels)
+        for level in levels[start:]:
             if fitting := plans.fitting_candidates(level):
                 seconds, _, changes = min(fitting, key=lambda candidate: candidate[:2])
                 reason = f"the plan: the cheapest that fits, {format_seconds(seconds)} a token"
@@ -359,16 +367,23 @@ def with_auto_values(config: Config, values: Changes, reason: str) -> Config:
 
 
 def suggest(
-    planner: Planner, config: Config, cpu_budget_s: float = _SUGGEST_CPU_BUDGET_S
+    planner: Planner, config: Config, cpu_budget_s: float = _SUGGEST_CPU_BUDGET_S, known: Plan | None = None
 ) -> tuple[Changes | None, list[str]]:
-    """Changes that make the run of a resolved config fit, and what was tried on the way; None if nothing fits."""
-    result = search(planner, smaller_space(config, planner.cluster), cpu_budget_s)
+    """Changes that make the run of a resolved config fit, and what was tried on the way; None if nothing fits.
+
+    ``known``: its plan as it is, which need not be computed once more.
+    """
+    result = search(planner, smaller_space(config, planner.cluster), cpu_budget_s, known)
     reasons = []
     for changes, plan in result.tried:
         text = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in _differing(config, changes).items())
         numbers = f"{format_bytes(plan.per_rank.total)}, {format_seconds(plan.step_seconds)}"
         reasons.append(f"{text or 'as it is'}: {numbers}{', does not fit' if plan.fits is False else ''}")
     return (_differing(config, result.changes) if result.fits else None), reasons
+
+
+def _cache_key(changes: Changes) -> str:
+    return repr(sorted(changes.items()))
 
 
 def _differing(config: Config, changes: Changes) -> Changes:

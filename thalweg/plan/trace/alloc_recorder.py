@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -85,6 +86,10 @@ class AllocationRecorder(TorchDispatchMode):
             self.label = previous
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            # Two of three dispatches ask for a fake's device; the answer is at hand.
+            self.num_ops += 1
+            return args[0].fake_device
         kwargs, number = kwargs or {}, 0
         if self.label == "update" and is_item_call(func):
             # An optimizer reads a norm or its count of steps: any number does, as it moves no bytes.
@@ -121,7 +126,8 @@ class AllocationRecorder(TorchDispatchMode):
         return copy_bytes.get(name or "", 0)
 
     def _record_storage(self, tensor: Tensor) -> int:
-        if tensor.device.type == "meta":  # somebody asks for a shape
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type == "meta":  # somebody asks for a shape
             return 0
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -81,7 +81,7 @@ def supports_tp(model: nn.Module, tp_size: int) -> bool:
     """Whether :func:`apply_fake_tp` works; changes ``model``."""
     try:
         apply_fake_tp(model, tp_size, CommsLog())
-    except Exception as error:  # a layout that needs values, or none at all: the job will say so itself
-        _log.debug("%s is not split over %d tensor ranks: %s", type(model).__name__, tp_size, error)
+    except (ValueError, RuntimeError) as error:  # a layout that needs values, or none: the job will say so itself
+        _log.info("%s is not split over %d tensor ranks: %s", type(model).__name__, tp_size, error)
         return False
     return True

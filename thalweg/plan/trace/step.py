@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten
 
 from thalweg.activation_checkpointing import apply_activation_checkpointing
 from thalweg.comm import CommsLog
@@ -39,6 +38,7 @@ from thalweg.plan.trace.fsdp_events import FsdpEventSource, FsdpUnitEvents, Unit
 from thalweg.plan.trace.gpu_attention import GpuAttentionMode
 from thalweg.plan.trace.offload_recorder import OffloadRecorder
 from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.trees import get_loss, iter_tensors
 from thalweg.zero.storage.base import ParamSpec
 from thalweg.zero.storage.nvme import select_paged_units
 from thalweg.zero.units import find_units, with_large_leaves
@@ -287,7 +287,7 @@ def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource
         for index in range(num_micro_batches):
             source.begin_micro_batch(index == num_micro_batches - 1)
             recorder.record_mark("forward")
-            loss = get_loss(model(*args, **kwargs))
+            loss = scalar_loss(model(*args, **kwargs))
             recorder.record_mark("backward")
             if run_spec.accumulation_steps > 1:
                 loss = loss / run_spec.accumulation_steps
@@ -328,16 +328,13 @@ def _record_reductions_only(source: FsdpEventSource) -> None:
         source.recorder.record_mark(name)
 
 
-def get_loss(output: Any) -> Tensor:
+def scalar_loss(output: Any) -> Tensor:
     """The loss of what a model returns, or a number that stands for it."""
-    if isinstance(output, Tensor):
-        return output if output.ndim == 0 else output.float().mean()
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple | list):
-        loss = output[0]
-    if not isinstance(loss, Tensor):
-        loss = next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)).float().mean()
-    return loss
+    try:
+        loss = get_loss(output)
+    except ValueError:
+        loss = next(iter_tensors(output))
+    return loss if loss.ndim == 0 else loss.float().mean()
 
 
 def _trace_updates(
