@@ -38,7 +38,7 @@ from torch import Tensor
 
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, RemapTable, round_up
 from thalweg.storage_io.disk import Disk
-from thalweg.storage_io.io_threads import ByteCounter, IoFuture, IoThreadPool
+from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -56,7 +56,7 @@ class SwapFile:
 
     ``capacity``: bytes that it may grow to (by default none more); they cost addresses only.
     ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
-    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` count bytes.
+    ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` measure transfers.
 
     Raises:
         ValueError: the folder is missing or not writable, or the disk has too little room.
@@ -75,7 +75,7 @@ class SwapFile:
         self.folder, self.num_bytes = Path(folder).expanduser(), max(round_up(num_bytes), PAGE)
         self._disk = disk or Disk()
         self._block_bytes = max(round_up(block_bytes), PAGE)
-        self.reads, self.writes = ByteCounter(), ByteCounter()
+        self.reads, self.writes = IoThroughput(), IoThroughput()
         self._handle = self._create()
         self._direct = self._open_direct()
         self._capacity, self._memory = self._map(max(round_up(capacity), self.num_bytes))
@@ -288,9 +288,10 @@ class SwapFile:
     def _write_block(self, data: memoryview, offset: int, direct: bool) -> None:
         self._transfer_block(self.writes, "write", data, offset, direct)
 
-    def _transfer_block(self, counter: ByteCounter, verb: str, data: memoryview, offset: int, direct: bool) -> None:
+    def _transfer_block(self, meter: IoThroughput, verb: str, data: memoryview, offset: int, direct: bool) -> None:
         syscall = self._disk.preadv if verb == "read" else self._disk.pwritev
         total, nbytes = 0, data.nbytes
+        meter.begin()
         try:
             while total < nbytes:
                 # What follows a short transfer may not be aligned any more.
@@ -313,7 +314,7 @@ class SwapFile:
                 f"{error.strerror or error}.{hint}"
             ) from error
         finally:
-            counter.add(total)
+            meter.end(total)
 
     # Birth
 
