@@ -171,10 +171,10 @@ def test_a_cache_that_mixes_prefixes_up_would_be_noticed(monkeypatch: pytest.Mon
             if found is None:
                 break
             blocks.append(found[0])
-        return blocks, sum(self._holders[b] == 0 for b in blocks)
+        return blocks, sum(self._ref_counts[b] == 0 for b in blocks)
 
-    monkeypatch.setattr(BlockPool, "record", careless)
-    monkeypatch.setattr(BlockPool, "match", match)
+    monkeypatch.setattr(BlockPool, "cache_block", careless)
+    monkeypatch.setattr(BlockPool, "find_prefix", match)
     engine = fresh(14, 160, prefix_cache=True)
     fields = (("logprobs", 0), ("max_tokens", 8), ("temperature", 0.0))
     prompts = [tuple([1] * 16 + BASE[:16] + [5]), tuple([2] * 16 + BASE[:16] + [5])]

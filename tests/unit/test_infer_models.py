@@ -38,7 +38,7 @@ def expected(model: Any, count: int = 10) -> list[list[int]]:
 def test_native_tokens_equal_hugging_face(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "NativeRunner"
+    assert type(engine.runner).__name__ == "CpuRunner"
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
@@ -46,7 +46,7 @@ def test_native_tokens_equal_hugging_face(name: str) -> None:
 def test_eager_tokens_equal_hugging_face(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "eager")
-    assert type(engine.runner).__name__ == "EagerRunner"
+    assert type(engine.runner).__name__ == "TorchRunner"
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
@@ -54,7 +54,7 @@ def test_eager_tokens_equal_hugging_face(name: str) -> None:
 def test_any_other_model_runs_through_its_own_code(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
@@ -81,9 +81,9 @@ def test_a_description_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch
 
     model = tiny_decoder("llama")
     want = expected(model)
-    monkeypatch.setattr(load, "describe", wrong)
+    monkeypatch.setattr(load, "build_decoder_spec", wrong)
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, prompts(), 10) == want
     with pytest.raises(ValueError, match="off by"):
         load_engine(model, OPTIONS, runner="eager")
@@ -152,7 +152,7 @@ def test_any_other_model_takes_packed_weights(form: str) -> None:
     model = tiny_decoder("olmo2")
     exact = scores(model, None)[1]
     engine, found = scores(model, form)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     error = (found - exact).square().mean().sqrt() / exact.std()
     assert 1e-4 < error < (0.05 if form == "int8" else 0.4)
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear

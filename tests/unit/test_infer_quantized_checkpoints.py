@@ -184,7 +184,7 @@ def test_what_is_read_is_what_was_meant(name: str, tmp_path: Path) -> None:
     options = EngineConfig(dtype="fp32", max_batch=2, max_length=64)
     engine = load_engine(tmp_path, options)
     want = [meant.generate(torch.tensor([p]), max_new_tokens=8)[0, len(p) :].tolist() for p in PROMPTS]
-    assert type(engine.runner).__name__ != "ForeignRunner"
+    assert type(engine.runner).__name__ != "TransformersRunner"
     assert greedy_generate(engine, PROMPTS, 8) == want
     # Negative control: the scales of one layer, out of order.
     file = tmp_path / "model.safetensors"

@@ -75,7 +75,7 @@ def test_the_kept_tokens_are_hugging_faces(
     drawn = set()
     for draw in (0.0, 0.25, 0.5, 0.75, 1 - 1e-12):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampler, "uniform", lambda *_, draw=draw: draw)
+            patch.setattr(sampler, "seeded_uniform", lambda *_, draw=draw: draw)
             drawn.add(choose(row[None], [made])[0].token)
         made.context_mask = made.output_token_counts = None
     assert all(want[token] > 0 for token in drawn)

@@ -45,7 +45,7 @@ def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
 def test_another_family_runs_through_its_own_code() -> None:
     model = tiny_encoder("bart")
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, SOURCES, 10) == expected(model, SOURCES, 10)
 
 

@@ -172,14 +172,14 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
     def noted(self: DraftModelProposer, asked: Any, tables: Any) -> Any:
         found = guess(self, asked, tables)
         for (sequence, _), guesses in zip(asked, found, strict=True):
-            taken.update({(id(sequence), sequence.generated + i): token for i, token in enumerate(guesses)})
+            taken.update({(id(sequence), sequence.num_generated_tokens + i): token for i, token in enumerate(guesses)})
         return found
 
     def gullible(row: Any, token: int, value: float, sequence: Any) -> Any:
-        guessed = taken.pop((id(sequence), sequence.generated), None)
+        guessed = taken.pop((id(sequence), sequence.num_generated_tokens), None)
         return choose(row, token, value, sequence) if guessed is None else SampledToken(guessed)
 
-    monkeypatch.setattr(DraftModelProposer, "guess", noted)
+    monkeypatch.setattr(DraftModelProposer, "propose", noted)
     monkeypatch.setattr(loop, "sample_token", gullible)
     assert distance(load_engine(model, options, draft_model=other)) > 0.2
 

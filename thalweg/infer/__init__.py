@@ -1,4 +1,4 @@
-"""Inference: an engine that works off requests (``api.py`` says what it promises)."""
+"""Inference: an engine that works off requests (``types.py`` says what it promises)."""
 
 from __future__ import annotations
 

@@ -45,10 +45,9 @@ _OFFLOAD_DEVICES = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 class InferenceEngine(nn.Module):
     """``engine(...)`` is ``module(...)``; ``engine.generate(...)`` takes Hugging Face's arguments.
 
-    ``core`` is the engine behind ``generate``, None where the model generates nothing, and on the ranks of
-    tensor parallelism that have a part in another rank's.  The module itself is
-    neither changed nor moved.  Its weights are copied into the engine's layout: after changing them, call
-    :meth:`refresh`.
+    ``core`` is the engine behind ``generate``, None where the model generates nothing, and on the tensor-parallel
+    ranks that are another rank's workers.  The module itself is neither changed nor moved.  Its weights are copied
+    into the engine's layout: after changing them, call :meth:`update_weights`.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class InferenceEngine(nn.Module):
         self.close()
         config: Any = getattr(self.module, "config", None)
         if hasattr(config, "model_type") and get_model_kind(self.module) != "encoder":
-            # What is known by its source are the weights as they were loaded, not as they may be by now.
+            # The identity is that of the weights as they were loaded, not as they may be by now.
             weights_id, self._weights_id = self._weights_id, None
             model_path, self._model_path = self._model_path, None
             workers = self._find_workers(model_path)
@@ -86,7 +85,7 @@ class InferenceEngine(nn.Module):
                 self.core = core
 
     def _find_workers(self, model_path: Any) -> WorkerGroup | None:
-        """Find the other ranks of tensor parallelism, or become one of them."""
+        """Start or find the other tensor-parallel ranks, or become one of their workers."""
         num_ranks = self.options.num_ranks
         if not is_launched(num_ranks):
             return spawn_workers(model_path, self.options) if num_ranks > 1 and model_path is not None else None

@@ -10,7 +10,7 @@ The invariants:
 
 - What a request generates depends on its prompt, its parameters and its seed, never on what else runs.
 - An engine belongs to one thread: no method may be called while another is running.
-- Whoever adds a request hears of its end from ``step``, whatever happens, unless he aborted it.
+- ``step`` reports the end of every request that was added, whatever happens, unless it was aborted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StructuredOutput:
     def __post_init__(self) -> None:
         set_fields = [x for x in (self.json_schema, self.regex, self.choices) if x is not None]
         if len(set_fields) != 1:
-            raise ValueError("a Structure needs exactly one of json_schema, regex, choices")
+            raise ValueError("a StructuredOutput needs exactly one of json_schema, regex, choices")
         if self.choices is not None and not self.choices:
             raise ValueError("choices is empty: name at least one text")
 
@@ -230,7 +230,7 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     draft_tokens: int = 0
-    """Tokens that were computed as guesses (``speculate``)."""
+    """Tokens that were computed as drafts (speculative decoding)."""
     accepted_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     """Sequences that ended, by finish reason."""

@@ -1,4 +1,4 @@
-"""Models that only listen: texts in, one vector each.
+"""Encoder models: texts in, one vector each.
 
 Sequences are computed together, as many as fit, none of them padded; a vector is the mean of its tokens' last
 states, or the first one (``cls``), as the directory of a sentence encoder says, of length 1 where it says so.
@@ -110,7 +110,7 @@ class TorchEncoder(TorchLayers):
     @torch.inference_mode()
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states."""
-        return torch.cat([self.encode_sequence(self._encoder, source.tokens).float() for source in inputs])
+        return torch.cat([self.encode_sequence(self._encoder, x.tokens).float() for x in inputs])
 
     def close(self) -> None:
         """Drop the weights."""
@@ -126,7 +126,7 @@ class TransformersEncoder:
     @torch.inference_mode()
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states."""
-        return torch.cat([compute_hidden_states(self._model, source.tokens) for source in inputs])
+        return torch.cat([compute_hidden_states(self._model, x.tokens) for x in inputs])
 
     def close(self) -> None:
         """Drop the model."""
@@ -158,7 +158,7 @@ class EmbeddingEngine:
         rows: list[Tensor] = []
         batch: list[EncoderInput] = []
         for prompt in prompts:
-            tokens = sum(len(source.tokens) for source in batch) + len(prompt)
+            tokens = sum(len(x.tokens) for x in batch) + len(prompt)
             if batch and (tokens > self.runner.max_num_batched_tokens or len(batch) == MAX_NUM_SEQS):
                 rows += self._embed_batch(batch)
                 batch = []
@@ -170,7 +170,7 @@ class EmbeddingEngine:
         if not inputs:
             return []
         self._counters["steps"] += 1
-        lengths = [len(source.tokens) for source in inputs]
+        lengths = [len(x.tokens) for x in inputs]
         self._counters["prompt"] += sum(lengths)
         return [self.pooling(states) for states in self.runner.run(inputs).split(lengths)]
 

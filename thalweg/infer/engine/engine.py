@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out.
 
-The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``blocks.py``), a runner
-(``use_cpu_kernels.py``, ``eager.py``, ``foreign.py``) computes their logits, ``sampler.py`` turns these into tokens,
-and the engine tells each sequence's caller.  :meth:`Engine.step` is just that, in this order.
+The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``block_pool.py``), a runner
+(``runners/``) computes their logits, ``sampler.py`` turns these into tokens, and the engine returns them as
+request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Reques
 class LLMEngine:
     """An :class:`~thalweg.infer.types.EngineCore` around a runner.
 
-    ``start``: what a model that listens begins to speak with.  ``speculate``: guesses in a step for each
-    sequence, by ``proposer``, or looked up in what it has said.
+    ``decoder_start_ids``: the first decoder tokens of an encoder-decoder model.  ``num_speculative_tokens``:
+    draft tokens in a step for each sequence, from ``proposer``, by default prompt lookup (:class:`NgramProposer`).
     """
 
     def __init__(
@@ -104,11 +104,12 @@ class LLMEngine:
                 decoder_start_ids=self.decoder_start_ids,
             )
             sequence.prefix_owner = sequences[0] if sequences else None
-            sequence.grammar = None if grammar is None else grammar.start(stop_ids)
+            sequence.grammar = None if grammar is None else grammar.new_state(stop_ids)
             if self.tokenizer is not None:
                 sequence.detokenizer = IncrementalDetokenizer(
                     self.tokenizer, params.stop, include_stop=params.include_stop,
-                    skip_special_tokens=params.skip_special_tokens, prompt_tokens=() if self.decoder_start_ids else request.prompt,
+                    skip_special_tokens=params.skip_special_tokens,
+                    prompt_tokens=() if self.decoder_start_ids else request.prompt,
                 )  # fmt: skip
             sequences.append(sequence)
         self._requests[request.request_id] = list(sequences)
@@ -116,9 +117,9 @@ class LLMEngine:
             self._scheduler.add(sequence)
 
     def get_prepare_fn(self, request: Request) -> Callable[[], object] | None:
-        """Return what would take long in :meth:`add`, for another thread to call beforehand, amid steps.
+        """Return the slow part of :meth:`add`, for another thread to call first while steps go on.
 
-        None where there is no such thing.  It raises ValueError where ``add`` would for the same cause.
+        None where nothing is slow.  It raises ValueError where ``add`` would for the same cause.
         """
         structure, compiler = request.params.structure, self._grammar_compiler
         if structure is None or compiler is None or structure in compiler:
@@ -138,7 +139,7 @@ class LLMEngine:
             raise ValueError(f"logit_bias or stop_token_ids name tokens outside of 0 to {self.metadata.vocab_size - 1}")
         self._check_length(request)
         if self.decoder_start_ids and params.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: this model listens to its prompt and does not score it")
+            raise ValueError("prompt_logprobs: an encoder-decoder model encodes its prompt and does not score it")
         if request.adapter is not None and request.adapter not in self.metadata.adapters:
             known = ", ".join(self.metadata.adapters) or "none"
             raise ValueError(f"there is no adapter {request.adapter!r}: the engine holds {known}")
@@ -159,7 +160,7 @@ class LLMEngine:
             raise ValueError(f"the prompt has {length} tokens and the KV cache room for {total}: give kv_memory more")
 
     def _kv_token_capacity(self, request: Request) -> int:
-        """Return how many tokens the KV cache holds of a request that runs alone, sources not counted."""
+        """Return how many tokens the KV cache holds of a request that runs alone, without its encoder blocks."""
         num_encoder_blocks = -(-len(request.prompt) // self._block_pool.block_size) if self.decoder_start_ids else 0
         return (self._block_pool.num_blocks - num_encoder_blocks) * self._block_pool.block_size
 
@@ -176,8 +177,8 @@ class LLMEngine:
 
     @property
     def failure(self) -> str:
-        """Why no step can succeed any more: a rank of the engine is gone.  May be asked by any thread."""
-        return getattr(self.runner, "lost", "")
+        """Why no step can succeed any more (a worker is gone), or an empty text.  Any thread may read it."""
+        return getattr(self.runner, "failure", "")
 
     @property
     def unfinished_requests(self) -> AbstractSet[str]:
@@ -213,16 +214,16 @@ class LLMEngine:
                 accepted = number < len(draft_tokens) and outputs[-1].token_ids == (draft_tokens[number],)
                 if not accepted or sequence.done:
                     break
-                sequence.num_computed_tokens += 1  # the guess was computed as what it turned out to be
+                sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
             if draft_tokens:
                 sequence.draft_budget = number + 1
-                self._counters["guessed"] += len(draft_tokens)
-                self._counters["right"] += number
+                self._counters["draft"] += len(draft_tokens)
+                self._counters["accepted"] += number
             row += 1 + len(draft_tokens)
         return outputs
 
     def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
-        """Append a token to its sequence, end the sequence where it must, and say so."""
+        """Append a token to its sequence, end the sequence where it must, and return the output."""
         if sequence.num_generated_tokens == 0:
             self._counters["prompt"] += sequence.num_prompt_tokens
             self._counters["cached"] += sequence.num_cached_tokens
@@ -259,7 +260,7 @@ class LLMEngine:
         text, stop = "", None
         if sequence.detokenizer is not None and (not is_stop_token or sequence.params.include_stop):
             text, stop = sequence.detokenizer.append(
-                token, look=sequence.num_generated_tokens >= sequence.params.min_tokens
+                token, check_stop=sequence.num_generated_tokens >= sequence.params.min_tokens
             )
         reason: FinishReason | None = None
         if stop is not None:
@@ -271,7 +272,7 @@ class LLMEngine:
         elif sequence.grammar is not None and sequence.grammar.finished:
             reason = "stop"
         if reason is not None and sequence.detokenizer is not None:
-            text += sequence.detokenizer.finish()
+            text += sequence.detokenizer.flush()
         return reason, token if is_stop_token else None, text
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -297,8 +298,8 @@ class LLMEngine:
             cached_tokens=self._counters["cached"],
             generated_tokens=self._counters["generated"],
             preemptions=s.num_preemptions,
-            draft_tokens=self._counters["guessed"],
-            accepted_tokens=self._counters["right"],
+            draft_tokens=self._counters["draft"],
+            accepted_tokens=self._counters["accepted"],
             finished=dict(self._finished),
         )
 
@@ -308,7 +309,7 @@ class LLMEngine:
 
     def _embed(self, tokens: list[int]) -> Tensor:
         if self.decoder_start_ids:
-            raise ValueError("this model has no embeddings: it listens and speaks")
+            raise ValueError("this model has no embeddings: it is an encoder-decoder model")
         self._check_request(Request("", tokens))
         pool, scheduler = self._block_pool, self._scheduler
         num_blocks = -(-len(tokens) // pool.block_size)

@@ -1,14 +1,14 @@
-"""Who takes part in the next step, with how many tokens, in which blocks.
+"""Which sequences run in the next step, with how many tokens, in which blocks.
 
-Phases of :meth:`Scheduler.plan`: every decoding sequence gets its one token, growing by a block where it
-must; prompts under way get pieces of what is left of the step's budget (Dynamic SplitFuse, Holmes et al.
-2024); then waiting sequences are admitted while budget, slots and blocks last.  Where the model listens, a
-sequence's source is computed in the step that admits it, whole, unless its blocks are found.
+Phases of :meth:`Scheduler.schedule`: every decoding sequence gets its one token, and a new block where it needs
+one; started prompts get chunks of what is left of the step's budget (Dynamic SplitFuse, Holmes et al. 2024);
+then waiting sequences are admitted while budget, slots and blocks last.  The encoder prompt of an
+encoder-decoder model is computed whole, in the step that admits its sequence, unless its blocks are cached.
 
-Invariants: a sequence is admitted only when the blocks of everything it has to compute are there, and are its
-own from then on, so a prompt under way never stops halfway; only decoding can run out of blocks.  It then
-takes those of the sequence that ranks last, which goes back to the queue and is computed again later (most of
-it from the prefix cache).  The sequence that ranks first is never put back for another, so something always
+Invariants: a sequence is admitted only when there are blocks for everything it has to compute, and it holds
+them from then on, so a started prompt never stops halfway; only decoding can run out of blocks.  It then
+preempts the sequence of the lowest priority, which goes back to the queue and is computed again later (most of
+it from the prefix cache).  The sequence of the highest priority is never preempted, so something always
 advances.
 """
 
@@ -30,15 +30,15 @@ class SchedulerOutput:
 
     model_input: ModelInput
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each span's sequence and its number of tokens, guesses not counted."""
+    """Each span's sequence and its number of tokens, draft tokens not counted."""
     sampled: list[Sequence] = field(default_factory=list)
-    """Sequences that get a token; their rows are the last ones of the logits, in order."""
+    """Sequences that get a token; theirs are the last rows of the logits, in order."""
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By place in ``sampled``: tokens that may follow, with a row each behind the sequence's own."""
+    """By index in ``sampled``: the draft tokens, each with a row after the sequence's own."""
     prompt_scoring: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
     encoder_sequences: list[Sequence] = field(default_factory=list)
-    """Sequences whose sources are to be computed before the step."""
+    """Sequences whose encoder prompts are computed before the step."""
 
 
 class Scheduler:
@@ -81,11 +81,11 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def acquire_slot(self) -> int:
-        """Hand out a slot to somebody who computes by himself; there is one while not all are running."""
+        """Lend a slot to a caller that runs the model itself; one is free while not all run."""
         return self._free_slots.pop()
 
     def release_slot(self, slot: int) -> None:
-        """Take a borrowed slot back."""
+        """Take a lent slot back."""
         self._runner.free_slot(slot)
         self._free_slots.append(slot)
 
@@ -112,7 +112,7 @@ class Scheduler:
         return self._build_output(scheduled, budget, encoder_sequences) if scheduled else None
 
     def _allocate_decode(self, sequence: Sequence, scheduled: list[tuple[Sequence, int]]) -> bool:
-        """Make room for the sequence's next token; False when it had to be put back itself."""
+        """Make room for the sequence's next token; False when it was itself preempted."""
         num_blocks_needed = -(-len(sequence.tokens) // self.block_pool.block_size)
         while len(sequence.blocks) < num_blocks_needed:
             if not self.block_pool.num_free:
@@ -151,7 +151,7 @@ class Scheduler:
     def _admit(self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]) -> int:
         """Let waiting sequences in; returns what is left of the budget.
 
-        Sources have a budget of their own, which one that comes first may exceed.
+        Encoder prompts have a budget of their own, which the first of a step may exceed.
         """
         encoder_budget = self._max_num_batched_tokens
         while budget and self._free_slots and self.waiting:
@@ -167,7 +167,7 @@ class Scheduler:
                 return budget
             num_new_blocks = -(-len(sequence.tokens) // self.block_pool.block_size) - len(prefix_blocks)
             num_blocks_needed = num_new_blocks + num_new_encoder_blocks + num_evictable + num_encoder_evictable
-            # One block for each that will still grow, lest it be put back a moment later.
+            # One block for each that will still grow, or the new one would be preempted a moment later.
             num_growing = sum(len(s.blocks) * self.block_pool.block_size < s.max_length - 1 for s in self.running)
             if num_blocks_needed + num_growing > self.block_pool.num_free and self.running:
                 return budget
@@ -204,13 +204,13 @@ class Scheduler:
         return budget
 
     def _find_encoder_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Return the blocks of a source that has been computed already, and how many of them nobody holds."""
+        """Return the cached blocks of an encoder prompt, and how many of them nobody holds."""
         if not sequence.encoder_prompt or not self.block_pool.prefix_caching:
             return [], 0
         return self.block_pool.find_prefix(sequence.encoder_prompt, sequence.encoder_prefix_root, require_full=True)
 
     def _propose(self, scheduled: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
-        """Return guesses by sequence, with their blocks; nobody is put back for guesses."""
+        """Return draft tokens by sequence, with blocks for them; nothing is preempted for drafts."""
         if self._proposer is None:
             return {}
         requests = []
@@ -236,7 +236,7 @@ class Scheduler:
         return {id(sequence): guesses for (sequence, _), guesses in zip(requests, proposals, strict=True)}
 
     def _reserve_blocks(self, sequence: Sequence, count: int) -> int:
-        """Return for how many of ``count`` guesses there are blocks, and assign these."""
+        """Return for how many of ``count`` draft tokens there are blocks, and assign these."""
         while count:
             num_missing = -(-(len(sequence.tokens) + count) // self.block_pool.block_size) - len(sequence.blocks)
             if num_missing <= 0:
@@ -270,7 +270,7 @@ class Scheduler:
             model_input.tokens += sequence.tokens[start : start + count]
             model_input.tokens += draft_tokens
             if sequence.params.prompt_logprobs is not None:
-                # What was scored before it was put back is not scored once more.
+                # What was scored before a preemption is not scored again.
                 begin = max(start, len(sequence.prompt_logprobs) - 1)
                 end = min(start + count, sequence.num_prompt_tokens - 1)
                 if begin < end:
@@ -285,7 +285,7 @@ class Scheduler:
         return output
 
     def commit(self, output: SchedulerOutput) -> None:
-        """Note that a step has been computed: its blocks can be found from now on."""
+        """Record that a step has been computed: its full blocks enter the prefix cache."""
         block_size = self.block_pool.block_size
         for sequence in output.encoder_sequences:
             parent = sequence.encoder_prefix_root

@@ -1,4 +1,4 @@
-"""One sequence on its way: its tokens, how far they are computed, and what it holds."""
+"""One running sequence: its tokens, how many of them are computed, and what it holds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from thalweg.infer.types import Request, SamplingParams, TokenLogprob
 
 @dataclass(eq=False)
 class Sequence:
-    """Sample ``index`` of a request.  ``tokens``: what the model goes on from and its output; the first
-    ``computed`` are in the cache."""
+    """Sample ``index`` of a request.  ``tokens``: prompt (or decoder start) and output; the first
+    ``num_computed_tokens`` are in the cache."""
 
     request: Request
     index: int
@@ -26,9 +26,9 @@ class Sequence:
     stop_ids: frozenset[int]
     """Tokens that end it."""
     decoder_start_ids: tuple[int, ...] = ()
-    """Where the model listens: the tokens that it begins to speak with; the prompt is its ``source`` then."""
+    """Of an encoder-decoder model: the first decoder tokens; the prompt is the ``encoder_prompt`` then."""
     detokenizer: Any = None
-    """The :class:`~thalweg.infer.engine.detokenizer.IncrementalDetokenizer` of its output, where the engine has a tokenizer."""
+    """The :class:`.detokenizer.IncrementalDetokenizer` of its output, where the engine has a tokenizer."""
     prefix_owner: Sequence | None = None
     """The request's first sample, whose prompt this one waits for in order to share it."""
     tokens: list[int] = field(default_factory=list)
@@ -41,19 +41,19 @@ class Sequence:
     admitted: bool = False
     num_cached_blocks: int = 0
     last_block_id: Hashable = None
-    """Identity of its last recorded block."""
+    """Identity of its last block in the prefix cache."""
     seed: int = 0
     context_mask: Tensor | None = None
-    """(vocab,) whether a token is in prompt or output; made where a penalty asks for it."""
+    """(vocab,) whether a token is in prompt or output; made when a penalty needs it."""
     output_token_counts: Tensor | None = None
     """(vocab,) how often a token was generated."""
     grammar: Any = None
     ngram_index: Any = None
-    """The :class:`~thalweg.infer.spec_decode.ngram.NgramIndex` of its tokens, where the engine guesses by these."""
+    """The :class:`~thalweg.infer.spec_decode.ngram.NgramIndex` of its tokens, with prompt lookup."""
     num_draft_computed: int = 0
     """Tokens that a draft model has in its cache."""
     draft_budget: int = 1 << 30
-    """Guesses that seem worth while: one more than the last ones that were right."""
+    """Draft tokens worth computing: one more than were accepted last time."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
     done: bool = False
@@ -86,7 +86,7 @@ class Sequence:
 
     @property
     def encoder_prompt(self) -> Sequence_[int]:
-        """What the model listens to; empty where it does not."""
+        """The tokens of the encoder; empty without one."""
         return self.request.prompt if self.decoder_start_ids else ()
 
     @property
@@ -96,7 +96,7 @@ class Sequence:
 
     @property
     def encoder_prefix_root(self) -> Hashable:
-        """The same for the blocks of the source, which are shared whole or not at all."""
+        """The same for the encoder's blocks, which are shared whole or not at all."""
         return ("source", self.prefix_root)
 
     @property

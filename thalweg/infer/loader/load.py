@@ -332,7 +332,7 @@ def _make_parallel_runner(
     except UnsupportedModelError as reason:
         raise ValueError(f"parts of a model on several ranks need a described one: {reason}") from None
     kv_cache_dtype = _kv_cache_dtype(options, weight_format)
-    assert parallel_config.num_ranks == workers.size, "there are as many ranks as the options ask for"
+    assert parallel_config.num_ranks == workers.num_ranks, "there are as many ranks as the options ask for"
     stage_specs = [
         shard_for_rank(decoder, rank, parallel_config)
         for rank in range(0, parallel_config.num_ranks, parallel_config.ranks_per_stage)
@@ -346,10 +346,11 @@ def _make_parallel_runner(
         log.info("running on torch's operators: %s", unsupported_reason or "as asked")
     # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
     num_blocks = min(
-        _num_kv_blocks(x, options, max_length, kv_cache_dtype, num_processes=workers.size) for x in stage_specs
+        _num_kv_blocks(x, options, max_length, kv_cache_dtype, num_processes=workers.num_ranks) for x in stage_specs
     )
     runner_config = RunnerConfig(
-        use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_batch, max_length, options.max_step_tokens, parallel_config.tensor_parallel,
+        use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_batch, max_length,
+        options.max_step_tokens, parallel_config.tensor_parallel,
         parallel_config.pipeline_parallel, parallel_config.expert_parallel,
     )  # fmt: skip
     return start_driver(decoder, runner_config, workers, options.device), max_length
@@ -411,7 +412,8 @@ def _make_offloaded_runner(
         if not weights.file.complete:
             _verify_spec(model, decoder, cache_weights=False)
         cpu_runner = CpuRunner(
-            decoder, weight_format=weight_format, max_num_batched_tokens=options.max_step_tokens, kv_cache_dtype=kv_cache_dtype, weights=weights, **shape,
+            decoder, weight_format=weight_format, max_num_batched_tokens=options.max_step_tokens,
+            kv_cache_dtype=kv_cache_dtype, weights=weights, **shape,
         )  # fmt: skip
         weights.finalize()
     except BaseException:

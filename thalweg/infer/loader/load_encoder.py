@@ -1,4 +1,4 @@
-"""From a model that only listens to an engine that embeds; the runners are chosen as ``load.py`` does."""
+"""From an encoder model to an engine that embeds; its runners are chosen as ``load.py`` does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = get_logger(__name__)
 def load_encoder(
     model: Any, options: EngineConfig, tokenizer: Any, *, name: str, folder: Any, forced_runner: str | None
 ) -> EmbeddingEngine:
-    """Return the engine of a live model that only listens; ``folder``: where it came from."""
+    """Return the engine of a live encoder model; ``folder``: where it came from."""
     if options.stream:
         raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
     if options.adapters:

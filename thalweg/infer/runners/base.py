@@ -1,7 +1,7 @@
 """What one step computes, and who computes it.
 
-A step is a flat row of tokens, cut into spans: each span is a piece of one sequence, a whole prompt, a part
-of one or the latest token.  A sequence owns a slot, a row of ``tables`` that names its KV blocks in order.
+A step is a flat row of tokens in spans: each span is a whole prompt of one sequence, a chunk of one, or its
+latest token.  A sequence owns a slot, a row of ``block_tables`` that names its KV blocks in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_token_ids(prompt: Any) -> list[int]:
 
 
 class QuerySpan(NamedTuple):
-    """``count`` tokens of the sequence in ``slot``, the first of them at position ``start``."""
+    """``num_tokens`` tokens of the sequence in ``slot``, the first of them at position ``start``."""
 
     slot: int
     start: int
@@ -33,7 +33,7 @@ class QuerySpan(NamedTuple):
 
 
 class EncoderInput(NamedTuple):
-    """What the sequence in ``slot`` listens to, whole."""
+    """The whole encoder prompt of the sequence in ``slot``."""
 
     slot: int
     tokens: Sequence[int]
@@ -58,30 +58,30 @@ class ModelRunner(Protocol):
     """A numpy int32 array (slots, blocks of the longest sequence) that the scheduler writes."""
 
     encoder_block_tables: Any
-    """The same for sources, whose blocks come from the same cache; no rows where the model has no encoder."""
+    """The same for encoder prompts, whose blocks come from the same cache; no rows where the model has no encoder."""
 
     encoder_seq_lens: Any
-    """A numpy int64 array (slots,) that the scheduler writes: the lengths of their sequences' sources."""
+    """A numpy int64 array (slots,) that the scheduler writes: the lengths of their sequences' encoder prompts."""
     lora_ids: Any
     """A numpy int64 array (slots,): which adapter a slot's sequence has, -1 for none."""
 
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute sources, where the model has an encoder; their slots' tables are written."""
+        """Compute encoder prompts and store the keys and values of cross attention in their slots' blocks."""
         ...
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Compute, store keys and values; return fp32 logits (len(rows), vocab), valid until the next run."""
+        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), valid until the next run."""
         ...
 
     def argmax(self) -> tuple[list[int], list[float]] | None:
-        """Return the most likely token of each row of the last run and its logit, where that is at hand.
+        """Return the most likely token of each row of the last run and its logit, or None where it is not computed.
 
         Of several equal ones the first; a logit that is NaN stands for a row that holds one.
         """
         ...
 
     def free_slot(self, slot: int) -> None:
-        """Forget what the slot's sequence has left outside of the blocks."""
+        """Drop what the slot's sequence keeps outside of the blocks."""
         ...
 
     def hidden_states(self, batch: ModelInput) -> Tensor:

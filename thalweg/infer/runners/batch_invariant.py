@@ -13,8 +13,8 @@ from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, Qu
 class BatchInvariantRunner:
     """Gives every token to another runner alone, so that no result depends on the token's company.
 
-    Not on other sequences, not on how prompts are cut into pieces, not on what a prefix cache has saved.
-    The native kernels have this by themselves and need no wrapper.
+    Not on other sequences, not on how prompts are chunked, not on what the prefix cache holds.  The CPU kernels
+    have this by themselves and need no wrapper.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -24,12 +24,12 @@ class BatchInvariantRunner:
         self.lora_ids, self.encoder_seq_lens = runner.lora_ids, runner.encoder_seq_lens
 
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute sources, one after the other."""
+        """Compute encoder prompts, one after the other."""
         for encoder_input in inputs:
             self.inner.run_encoder([encoder_input])
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.rows), vocab)."""
+        """Return fp32 logits (len(batch.logit_indices), vocab)."""
         output_index = {row: number for number, row in enumerate(batch.logit_indices)}
         outputs: list[Tensor] = [torch.empty(0)] * len(output_index)
         for index, (token, span) in enumerate(self._single_tokens(batch)):
@@ -49,10 +49,10 @@ class BatchInvariantRunner:
         return list(zip(batch.tokens, spans, strict=True))
 
     def argmax(self) -> None:
-        """Nothing is at hand."""
+        """It is not computed here."""
 
     def free_slot(self, slot: int) -> None:
-        """Forget what the slot's sequence has left."""
+        """Drop what the slot's sequence keeps."""
         self.inner.free_slot(slot)
 
     def close(self) -> None:

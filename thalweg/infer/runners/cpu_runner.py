@@ -1,14 +1,14 @@
-"""The fast runner on CPUs: a whole step of the model is one call of a tape of native kernels.
+"""The fast runner on CPUs: a whole step of the model is one call of a program of CPU kernels.
 
-At load the weights are packed (``ops/use_cpu_kernels/panels.py``) and the model is laid down once as a list of kernel
-calls on preallocated buffers (``program.py``); a step fills in tokens, positions and block tables and runs the
-list.  Nothing in it depends on how many tokens there are or whose they are, so that prompts, pieces of
-prompts and decoding tokens mix freely, and a token's result is the same, bit for bit, in any company.
+At load the weights are packed (``ops/cpu_kernels/packing.py``) and the model becomes a list of kernel calls
+on preallocated buffers (``cpu_program.py``); a step fills in tokens, positions and block tables and runs the
+list.  Nothing in it depends on how many tokens there are or whose they are, so that prompts, chunks of prompts
+and decoding tokens mix freely, and a token's result is the same, bit for bit, in any batch.
 
 Activations between layers are fp32.  What meets a packed weight is fp32, bf16 or int8 with a scale per row.
 
-A model that listens has a second tape (``encode.py``): it computes a source once and stores, layer by layer,
-the keys and values that cross attention reads, in blocks of the same pool.
+An encoder-decoder model has a second program (``cpu_encoder.py``): it computes an encoder prompt once and
+stores, layer by layer, the keys and values that cross attention reads, in blocks of the same cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from thalweg.storage_io.evictable_memory import PagePrefaulter
 
 
 def check_supported(decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str = "fp32") -> None:
-    """Raise Unsupported unless this processor and this model suit the kernels."""
+    """Raise UnsupportedModelError unless this processor and this model suit the kernels."""
     for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
         if why := cpu_kernels.unsupported_reason(name):
             raise UnsupportedModelError(why)
@@ -66,13 +66,12 @@ def check_supported(decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_c
 
 
 class CpuRunner:
-    """Runs a :class:`DecoderSpec` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
+    """Runs a :class:`DecoderSpec` with weights in ``weight_format``: fp32, bf16, int8 or int4 (the head then in int8).
 
-    ``cache``: what keys and values are kept as, a name of ``use_cpu_kernels.KV_DTYPE_BYTES``.
-    ``weights`` keeps them (by default in memory).  ``adapters``: what slots may name in
-    ``adapter_of``.  The decoder's embedding is read row by row where it lies.
-    ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.
-    ``threads``: 0 for as many as torch has.
+    ``kv_cache_dtype``: what keys and values are stored as, a name of ``cpu_kernels.KV_DTYPE_BYTES``.
+    ``weights`` stores the packed weights (by default in memory).  ``lora``: the adapters that ``lora_ids`` name.
+    The decoder's embedding is read row by row where it lies.  ``comm``: the ranks with which this one, which has
+    a shard of the decoder, sums its partial results.  ``num_threads``: 0 for as many as torch has.
     """
 
     block_size = cpu_kernels.BLOCK_SIZE
@@ -133,20 +132,22 @@ class CpuRunner:
                 for x, pool in zip(decoder.layers, program.kv_regions, strict=True)
             ]
             self._encoder = CpuEncoder(
-                decoder.encoder, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype, max_length=max_length, max_num_seqs=num_slots,
-                max_num_batched_tokens=max(max_num_batched_tokens, max_length), weights=self._weights, cross_targets=cross_targets, block_tables=self.encoder_block_tables,
+                decoder.encoder, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype, max_length=max_length,
+                max_num_seqs=num_slots,
+                max_num_batched_tokens=max(max_num_batched_tokens, max_length), weights=self._weights,
+                cross_targets=cross_targets, block_tables=self.encoder_block_tables,
                 lora=lora, lora_ids=self.lora_ids,
             )  # fmt: skip
 
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute sources and store what the layers' cross attention reads."""
-        assert self._encoder is not None, "only a model with an encoder has sources"
+        """Compute encoder prompts and store the keys and values of cross attention."""
+        assert self._encoder is not None, "only a model with an encoder has encoder prompts"
         self._encoder.run(inputs)
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.rows), vocab), overwritten by the next run."""
+        """Return fp32 logits (len(batch.logit_indices), vocab), overwritten by the next run."""
         comm = self.comm
         self._prepare_inputs(batch)
         self._weights.run(self._body, 0)
@@ -191,7 +192,7 @@ class CpuRunner:
     def _prepare_inputs(self, batch: ModelInput) -> None:
         tokens, positions, table_offsets, logit_indices, counts = self._np_inputs
         count = len(batch.tokens)
-        assert 0 < count <= self._max_num_batched_tokens, "the scheduler keeps steps within the buffers"
+        assert 0 < count <= self._max_num_batched_tokens, "the scheduler's steps fit into the buffers"
         tokens[:count] = batch.tokens
         stride = self.block_tables.strides[0]
         offset = 0
@@ -239,7 +240,7 @@ class CpuRunner:
 
 
 class _DecoderProgram(ProgramBuilder):
-    """Lays a decoder down: the tape of its body, and that of its head."""
+    """Builds a decoder's two programs: its layers, and its head."""
 
     def __init__(
         self,
@@ -252,7 +253,8 @@ class _DecoderProgram(ProgramBuilder):
         lora: LoraManager | None,
     ) -> None:
         super().__init__(
-            runner._weights, weight_format, hidden_size=d.hidden_size, max_tokens=max_num_batched_tokens, max_length=max_length, kv_cache_dtype=kv_cache_dtype,
+            runner._weights, weight_format, hidden_size=d.hidden_size, max_tokens=max_num_batched_tokens,
+            max_length=max_length, kv_cache_dtype=kv_cache_dtype,
             tables_address=runner.block_tables.ctypes.data, lora=lora, comm=runner.comm, num_threads=runner.num_threads,
         )  # fmt: skip
         self.input_lora_ids = self.keep_alive(self.row_lora_ids)
@@ -264,7 +266,7 @@ class _DecoderProgram(ProgramBuilder):
         self.encoder_inputs = [
             self.keep_alive(torch.zeros(max_num_batched_tokens, dtype=torch.int64)) for _ in range(2)
         ]
-        # Each token's source: its table as an offset in bytes, and its last position.
+        # Each token's encoder prompt: its table as an offset in bytes, and its last position.
         self._encoder_table_offsets, self._encoder_last_positions = self.encoder_inputs
         memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
         self.page_warmer = PagePrefaulter(memory, chunk_bytes=self.kv_regions[0][2])
@@ -298,7 +300,7 @@ class _DecoderProgram(ProgramBuilder):
     def cross_attention(
         self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
     ) -> None:
-        """Attend to the source, whose keys and values lie in the layer's own pool."""
+        """Attend to the encoder prompt, whose keys and values lie in the layer's own cache."""
         shape = without_positions(self.attention_shape(a), cross.scale)
         queries = self.buffer("cross", cross.q.out_features)
         self.linear(
@@ -308,7 +310,8 @@ class _DecoderProgram(ProgramBuilder):
             self.weight_format,
         )
         attended = self.paged_attention(
-            shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address, self._encoder_table_offsets,
+            shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address,
+            self._encoder_table_offsets,
             self._encoder_last_positions,
         )  # fmt: skip
         self.linear_residual(
@@ -319,9 +322,9 @@ class _DecoderProgram(ProgramBuilder):
         )
 
     def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
-        """Go on with the rows whose logits are wanted: the last layer's keys and values are all there.
+        """Keep only the rows whose logits are wanted: the last layer's keys and values are all stored.
 
-        Returns their queries; everything else of the layout is theirs from now on.
+        Returns their queries; every later call works on these rows alone.
         """
         queries = self.keep_alive(torch.zeros(self.max_tokens, cpu_kernels.round_up(width, 16)))
         x = self.keep_alive(torch.zeros_like(self.x))

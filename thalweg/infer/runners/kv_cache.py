@@ -13,7 +13,7 @@ _FP8_MAX = 448.0  # of torch.float8_e4m3fn
 
 
 class KVCacheTensor:
-    """Rows (heads, dim) by slot, given and taken in ``dtype``, kept as ``cache``.
+    """Rows (heads, dim) by position, written and gathered in ``dtype``, stored as ``kv_cache_dtype``.
 
     ``int8`` has a scale for each row and head, ``fp8`` (e4m3) none; ``auto`` keeps rows as they are.
     """
@@ -34,7 +34,7 @@ class KVCacheTensor:
         self._scales = torch.zeros(num_positions if kv_cache_dtype == "int8" else 0, num_heads, 1, device=device)
 
     def write(self, indices: Tensor, rows: Tensor) -> None:
-        """Keep rows (T, heads, dim) at places (T,)."""
+        """Store rows (T, heads, dim) at positions (T,)."""
         if self._kv_cache_dtype == "int8":
             scale = rows.float().abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
             self._scales[indices] = scale
@@ -47,7 +47,7 @@ class KVCacheTensor:
             self._rows[indices] = rows.to(self._rows.dtype)
 
     def gather(self, indices: Tensor) -> Tensor:
-        """Return the rows (T, heads, dim) at places (T,)."""
+        """Return the rows (T, heads, dim) at positions (T,)."""
         if self._kv_cache_dtype == "int8":
             return (self._rows[indices].float() * self._scales[indices]).to(self._dtype)
         if self._kv_cache_dtype == "fp8":

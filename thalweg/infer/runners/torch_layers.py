@@ -34,8 +34,8 @@ LinearFactory = Callable[[LinearSpec], Callable[[Tensor], Tensor]]
 class TorchLayers:
     """Computes parts of layers in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
-    Without ``keep`` nothing of a linear layer outlives its product.  ``reach``: the longest sequence.
-    ``who``: which of the ``adapters`` each row has that is now computed, -1 for none.
+    Without ``cache_weights`` nothing of a linear layer outlives its product.  ``max_length``: the longest sequence.
+    ``row_lora_ids``: which adapter of ``lora`` each row of the current step has, -1 for none.
     """
 
     def __init__(

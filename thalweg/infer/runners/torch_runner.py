@@ -1,7 +1,7 @@
 """A runner out of plain torch operators: the reference, mixtures of experts, and devices other than CPUs.
 
-Keys and values of a layer lie in a pool (slot of the cache, kv head, dim); position p of a sequence is at
-``16 * table[p // 16] + p % 16``.  Each span gathers its context and attends by SDPA.
+Keys and values of a layer lie in a tensor (position in the cache, kv head, dim); position p of a sequence is
+at ``16 * table[p // 16] + p % 16``.  Each span gathers its context and attends by SDPA.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from thalweg.infer.runners.torch_layers import LinearFactory, TorchLayers
 class TorchRunner(TorchLayers):
     """Runs a :class:`DecoderSpec` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
-    Without ``keep`` nothing of a linear layer outlives its product: the weights stay where the model has them
-    (a mapped file, the host's memory) and come anew each time.  ``cache``: see :class:`Pool`.
-    ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.
+    Without ``cache_weights`` nothing of a linear layer outlives its product: the weights stay where the model has
+    them (a mapped file, the host's memory) and are read again each time.  ``kv_cache_dtype``: see
+    :class:`.kv_cache.KVCacheTensor`.  ``comm``: the ranks with which this one, which has a shard of the decoder, sums
+    its partial results.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class TorchRunner(TorchLayers):
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.rows), vocab)."""
+        """Return fp32 logits (len(batch.logit_indices), vocab)."""
         d, comm, x = self.decoder, self.comm, self._forward(batch)
         if comm is not None and not comm.is_last_stage:
             comm.publish(x)
@@ -104,7 +105,7 @@ class TorchRunner(TorchLayers):
         return logits if self.comm is None else self.comm.gather_logits(logits)
 
     def _recv_logits(self, batch: ModelInput) -> Tensor:
-        """Return what the last stage has made of the step; only rank 0 needs it."""
+        """Return the last stage's logits; only rank 0 needs them."""
         assert self.comm is not None, "without ranks there are no stages"
         if not self.comm.is_first_stage:
             return torch.empty(0, self.decoder.vocab_size)
@@ -156,14 +157,14 @@ class TorchRunner(TorchLayers):
         return x
 
     def _all_reduce(self, partial: Tensor) -> Tensor:
-        """Add up the ranks' parts, where there are several."""
+        """Sum the ranks' partial results, where there are several."""
         return partial if self.comm is None else self.comm.all_reduce(partial)
 
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute sources and store what the layers' cross attention reads."""
+        """Compute encoder prompts and store the keys and values of cross attention."""
         d = self.decoder
-        assert d.encoder is not None, "only a model with an encoder has sources"
+        assert d.encoder is not None, "only a model with an encoder has encoder prompts"
         for encoder_input in inputs:
             self.row_lora_ids = torch.full(
                 (len(encoder_input.tokens),), int(self.lora_ids[encoder_input.slot]), device=self.device
@@ -183,7 +184,7 @@ class TorchRunner(TorchLayers):
         self, cross: CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, batch: ModelInput
     ) -> Tensor:
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
-        cross_spec = replace(a, scale=cross.scale, window=0, softcap=0.0, alibi_slopes=None, relative=None)
+        cross_spec = replace(a, scale=cross.scale, sliding_window=0, softcap=0.0, alibi_slopes=None, relative_bias=None)
         out, offset = torch.empty_like(q), 0
         for span in batch.spans:
             rows = slice(offset, offset + span.num_tokens)
@@ -196,7 +197,7 @@ class TorchRunner(TorchLayers):
         return self._norm(cross.residual_norm, x + self._linear(cross.out, out.flatten(1)))
 
     def _cache_indices(self, block_tables: np.ndarray, slot: int, length: int) -> Tensor:
-        """Return where a slot's first ``length`` positions lie in the pools."""
+        """Return where a slot's first ``length`` positions lie in the cache."""
         block_size = self.block_size
         blocks = torch.from_numpy(block_tables[slot, : -(-length // block_size)].astype(np.int64))
         return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:length].to(self.device)
@@ -229,7 +230,7 @@ class TorchRunner(TorchLayers):
         return self._linear(a.out, out.flatten(1))
 
     def argmax(self) -> None:
-        """Nothing is at hand: the sampler looks for it."""
+        """It is not computed here: the sampler does it."""
 
     def free_slot(self, slot: int) -> None:
         """Nothing is kept outside of the blocks."""

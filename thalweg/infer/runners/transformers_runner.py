@@ -3,7 +3,7 @@ sequence.
 
 No blocks are shared and nothing is batched; what it gives is exactly the model's own result, for families
 that ``models/`` does not describe.  The model sees what ``generate`` would show it: a prompt in one piece,
-whatever pieces the scheduler cuts it into (rotations that change with the length, and states that take a
+whatever chunks the scheduler makes of it (rotations that change with the length, and states that take a
 prompt only at their beginning, depend on it), then token by token.
 """
 
@@ -61,7 +61,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Let the model's encoder compute sources."""
+        """Let the model's encoder compute encoder prompts."""
         device = next(self._model.parameters()).device
         for encoder_input in inputs:
             tokens = torch.tensor([list(encoder_input.tokens)], device=device)
@@ -73,7 +73,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.rows), vocab)."""
+        """Return fp32 logits (len(batch.logit_indices), vocab)."""
         rows = self._forward(batch, lambda out: out["logits"][0], output_hidden_states=False)
         return torch.stack([rows[row] for row in batch.logit_indices]) if rows else torch.empty(0, 0)
 
@@ -93,9 +93,9 @@ class TransformersRunner:
             state = self._slot_states[slot]
             state.tokens += batch.tokens[offset : offset + count]
             indices = [row for row in range(offset, offset + count) if row in requested]
-            if indices:  # without, the tokens wait for those behind them
+            if indices:  # without, the tokens wait for those after them
                 rows = torch.cat([get_rows(out) for out in self._advance(slot, state, output_hidden_states)])
-                # Of tokens that waited, and are wanted no more, there are rows in front.
+                # The rows of tokens that waited come first and are not wanted.
                 outputs |= {row: rows[row - offset - count].float() for row in indices}
             offset += count
         return outputs
@@ -128,17 +128,17 @@ class TransformersRunner:
         if output_hidden_states:
             model_inputs["output_hidden_states"] = True
         model_inputs |= {"use_cache": True, **state.cache}
-        if self._accepted_args is not None:  # a model of somebody's own, which takes less than others do
+        if self._accepted_args is not None:  # custom modelling code that takes fewer arguments
             model_inputs = {name: value for name, value in model_inputs.items() if name in self._accepted_args}
         with eval_mode(self._model):
             out = self._model(**model_inputs)
-        if isinstance(out, tuple):  # without names, so without a memory: it sees everything anew each time
+        if isinstance(out, tuple):  # no names, so no cache: it computes all tokens each time
             out = {"logits": out[0]}
         state.cache = {name: out[name] for name in _CACHE_KEYS if out.get(name) is not None}
         return out
 
     def argmax(self) -> None:
-        """Nothing is at hand: the sampler looks for it."""
+        """It is not computed here: the sampler does it."""
 
     def free_slot(self, slot: int) -> None:
         """Drop the slot's cache."""

@@ -1,12 +1,12 @@
-"""Guesses by a smaller model with the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft tokens from a smaller model with the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft's keys and values lie in a cache of its own that is cut as the large model's: the same block
-numbers, the same tables, so the scheduler knows of one cache only.  How far a sequence's tokens are in it is
-the sequence's ``num_draft_computed``; what is missing (a whole prompt at first, a token or two later) is computed before
-the first guess, then each guess takes one step of the draft for all sequences together.
+The draft model has a KV cache of its own with the same block numbers and the same tables as the target's, so
+the scheduler knows of one cache only.  A sequence's ``num_draft_computed`` counts its tokens in that cache;
+what is missing (a whole prompt at first, a token or two later) is computed before the first draft token, then
+each draft token takes one step of the draft model for all sequences together.
 
-The draft draws as the large model will, with the same number in [0, 1) for a position (``sampler.py``):
-guesses are right far more often than by chance, and a right one is what would have been drawn anyway.
+The draft model draws as the target will, with the same number in [0, 1) for a position (``sampler.py``): its
+tokens are accepted far more often than by chance, and an accepted one is what would have been drawn anyway.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 
 
 class DraftModelProposer:
-    """Guesses by ``runner``, which takes ``max_tokens`` at a time, among the model's ``vocab`` tokens.
+    """Runs the draft model by ``runner``, ``max_num_batched_tokens`` at a time.
 
-    ``known``: how many tokens the draft has; others, of a model whose table is longer, are shown to it as 0.
+    ``vocab_size`` is the target's.  Target tokens from ``draft_vocab_size`` on, which the draft model has no
+    embedding for, are shown to it as 0.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class DraftModelProposer:
         )
 
     def num_proposals(self, sequence: Sequence, limit: int) -> int:
-        """As many as may be."""
+        """Return the limit."""
         return limit
 
     def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
-        """Run the draft once for each guess, all sequences together."""
+        """Run the draft model once for each token, all sequences together."""
         for sequence, _ in requests:
             self._runner.block_tables[sequence.slot] = block_tables[sequence.slot]
             sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
@@ -92,5 +93,5 @@ class DraftModelProposer:
         return {number: logits[at].clone() for at, number in enumerate(sequence_indices)}
 
     def close(self) -> None:
-        """Free the draft."""
+        """Free the draft model."""
         self._runner.close()
