@@ -25,7 +25,9 @@ def engine_of(blocks: int) -> LLMEngine:
     torch.set_num_threads(1)
     model = tiny_decoder("qwen3")
     per_block = 3 * 2 * 2 * 32 * 4 * 16
-    options = EngineConfig(dtype="fp32", max_batch=5, max_length=128, max_step_tokens=160, kv_memory=blocks * per_block)
+    options = EngineConfig(
+        dtype="fp32", max_num_seqs=5, max_model_len=128, max_num_batched_tokens=160, kv_cache_bytes=blocks * per_block
+    )
     engine = load_engine(model, options, runner=RUNNER)
     assert engine.runner.num_blocks == blocks
     return engine

@@ -17,7 +17,7 @@ from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIONS = EngineConfig(dtype="fp32", max_length=96, max_step_tokens=100)
+OPTIONS = EngineConfig(dtype="fp32", max_model_len=96, max_num_batched_tokens=100)
 RUNNER = "TorchEncoder" if cpu_kernels.unsupported_reason("fp32") else "CpuEncoder"
 PROMPTS = [[(13 * i * i + 3 * n + 5) % 128 + 2 for i in range(n)] for n in (1, 2, 16, 17, 33, 90, 5)]
 PROMPTS.append([7, 1, 9, 0, 1, 1, 12])  # with tokens that RoBERTa takes for padding, which have no position
@@ -59,7 +59,7 @@ def test_company_does_not_matter_and_a_wrong_model_would_be_noticed() -> None:
 def test_fewer_bits_give_nearly_the_same_vectors(form: str, bound: float) -> None:
     model = tiny_encoder("bert")
     quantize = form if form.startswith("int") else None
-    got = load_engine(model, EngineConfig(dtype="bf16", quantize=quantize, max_length=96)).embed(PROMPTS)
+    got = load_engine(model, EngineConfig(dtype="bf16", quantization=quantize, max_model_len=96)).embed(PROMPTS)
     assert (1 - F.cosine_similarity(got, expected(model))).max() < bound
 
 

@@ -28,7 +28,7 @@ def _one_thread() -> None:
 
 def logits(model: Any, runner: str | None, cache: str, pieces: tuple[int, ...]) -> torch.Tensor:
     """Run one prompt in pieces; return the logits of all its tokens."""
-    options = EngineConfig(dtype="fp32", max_batch=2, max_length=96, kv_cache_dtype=cache)
+    options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=96, kv_cache_dtype=cache)
     made = load_engine(model, options, runner=runner).runner
     tokens = [(7 * i) % 131 for i in range(sum(pieces))]
     made.block_tables[0] = list(range(len(made.block_tables[0])))[::-1]
@@ -71,7 +71,7 @@ def test_the_pools_error_is_that_of_its_bits() -> None:
 def test_a_cache_of_8_bits_holds_more() -> None:
     blocks = {}
     for cache in ("fp32", "bf16", "int8"):
-        options = EngineConfig(dtype="fp32", kv_cache_dtype=cache, kv_memory=2**20, max_length=64)
+        options = EngineConfig(dtype="fp32", kv_cache_dtype=cache, kv_cache_bytes=2**20, max_model_len=64)
         blocks[cache] = load_engine(tiny_decoder("llama", head_dim=64), options).stats().kv_blocks
     assert blocks["bf16"] == 2 * blocks["fp32"] and blocks["int8"] > 1.8 * blocks["bf16"]
     with pytest.raises(ValueError, match="described"):
@@ -82,7 +82,9 @@ def test_a_cache_of_8_bits_holds_more() -> None:
 
 def scores(model: Any, runner: str, invariant: bool, company: int) -> list[list[float]]:
     """Return the log-probabilities of one request among others that come and go."""
-    options = EngineConfig(dtype="fp32", max_batch=5, max_length=80, max_step_tokens=23, batch_invariant=invariant)
+    options = EngineConfig(
+        dtype="fp32", max_num_seqs=5, max_model_len=80, max_num_batched_tokens=23, batch_invariant=invariant
+    )
     engine = load_engine(model, options, runner=runner)
     generator = random.Random(company)
     wanted = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
@@ -117,7 +119,7 @@ def test_batch_invariant_logits_have_the_same_bits_in_any_company(kind: str, run
 @pytest.mark.parametrize("prompt", [16, 17, 28])
 def test_a_cache_for_a_whole_batch_lets_the_whole_batch_run(prompt: int) -> None:
     """Sequences that need no more blocks must not keep one waiting (seen with blocks for just the batch)."""
-    options = EngineConfig(dtype="fp32", max_batch=4, max_length=32, prefix_cache=False)
+    options = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=32, enable_prefix_caching=False)
     engine = load_engine(tiny_decoder("llama"), options)
     assert engine.stats().kv_blocks == 8
     for number in range(4):
@@ -138,7 +140,7 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
         max_position_embeddings=4096,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    options = EngineConfig(dtype="fp32", max_batch=2, max_length=4096, kv_memory=256 << 20)
+    options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=4096, kv_cache_bytes=256 << 20)
     before = resident_bytes()
     runner = load_engine(model, options, runner="native").runner
     # Head by head over all blocks a megabyte each of 256 heads: half of a huge page.

@@ -16,7 +16,7 @@ from thalweg.ops import cpu_kernels
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 17, 40)
-OPTIONS = EngineConfig(dtype="fp32", max_batch=4, max_length=96, max_step_tokens=24)
+OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24)
 MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
 FOREIGN = {"falcon_alibi", "olmo2", "phi3_longer", "mamba"}
 NATIVE = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_not_there_is_an_error_never_random_numbers(tmp_path: A
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     for stream in (None, "cpu"):
         with pytest.raises(ValueError, match=f"nothing for 1 of the model's tensors: {lost}"):
-            load_engine(tmp_path, replace(OPTIONS, stream=stream))
+            load_engine(tmp_path, replace(OPTIONS, weight_offload=stream))
     save_file(stored | {lost: torch.ones(3, 5)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"other shapes.*{lost} \(3, 5\) not"):
         load_engine(tmp_path, OPTIONS)
@@ -121,13 +121,13 @@ def test_a_tensor_that_is_not_there_is_an_error_never_random_numbers(tmp_path: A
 def test_what_cannot_be_loaded_says_why() -> None:
     with pytest.raises(ValueError, match="no Hugging Face model"):
         load_engine(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="streamed weights need a described model"):
-        load_engine(tiny_decoder("olmo2"), EngineConfig(stream="cpu"))
+    with pytest.raises(ValueError, match="weight_offload needs a described model"):
+        load_engine(tiny_decoder("olmo2"), EngineConfig(weight_offload="cpu"))
 
 
 def scores(model: Any, quantize: str | None) -> tuple[Any, torch.Tensor]:
     """Return an engine and the log-probabilities that it gives to a prompt."""
-    engine = load_engine(model, replace(OPTIONS, quantize=quantize, max_step_tokens=64))
+    engine = load_engine(model, replace(OPTIONS, quantization=quantize, max_num_batched_tokens=64))
     engine.add(Request("r", prompts()[2], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)))
     (output,) = engine.step()
     return engine, torch.tensor([x.logprob for x in output.prompt_logprobs[1:]])

@@ -43,7 +43,7 @@ def trained() -> tuple[Any, list[list[int]]]:
 
 def perplexity(model: Any, pieces: list[list[int]], runner: str | None = None, **options: Any) -> float:
     """Score the pieces through the engine, in several steps each."""
-    fields: dict[str, Any] = {"dtype": "fp32", "max_batch": 4, "max_length": 160, "max_step_tokens": 100}
+    fields: dict[str, Any] = {"dtype": "fp32", "max_num_seqs": 4, "max_model_len": 160, "max_num_batched_tokens": 100}
     engine = load_engine(model, EngineConfig(**(fields | options)), runner=runner)
     for number, piece in enumerate(pieces):
         engine.add(Request(str(number), piece, SamplingParams(max_tokens=1, prompt_logprobs=0)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import (
-    EngineConfig,
     EngineCore,
     EngineStats,
     ModelMetadata,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import UnsupportedModelError
-from thalweg.infer.types import EngineConfig
 from thalweg.ops import cpu_kernels
 
 NUM_PROBE_TOKENS = 13  # tokens of the check at load
@@ -18,8 +18,8 @@ _TOLERANCE = {torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 def get_weight_format(options: EngineConfig) -> str:
     """Return what weights become: fp32, bf16, fp16, int8 or int4."""
-    if options.quantize:
-        return options.quantize
+    if options.quantization:
+        return options.quantization
     if options.dtype != "auto":
         return options.dtype
     if options.device != "cpu":

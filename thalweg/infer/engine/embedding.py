@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import EncoderSpec
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.runners.base import EncoderInput, to_token_ids
 from thalweg.infer.runners.torch_layers import LinearFactory, TorchLayers
-from thalweg.infer.types import EngineConfig, EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
 
 MAX_NUM_SEQS = 64  # sequences at a time
 

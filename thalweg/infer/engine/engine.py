@@ -157,7 +157,9 @@ class LLMEngine:
         capacity = self._kv_token_capacity(request)
         if capacity <= (len(self.decoder_start_ids) or length):
             total = self._block_pool.num_blocks * self._block_pool.block_size
-            raise ValueError(f"the prompt has {length} tokens and the KV cache room for {total}: give kv_memory more")
+            raise ValueError(
+                f"the prompt has {length} tokens and the KV cache room for {total}: give kv_cache_bytes more"
+            )
 
     def _kv_token_capacity(self, request: Request) -> int:
         """Return how many tokens the KV cache holds of a request that runs alone, without its encoder blocks."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.embedding import EmbeddingEngine
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.engine.structured_output import GrammarCompiler, is_available
@@ -38,7 +39,7 @@ from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.torch_runner import TorchRunner
 from thalweg.infer.runners.transformers_runner import TransformersRunner, get_max_length
 from thalweg.infer.spec_decode.draft_model import DraftModelProposer
-from thalweg.infer.types import EngineConfig, ModelMetadata
+from thalweg.infer.types import ModelMetadata
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -63,7 +64,7 @@ def load_engine(
     A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
     by default the directory's own, or none for a live model.  ``runner`` insists on ``use_cpu_kernels``, ``eager`` or
     ``foreign``.  ``source``: what a live model's weights are known by, where streamed ones are to be found
-    again.  ``draft``: a live model for what ``options.draft`` is.  ``peers``: the other ranks of
+    again.  ``draft``: a live model for what ``options.draft_model`` is.  ``peers``: the other ranks of
     the options (``ranks.py``), by default processes that are started here.  Models that do
     not generate give an :class:`EmbeddingEngine`.  Raises ValueError where the runner cannot run the model.
     """
@@ -76,29 +77,34 @@ def load_engine(
     folder, loaded_id = None if isinstance(model, nn.Module) else model, weights_id
     if not isinstance(model, nn.Module):
         tokenizer = tokenizer or load_tokenizer(model, options)
-        if options.stream or workers is not None:
+        if options.weight_offload or workers is not None:
             model, loaded_id = load_mmapped(model, options)
         else:
             model = load_model(model, options)
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         raise ValueError(f"{name} is no Hugging Face model: it has no config")
-    if workers is not None and (get_model_kind(model) != "causal" or options.adapters or draft_model or options.draft):
+    if workers is not None and (
+        get_model_kind(model) != "causal" or options.lora_adapters or draft_model or options.draft_model
+    ):
         workers.close()
         raise ValueError(
-            "tensor_parallel, pipeline_parallel, expert_parallel: for causal models without adapters and draft; use 1"
+            "tensor_parallel_size, pipeline_parallel_size, expert_parallel_size: for causal models without"
+            " lora_adapters and draft_model; use 1"
         )
     if get_model_kind(model) == "encoder":
         return load_encoder(model, options, tokenizer, name=name, folder=folder, forced_runner=runner)
-    if draft_model is None and options.draft is not None:
-        _check_same_vocab(tokenizer, load_tokenizer(options.draft, options), options.draft)
-        draft_model = load_model(options.draft, options)
+    if draft_model is None and options.draft_model is not None:
+        _check_same_vocab(tokenizer, load_tokenizer(options.draft_model, options), options.draft_model)
+        draft_model = load_model(options.draft_model, options)
     return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers)
 
 
 def _check_same_vocab(tokenizer: Any, draft_tokenizer: Any, draft_name: str) -> None:
     if tokenizer is not None and draft_tokenizer is not None and tokenizer.get_vocab() != draft_tokenizer.get_vocab():
-        raise ValueError(f"draft: {draft_name} has another vocabulary than the model: take one of the same family")
+        raise ValueError(
+            f"draft_model: {draft_name} has another vocabulary than the model: take one of the same family"
+        )
 
 
 def _load_generator(
@@ -113,10 +119,10 @@ def _load_generator(
 ) -> LLMEngine:
     """Return the engine of a model that generates."""
     kind, weight_format, config = get_model_kind(model), get_weight_format(options), model.config
-    if options.adapters and options.stream:
-        raise ValueError("adapters: they need weights in memory; leave stream out")
-    if kind == "seq2seq" and options.stream:
-        raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
+    if options.lora_adapters and options.weight_offload:
+        raise ValueError("lora_adapters: they need weights in memory; leave weight_offload out")
+    if kind == "seq2seq" and options.weight_offload:
+        raise ValueError("weight_offload: only the weights of causal models can be offloaded; leave it out")
     draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
     runner, max_length = _choose_runner(model, options, weight_format, forced_runner, weights_id, draft_spec, workers)
     vocab_size = config.get_text_config().vocab_size
@@ -134,23 +140,23 @@ def _load_generator(
         max_length=max_length,
         vocab_size=vocab_size,
         dtype=get_activation_dtype(weight_format, options),
-        quantize=options.quantize,
+        quantize=options.quantization,
         eos_token_ids=tuple(token for token in _eos_token_ids(model) if 0 <= token < vocab_size),
         bos_token_id=getattr(config, "bos_token_id", None),
         pad_token_id=getattr(config, "pad_token_id", None),
-        adapters=tuple(options.adapters),
+        adapters=tuple(options.lora_adapters),
     )
     return LLMEngine(
         runner,
         metadata,
         tokenizer,
         max_num_seqs=len(runner.block_tables),
-        max_num_batched_tokens=options.max_step_tokens,
-        prefix_cache=options.prefix_cache and not is_transformers,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        prefix_cache=options.enable_prefix_caching and not is_transformers,
         # A foreign cache cannot take back a wrong guess.
         num_speculative_tokens=0
         if is_transformers
-        else options.speculate or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0),
+        else options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0),
         proposer=proposer,
         grammar_compiler=GrammarCompiler(tokenizer, metadata.vocab_size, metadata.eos_token_ids)
         if is_available(tokenizer)
@@ -171,8 +177,8 @@ def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner
 
 def _build_draft_spec(draft_model: Any, model_kind: str, options: EngineConfig) -> DecoderSpec:
     """Describe a draft model; ValueError where it cannot be one."""
-    if model_kind != "causal" or get_model_kind(draft_model) != "causal" or options.stream:
-        raise ValueError("draft: only a causal model in memory can have one, and it must be causal itself")
+    if model_kind != "causal" or get_model_kind(draft_model) != "causal" or options.weight_offload:
+        raise ValueError("draft_model: only a causal model in memory can have one, and it must be causal itself")
     draft_spec = build_decoder_spec(draft_model)
     _verify_spec(draft_model, draft_spec)
     return draft_spec
@@ -188,16 +194,18 @@ def _make_proposer(
 ) -> DraftModelProposer:
     """Return the guesser of a described draft model, with a cache like that of the runner it guesses for."""
     if isinstance(target_runner, TransformersRunner):
-        raise ValueError("draft: a model that runs through its own code cannot take back wrong guesses")
+        raise ValueError("draft_model: a model that runs through its own code cannot take back rejected tokens")
     if draft_spec.max_length < max_length:
-        raise ValueError(f"draft: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_length")
-    _max_length(draft_spec, replace(options, max_length=max_length))  # refuses what the draft rotates otherwise
+        raise ValueError(
+            f"draft_model: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_model_len"
+        )
+    _max_length(draft_spec, replace(options, max_model_len=max_length))  # refuses what the draft rotates otherwise
     runner, _ = _make_runner(
         draft_spec, options, weight_format, None, max_length=max_length, num_blocks=target_runner.num_blocks
     )
     return DraftModelProposer(
         runner,
-        max_num_batched_tokens=options.max_step_tokens,
+        max_num_batched_tokens=options.max_num_batched_tokens,
         vocab_size=vocab_size,
         draft_vocab_size=draft_spec.vocab_size,
     )
@@ -242,30 +250,30 @@ def _choose_runner(
     if forced_runner in (None, "native", "eager"):
         try:
             decoder = build_decoder_spec(model)
-            if options.stream:
+            if options.weight_offload:
                 return _make_offloaded_runner(model, decoder, options, weight_format, forced_runner, weights_id)
             _verify_spec(model, decoder)
-            lora = LoraManager(options.adapters, model, decoder) if options.adapters else None
+            lora = LoraManager(options.lora_adapters, model, decoder) if options.lora_adapters else None
             return _make_runner(decoder, options, weight_format, forced_runner, draft_spec=draft_spec, lora=lora)
         except UnsupportedModelError as reason:
             if forced_runner is not None:
                 raise
             reasons.append(str(reason))
-    if options.stream:
-        raise ValueError(f"streamed weights need a described model: {'; '.join(reasons)}")
-    if options.adapters:
-        raise ValueError(f"adapters need a described model: {'; '.join(reasons)}")
+    if options.weight_offload:
+        raise ValueError(f"weight_offload needs a described model: {'; '.join(reasons)}")
+    if options.lora_adapters:
+        raise ValueError(f"lora_adapters need a described model: {'; '.join(reasons)}")
     if options.kv_cache_dtype in ("int8", "fp8"):
         raise ValueError(f"a cache in {options.kv_cache_dtype} needs a described model: {'; '.join(reasons)}")
-    if options.quantize:
+    if options.quantization:
         if torch.device(options.device).type != "cpu":
-            raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
+            raise ValueError(f"{options.quantization} weights need a described model: {'; '.join(reasons)}")
         from thalweg.infer.quantization.modules import quantized_copy
 
-        model = quantized_copy(model, options.quantize)
+        model = quantized_copy(model, options.quantization)
     log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
-    max_length = get_max_length(model.config.get_text_config(), options.max_length)
-    return TransformersRunner(model, num_slots=options.max_batch, max_length=max_length), max_length
+    max_length = get_max_length(model.config.get_text_config(), options.max_model_len)
+    return TransformersRunner(model, num_slots=options.max_num_seqs, max_length=max_length), max_length
 
 
 def _make_runner(
@@ -291,9 +299,9 @@ def _make_runner(
                 decoder,
                 weight_format=weight_format,
                 num_blocks=num_blocks,
-                num_slots=options.max_batch,
+                num_slots=options.max_num_seqs,
                 max_length=max_length,
-                max_num_batched_tokens=options.max_step_tokens,
+                max_num_batched_tokens=options.max_num_batched_tokens,
                 kv_cache_dtype=kv_cache_dtype,
                 lora=lora,
             )
@@ -306,7 +314,7 @@ def _make_runner(
         quantize_experts(decoder, weight_format) if on_cpu else decoder,
         dtype=get_compute_dtype(weight_format, on_cpu),
         num_blocks=num_blocks,
-        num_slots=options.max_batch,
+        num_slots=options.max_num_seqs,
         max_length=max_length,
         block_size=_BLOCK_SIZE,
         device=options.device,
@@ -349,8 +357,8 @@ def _make_parallel_runner(
         _num_kv_blocks(x, options, max_length, kv_cache_dtype, num_processes=workers.num_ranks) for x in stage_specs
     )
     runner_config = RunnerConfig(
-        use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_batch, max_length,
-        options.max_step_tokens, parallel_config.tensor_parallel,
+        use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_num_seqs, max_length,
+        options.max_num_batched_tokens, parallel_config.tensor_parallel,
         parallel_config.pipeline_parallel, parallel_config.expert_parallel,
     )  # fmt: skip
     return start_driver(decoder, runner_config, workers, options.device), max_length
@@ -359,12 +367,14 @@ def _make_parallel_runner(
 def _max_length(decoder: DecoderSpec, options: EngineConfig) -> int:
     """Return the longest sequence; relative positions have no end of their own."""
     is_unbounded = decoder.encoder is not None and decoder.position_embeddings is None
-    model_max = max(decoder.max_length, options.max_length or 0) if is_unbounded else decoder.max_length
-    max_length = min(options.max_length or model_max, model_max)
+    model_max = max(decoder.max_length, options.max_model_len or 0) if is_unbounded else decoder.max_length
+    max_length = min(options.max_model_len or model_max, model_max)
     rope_limits = [x.attention.rope.max_valid_length for x in decoder.layers if x.attention.rope is not None]
     rope_limit = min((x for x in rope_limits if x), default=max_length)
     if max_length > rope_limit:
-        raise UnsupportedModelError(f"positions that change with lengths above {rope_limit}, which max_length may set")
+        raise UnsupportedModelError(
+            f"positions that change with lengths above {rope_limit}, which max_model_len may set"
+        )
     return max_length
 
 
@@ -381,9 +391,9 @@ def _make_offloaded_runner(
     from thalweg.infer.runners.cpu_runner import CpuRunner, check_supported
 
     max_length = _max_length(decoder, options)
-    num_slots = options.max_batch or throughput_batch_size(decoder, weight_format, options, max_length)
+    num_slots = options.max_num_seqs or throughput_batch_size(decoder, weight_format, options, max_length)
     kv_cache_dtype = _kv_cache_dtype(options, weight_format)
-    num_blocks = _num_kv_blocks(decoder, replace(options, max_batch=num_slots), max_length, kv_cache_dtype)
+    num_blocks = _num_kv_blocks(decoder, replace(options, max_num_seqs=num_slots), max_length, kv_cache_dtype)
     shape: dict[str, Any] = {"num_blocks": num_blocks, "num_slots": num_slots, "max_length": max_length}
     try:
         if forced_runner == "eager" or options.device != "cpu" or weight_format == "fp16":
@@ -392,8 +402,8 @@ def _make_offloaded_runner(
     except UnsupportedModelError as reason:
         if forced_runner == "native":
             raise
-        if options.quantize:
-            raise ValueError(f"{options.quantize} weights cannot be streamed here: {reason}") from None
+        if options.quantization:
+            raise ValueError(f"{options.quantization} weights cannot be streamed here: {reason}") from None
         log.info("streaming through torch's operators: %s", reason)
         dtype = get_compute_dtype(weight_format, torch.device(options.device).type == "cpu")
         _verify_spec(model, decoder, cache_weights=False)
@@ -412,7 +422,7 @@ def _make_offloaded_runner(
         if not weights.file.complete:
             _verify_spec(model, decoder, cache_weights=False)
         cpu_runner = CpuRunner(
-            decoder, weight_format=weight_format, max_num_batched_tokens=options.max_step_tokens,
+            decoder, weight_format=weight_format, max_num_batched_tokens=options.max_num_batched_tokens,
             kv_cache_dtype=kv_cache_dtype, weights=weights, **shape,
         )  # fmt: skip
         weights.finalize()
@@ -450,17 +460,17 @@ def _num_kv_blocks(
     )
     per_block = per_token * _BLOCK_SIZE
     blocks_per_seq = -(-max_length // _BLOCK_SIZE) * (1 if decoder.encoder is None else 2)
-    if options.kv_memory is not None:
-        blocks = options.kv_memory // per_block
+    if options.kv_cache_bytes is not None:
+        blocks = options.kv_cache_bytes // per_block
         if blocks < 1:
-            raise ValueError(f"kv_memory of {options.kv_memory} bytes does not hold a block ({per_block})")
+            raise ValueError(f"kv_cache_bytes of {options.kv_cache_bytes} bytes does not hold a block ({per_block})")
         return blocks
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if torch.device(options.device).type == "cuda":
         free = torch.cuda.mem_get_info(options.device)[0]
     return max(
         blocks_per_seq,
-        min(blocks_per_seq * options.max_batch, int(free * _MEMORY_FRACTION) // (num_processes * per_block)),
+        min(blocks_per_seq * options.max_num_seqs, int(free * _MEMORY_FRACTION) // (num_processes * per_block)),
     )
 
 

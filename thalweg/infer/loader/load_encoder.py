@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.embedding import (
     MAX_NUM_SEQS,
     EmbeddingEngine,
@@ -26,7 +27,7 @@ from thalweg.infer.precision import (
 )
 from thalweg.infer.quantization.pack import linear_packer
 from thalweg.infer.runners.base import EncoderInput
-from thalweg.infer.types import EngineConfig, ModelMetadata
+from thalweg.infer.types import ModelMetadata
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -36,10 +37,10 @@ def load_encoder(
     model: Any, options: EngineConfig, tokenizer: Any, *, name: str, folder: Any, forced_runner: str | None
 ) -> EmbeddingEngine:
     """Return the engine of a live encoder model; ``folder``: where it came from."""
-    if options.stream:
-        raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
-    if options.adapters:
-        raise ValueError("adapters: an encoder takes none; merge the adapter into the model")
+    if options.weight_offload:
+        raise ValueError("weight_offload: only the weights of causal models can be offloaded; leave it out")
+    if options.lora_adapters:
+        raise ValueError("lora_adapters: an encoder takes none; merge the adapter into the model")
     pooling, weight_format = load_pooling(folder, options), get_weight_format(options)
     try:
         if forced_runner == "foreign":
@@ -49,19 +50,19 @@ def load_encoder(
     except UnsupportedModelError as reason:
         if forced_runner in ("native", "eager"):
             raise
-        if options.quantize:
+        if options.quantization:
             if torch.device(options.device).type != "cpu":
-                raise ValueError(f"{options.quantize} weights need a described model: {reason}") from None
+                raise ValueError(f"{options.quantization} weights need a described model: {reason}") from None
             from thalweg.infer.quantization.modules import quantized_copy
 
-            model = quantized_copy(model, options.quantize)
+            model = quantized_copy(model, options.quantization)
         log.info("running the model through its own code: %s", reason)
         model_max = getattr(model.config, "max_position_embeddings", None) or 512
-        max_length = min(options.max_length or model_max, model_max)
-        runner = TransformersEncoder(model, max_num_batched_tokens=max(options.max_step_tokens, max_length))
+        max_length = min(options.max_model_len or model_max, model_max)
+        runner = TransformersEncoder(model, max_num_batched_tokens=max(options.max_num_batched_tokens, max_length))
     metadata = ModelMetadata(
         name=name, kind="encoder", max_length=max_length, vocab_size=model.config.vocab_size,
-        dtype=get_activation_dtype(weight_format, options), quantize=options.quantize,
+        dtype=get_activation_dtype(weight_format, options), quantize=options.quantization,
         pad_token_id=getattr(model.config, "pad_token_id", None),
     )  # fmt: skip
     return EmbeddingEngine(runner, metadata, tokenizer, pooling)
@@ -73,9 +74,9 @@ def _make_encoder(
     parameter = next(model.parameters())
     probe = torch.arange(NUM_PROBE_TOKENS) * 7 % encoder.vocab_size
     expected = compute_hidden_states(model, probe.tolist())
-    max_length = encoder.max_length if options.max_length is None else options.max_length
+    max_length = encoder.max_length if options.max_model_len is None else options.max_model_len
     max_length = max_length if encoder.position_embeddings is None else min(max_length, encoder.max_length)
-    max_num_batched_tokens = max(options.max_step_tokens, max_length)
+    max_num_batched_tokens = max(options.max_num_batched_tokens, max_length)
     reference = TorchEncoder(
         encoder,
         dtype=parameter.dtype,

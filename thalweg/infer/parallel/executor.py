@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError
@@ -35,7 +36,6 @@ from thalweg.infer.parallel.shm_comm import ShmCommunicator, ShmShape, create_me
 from thalweg.infer.parallel.workers import WorkerChannel, WorkerDiedError, WorkerGroup, peer_closed
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.runners.torch_runner import TorchRunner
-from thalweg.infer.types import EngineConfig
 
 _BLOCK_SIZE = 16
 
