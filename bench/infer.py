@@ -149,7 +149,7 @@ def contestants(args: argparse.Namespace, model: Any) -> tuple[dict[str, Turn], 
     for form in args.forms:
         engines[f"thalweg {form}"] = engine_for(model, form, None)
         if not args.quick:
-            engines[f"thalweg torch {form}"] = engine_for(model, form, "eager")
+            engines[f"thalweg torch {form}"] = engine_for(model, form, "torch")
     turns |= {name: thalweg(engine) for name, engine in engines.items()}
     if "bf16" in args.forms:
         import copy

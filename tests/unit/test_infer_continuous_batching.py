@@ -15,7 +15,7 @@ from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.ops import cpu_kernels
 
-RUNNER = "eager" if cpu_kernels.unsupported_reason("fp32") else "native"
+RUNNER = "torch" if cpu_kernels.unsupported_reason("fp32") else "cpu"
 BASE = [(7 * i * i + 3) % 131 for i in range(80)]
 Key = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 
@@ -47,7 +47,7 @@ def drain(engine: LLMEngine, got: dict[str, list[Any]]) -> None:
         sample = got.setdefault(f"{output.request_id}/{output.index}", [])
         for token, logprob in zip(output.token_ids, output.logprobs or (None,), strict=False):
             # The plain operators add up in an order that depends on the batch; the native kernels do not.
-            exact = RUNNER == "native" and logprob is not None
+            exact = RUNNER == "cpu" and logprob is not None
             sample.append((token, logprob.logprob if exact else None))
 
 

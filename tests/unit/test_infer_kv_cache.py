@@ -42,10 +42,10 @@ def logits(model: Any, runner: str | None, cache: str, pieces: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("kind", "runner", "cache", "error"),
     [
-        pytest.param("llama", "native", "int8", 0.03, marks=kernels),
-        pytest.param("gemma2", "native", "int8", 0.03, marks=kernels),
-        ("llama", "eager", "int8", 0.03),
-        ("llama", "eager", "fp8", 0.15),
+        pytest.param("llama", "cpu", "int8", 0.03, marks=kernels),
+        pytest.param("gemma2", "cpu", "int8", 0.03, marks=kernels),
+        ("llama", "torch", "int8", 0.03),
+        ("llama", "torch", "fp8", 0.15),
         ("mixtral", None, "int8", 0.03),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_cache_of_8_bits_is_near_and_not_the_same(kind: str, runner: str, cach
     got = logits(model, runner, cache, (40, 1, 9))
     difference = (got - exact).norm() / exact.norm()
     assert 1e-5 < difference < error
-    if runner == "native":  # cut anyhow, the same bits
+    if runner == "cpu":  # cut anyhow, the same bits
         assert torch.equal(logits(model, runner, cache, (1, 17, 32)), got)
 
 
@@ -102,14 +102,14 @@ def scores(model: Any, runner: str, invariant: bool, company: int) -> list[list[
     return found
 
 
-@pytest.mark.parametrize(("kind", "runner"), [("llama", "eager"), ("gptj", "foreign"), ("mixtral", "eager")])
+@pytest.mark.parametrize(("kind", "runner"), [("llama", "torch"), ("gptj", "transformers"), ("mixtral", "torch")])
 def test_batch_invariant_logits_have_the_same_bits_in_any_company(kind: str, runner: str) -> None:
     model = tiny_decoder(kind)
     alone = scores(model, runner, True, 0)
     assert len(alone) == 12
     for company in (3, 9):
         assert scores(model, runner, True, company) == alone
-    if runner == "foreign":  # each sequence is computed alone, its prompt in one piece: always so
+    if runner == "transformers":  # each sequence is computed alone, its prompt in one piece: always so
         assert all(scores(model, runner, False, company) == alone for company in (3, 9))
         return
     # Negative control: without the option torch's sums depend on the shapes.
@@ -142,7 +142,7 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
     model = LlamaForCausalLM(config).eval()
     options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=4096, kv_cache_bytes=256 << 20)
     before = resident_bytes()
-    runner = load_engine(model, options, runner="native").runner
+    runner = load_engine(model, options, runner="cpu").runner
     # Head by head over all blocks a megabyte each of 256 heads: half of a huge page.
     assert runner.num_blocks * cpu_kernels.BLOCK_SIZE * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
     runner.block_tables[0, :2] = [0, 1]

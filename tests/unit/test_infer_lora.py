@@ -29,7 +29,7 @@ TARGETS = {
     "qwen3_moe": ["q_proj", "o_proj"],
     "granite": ["o_proj", "down_proj"],
 }
-RUNNERS = ["eager"] if cpu_kernels.unsupported_reason("fp32") else ["native", "eager"]
+RUNNERS = ["torch"] if cpu_kernels.unsupported_reason("fp32") else ["cpu", "torch"]
 
 
 def adapted(model: Any, folder: Path, seed: int, **fields: Any) -> Any:
@@ -73,7 +73,7 @@ def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_p
     asked = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, "a", "b")]
     want = [expected(models[adapter], prompt) for prompt, adapter in asked]
     assert want[0::3] != want[1::3] != want[2::3] != want[0::3]
-    for runner in ["eager"] if "moe" in name else RUNNERS:
+    for runner in ["torch"] if "moe" in name else RUNNERS:
         options = EngineConfig(
             dtype="fp32", max_num_seqs=8, max_model_len=96, max_num_batched_tokens=64,
             lora_adapters={key: str(tmp_path / key) for key in ("a", "b")},

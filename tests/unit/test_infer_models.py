@@ -45,7 +45,7 @@ def test_native_tokens_equal_hugging_face(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(DECODER_CONFIGS) - FOREIGN))
 def test_eager_tokens_equal_hugging_face(name: str) -> None:
     model = tiny_decoder(name)
-    engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "eager")
+    engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "torch")
     assert type(engine.runner).__name__ == "TorchRunner"
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
@@ -86,7 +86,54 @@ def test_a_description_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, prompts(), 10) == want
     with pytest.raises(ValueError, match="off by"):
-        load_engine(model, OPTIONS, runner="eager")
+        load_engine(model, OPTIONS, runner="torch")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_is_no_reason_for_a_slow_runner(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised as it is, wherever a runner or a description needs memory."""
+    from thalweg.infer.loader import load
+    from thalweg.infer.models import llama
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise error
+
+    for owner, name in ((llama, "build_rms_norm"), (load.TorchRunner, "build"), (load, "LLMEngine")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, no_memory)
+            with pytest.raises(type(error)) as raised:
+                load_engine(tiny_decoder("llama"), OPTIONS, runner="torch" if owner is load.TorchRunner else None)
+        assert raised.value is error
+    monkeypatch.setattr(llama, "build_rms_norm", lambda *_: {}["a part that this variant lacks"])
+    assert type(load_engine(tiny_decoder("llama"), OPTIONS).runner).__name__ == "TransformersRunner"
+
+
+def test_the_first_runner_that_supports_a_model_runs_it() -> None:
+    """Each runner says why it cannot; the reasons of all are the error where none can."""
+    from thalweg.infer.loader.load import DECODER_RUNNERS, choose_runner
+    from thalweg.infer.models import build_decoder_spec
+
+    spec = build_decoder_spec(tiny_decoder("llama"))
+    cpu, eager, own_code = DECODER_RUNNERS
+    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16")) is eager
+    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(device="meta")) is eager
+    assert choose_runner(DECODER_RUNNERS, None, EngineConfig()) is own_code
+    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "transformers") is own_code
+    if not cpu_kernels.unsupported_reason("bf16"):
+        assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="bf16")) is cpu
+    with pytest.raises(ValueError, match="no fp16"):
+        choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16"), "cpu")
+    with pytest.raises(ValueError, match=r"not described; lora_adapters need a described model: because"):
+        choose_runner(DECODER_RUNNERS, None, EngineConfig(lora_adapters={"a": "b"}), undescribed="because")
+    with pytest.raises(ValueError, match="there are cpu, torch, transformers"):
+        choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "eager")
 
 
 def test_a_directory_loads_with_its_end_tokens(tmp_path: Any) -> None:

@@ -27,6 +27,14 @@ def get_weight_format(options: EngineConfig) -> str:
     return "fp32" if cpu_kernels.unsupported_reason("bf16") else "bf16"
 
 
+def get_kv_cache_dtype(options: EngineConfig) -> str:
+    """Return what keys and values are stored as: fp32, bf16, fp16, int8 or fp8."""
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    weight_format = get_weight_format(options)
+    return weight_format if weight_format in ("fp32", "fp16") else "bf16"
+
+
 def get_activation_dtype(weight_format: str, options: EngineConfig) -> str:
     """Return the dtype of activations for a weight format."""
     return "fp32" if weight_format == "fp32" else "fp16" if options.dtype == "fp16" else "bf16"

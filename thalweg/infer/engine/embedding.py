@@ -19,10 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.models.spec import EncoderSpec
-from thalweg.infer.precision import eval_mode
 from thalweg.infer.runners.base import EncoderInput, to_token_ids
-from thalweg.infer.runners.torch_layers import LinearFactory, TorchLayers
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
 
 MAX_NUM_SEQS = 64  # sequences at a time
@@ -90,58 +87,6 @@ def _pooling_mode(config: dict[str, Any]) -> str:
     if len(modes) != 1 or modes[0] not in known:
         raise ValueError(f"pooling by {', '.join(modes) or 'nothing'}: only mean and cls are known here")
     return known[modes[0]]
-
-
-class TorchEncoder(TorchLayers):
-    """Runs a described encoder in plain operators."""
-
-    def __init__(
-        self,
-        encoder: EncoderSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_length: int,
-        max_num_batched_tokens: int,
-        make_linear: LinearFactory | None = None,
-    ) -> None:
-        super().__init__(dtype, device, max_length=max_length, make_linear=make_linear)
-        self._encoder, self.max_num_batched_tokens = encoder, max_num_batched_tokens
-
-    @torch.inference_mode()
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Return the last states."""
-        return torch.cat([self.encode_sequence(self._encoder, x.tokens).float() for x in inputs])
-
-    def close(self) -> None:
-        """Drop the weights."""
-        self.free()
-
-
-class TransformersEncoder:
-    """Runs a live model by its own code, one sequence at a time."""
-
-    def __init__(self, model: Any, *, max_num_batched_tokens: int) -> None:
-        self._model, self.max_num_batched_tokens = model, max_num_batched_tokens
-
-    @torch.inference_mode()
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Return the last states."""
-        return torch.cat([compute_hidden_states(self._model, x.tokens) for x in inputs])
-
-    def close(self) -> None:
-        """Drop the model."""
-        self._model = None
-
-
-@torch.inference_mode()
-def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
-    """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
-    encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
-    ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
-    with eval_mode(encoder):
-        out = encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
-    return out.last_hidden_state[0].float()
 
 
 class EmbeddingEngine:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thalweg.infer.config import EngineConfig
+
 
 class UnsupportedModelError(ValueError):
     """The family's file does not know this variant: the model runs through its own modelling code."""
@@ -244,6 +246,31 @@ class DecoderSpec:
     logit_softcap: float = 0.0
     encoder: EncoderSpec | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+
+
+def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) -> int:
+    """Return the longest sequence for a described model, of at most the tokens requested (``max_model_len``).
+
+    Relative positions, and an encoder's without learned ones, have no end of their own.
+    """
+    if isinstance(spec, EncoderSpec):
+        length = spec.max_length if requested is None else requested
+        return length if spec.position_embeddings is None else min(length, spec.max_length)
+    is_unbounded = spec.encoder is not None and spec.position_embeddings is None
+    model_max = max(spec.max_length, requested or 0) if is_unbounded else spec.max_length
+    return min(requested or model_max, model_max)
+
+
+def length_unsupported_reason(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+    """Return why a description does not hold for the longest sequence, or None where it does."""
+    if spec is None:
+        return None
+    max_length = get_max_model_len(spec, config.max_model_len)
+    rope_limits = [x.attention.rope.max_valid_length for x in spec.layers if x.attention.rope is not None]
+    rope_limit = min((x for x in rope_limits if x), default=max_length)
+    if max_length > rope_limit:
+        return f"positions that change with lengths above {rope_limit}, which max_model_len may set"
+    return None
 
 
 _ACTIVATIONS = {

@@ -1,4 +1,4 @@
-"""What one step computes, and who computes it.
+"""What one step computes, and which runner computes it.
 
 A step is a flat row of tokens in spans: each span is a whole prompt of one sequence, a chunk of one, or its
 latest token.  A sequence owns a slot, a row of ``block_tables`` that names its KV blocks in order.
@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.lora import LoraManager
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
+from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
+from thalweg.infer.runners.packed_weights import WeightStore
 
 
 def to_token_ids(prompt: Any) -> list[int]:
@@ -91,3 +98,57 @@ class ModelRunner(Protocol):
     def close(self) -> None:
         """Free the weights and the cache."""
         ...
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """A model for which a runner is built, with all that has been decided about it."""
+
+    model: Any
+    """The live Hugging Face model."""
+    spec: DecoderSpec | EncoderSpec | None
+    """Its description; None where there is none that gives the model's own logits."""
+    config: EngineConfig
+    max_model_len: int
+    num_slots: int = 0
+    num_blocks: int = 0
+    lora: LoraManager | None = None
+    weights: WeightStore | None = None
+    """Where the packed weights are, unless in memory."""
+
+    @property
+    def weight_format(self) -> str:
+        """What weights become: fp32, bf16, fp16, int8 or int4."""
+        return get_weight_format(self.config)
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """What keys and values are stored as."""
+        return get_kv_cache_dtype(self.config)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the model runs on the processor."""
+        return torch.device(self.config.device).type == "cpu"
+
+
+class RunnerType(Protocol):
+    """A class of runners, as ``loader/load.py`` chooses among them: the first that supports a model builds it."""
+
+    name: ClassVar[str]
+
+    @staticmethod
+    def supports(spec: Any, config: EngineConfig) -> str | None:
+        """Return why such a runner cannot run a model as the config asks, or None where it can.
+
+        ``spec``: the model's description, None where there is none.
+        """
+        ...
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> Any:
+        """Return the runner.  Errors, out of memory too, are errors: no other runner is tried."""
+        ...
+
+
+UNDESCRIBED = "the model is not described"

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, EncoderSpec
-from thalweg.infer.runners.base import EncoderInput
-from thalweg.infer.runners.cpu_program import ProgramBuilder, without_positions
+from thalweg.infer.precision import get_weight_format
+from thalweg.infer.runners.base import EncoderInput, RunnerRequest
+from thalweg.infer.runners.cpu_program import ProgramBuilder, cpu_unsupported_reason, without_positions
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore
 from thalweg.ops import cpu_kernels
 
@@ -33,6 +36,26 @@ class CpuEncoder:
     ``cross_targets``: cross attentions to compute keys and values for; ``block_tables`` (slots, blocks) names
     their blocks.  ``lora_ids``: which adapter of ``lora`` each slot has.
     """
+
+    name: ClassVar[str] = "cpu"
+
+    @staticmethod
+    def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the CPU kernels cannot run an encoder, or None."""
+        return cpu_unsupported_reason(spec, config, _kv_dtype(get_weight_format(config)))
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> CpuEncoder:
+        """Return the runner of a described encoder."""
+        assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
+        return cls(
+            request.spec,
+            weight_format=request.weight_format,
+            kv_cache_dtype=_kv_dtype(request.weight_format),
+            max_length=request.max_model_len,
+            max_num_batched_tokens=max(request.config.max_num_batched_tokens, request.max_model_len),
+            max_num_seqs=request.num_slots,
+        )
 
     def __init__(
         self,
@@ -124,6 +147,11 @@ class CpuEncoder:
         if self._owns_weights and "_weights" in self.__dict__:
             self._weights.close()
         self.__dict__.clear()
+
+
+def _kv_dtype(weight_format: str) -> str:
+    """Return what an encoder's keys and values are stored as: they live for one layer, so never in fewer bits."""
+    return "fp32" if weight_format == "fp32" else "bf16"
 
 
 class _EncoderProgram(ProgramBuilder):

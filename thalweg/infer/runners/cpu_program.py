@@ -13,21 +13,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager, LoraWeights
 from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
+    DecoderSpec,
+    EncoderSpec,
     DecoderLayerSpec,
     LinearSpec,
     MLPSpec,
+    MoESpec,
     NormSpec,
 )
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
+from thalweg.infer.precision import get_weight_format
+from thalweg.infer.runners.base import UNDESCRIBED
 from thalweg.infer.runners.packed_weights import WeightStore
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import EvictableMemory
 
 OPERAND_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
+
+
+def cpu_unsupported_reason(
+    spec: DecoderSpec | EncoderSpec | None, config: EngineConfig, kv_cache_dtype: str
+) -> str | None:
+    """Return why the CPU kernels cannot run a described model as the config asks, or None."""
+    if torch.device(config.device).type != "cpu":
+        return f"the CPU kernels do not run on {config.device}"
+    weight_format = get_weight_format(config)
+    if weight_format == "fp16":
+        return "the CPU kernels have no fp16"
+    if spec is None:
+        return UNDESCRIBED
+    return kernels_unsupported_reason(spec, weight_format, kv_cache_dtype)
+
+
+def kernels_unsupported_reason(spec: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str) -> str | None:
+    """Return why this processor or this model does not suit the kernels, or None."""
+    for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
+        if reason := cpu_kernels.unsupported_reason(name):
+            return reason
+    if kv_cache_dtype not in cpu_kernels.KV_DTYPE_BYTES:
+        return f"a cache in {kv_cache_dtype}"
+    encoder = spec.encoder if isinstance(spec, DecoderSpec) else None
+    sizes = [spec.hidden_size] if encoder is None else [spec.hidden_size, encoder.hidden_size]
+    for layer in [*spec.layers, *(encoder.layers if encoder is not None else ())]:
+        if isinstance(layer.mlp, MoESpec):
+            return "a mixture of experts"
+        a = layer.attention
+        sizes += [a.head_dim, layer.mlp.down.in_features]
+        if (a.q_norm is not None) != (a.k_norm is not None):
+            return "a norm on queries or keys alone"
+        if a.q_norm is not None and a.q_norm.norm_type != "rms":
+            return "layer norms on queries and keys"
+        cross = layer.cross_attention
+        if cross is not None and cross.kv.out_features != 2 * a.num_kv_heads * a.head_dim:
+            return "cross attention with other heads than self-attention"
+    return "a width that is no multiple of 16" if any(size % 16 for size in sizes) else None
 
 
 class ProgramBuilder:

@@ -14,25 +14,33 @@ stores, layer by layer, the keys and values that cross attention reads, in block
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
     DecoderSpec,
     EncoderSpec,
-    MoESpec,
     UnsupportedModelError,
+    length_unsupported_reason,
 )
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
-from thalweg.infer.runners.base import EncoderInput, ModelInput
+from thalweg.infer.precision import get_kv_cache_dtype
+from thalweg.infer.runners.base import EncoderInput, ModelInput, RunnerRequest
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
-from thalweg.infer.runners.cpu_program import ProgramBuilder, without_positions
+from thalweg.infer.runners.cpu_program import (
+    ProgramBuilder,
+    cpu_unsupported_reason,
+    kernels_unsupported_reason,
+    without_positions,
+)
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore, lm_head_format
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import PagePrefaulter
@@ -40,29 +48,8 @@ from thalweg.storage_io.evictable_memory import PagePrefaulter
 
 def check_supported(decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str = "fp32") -> None:
     """Raise UnsupportedModelError unless this processor and this model suit the kernels."""
-    for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
-        if why := cpu_kernels.unsupported_reason(name):
-            raise UnsupportedModelError(why)
-    if kv_cache_dtype not in cpu_kernels.KV_DTYPE_BYTES:
-        raise UnsupportedModelError(f"a cache in {kv_cache_dtype}")
-    encoder = decoder.encoder if isinstance(decoder, DecoderSpec) else None
-    sizes = [decoder.hidden_size] if encoder is None else [decoder.hidden_size, encoder.hidden_size]
-    for layer in [*decoder.layers, *(encoder.layers if encoder is not None else ())]:
-        if isinstance(layer.mlp, MoESpec):
-            raise UnsupportedModelError("a mixture of experts")
-        a = layer.attention
-        sizes += [a.head_dim, layer.mlp.down.in_features]
-        if (a.q_norm is not None) != (a.k_norm is not None):
-            raise UnsupportedModelError("a norm on queries or keys alone")
-        if a.q_norm is not None and a.q_norm.norm_type != "rms":
-            raise UnsupportedModelError("layer norms on queries and keys")
-        if (
-            layer.cross_attention is not None
-            and layer.cross_attention.kv.out_features != 2 * a.num_kv_heads * a.head_dim
-        ):
-            raise UnsupportedModelError("cross attention with other heads than self-attention")
-    if any(size % 16 for size in sizes):
-        raise UnsupportedModelError("a width that is no multiple of 16")
+    if reason := kernels_unsupported_reason(decoder, weight_format, kv_cache_dtype):
+        raise UnsupportedModelError(reason)
 
 
 class CpuRunner:
@@ -74,7 +61,31 @@ class CpuRunner:
     a shard of the decoder, sums its partial results.  ``num_threads``: 0 for as many as torch has.
     """
 
+    name: ClassVar[str] = "cpu"
     block_size = cpu_kernels.BLOCK_SIZE
+
+    @staticmethod
+    def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the CPU kernels cannot run a model, or None."""
+        return cpu_unsupported_reason(spec, config, get_kv_cache_dtype(config)) or length_unsupported_reason(
+            spec, config
+        )
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> CpuRunner:
+        """Return the runner of a described model."""
+        assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
+        return cls(
+            request.spec,
+            weight_format=request.weight_format,
+            num_blocks=request.num_blocks,
+            num_slots=request.num_slots,
+            max_length=request.max_model_len,
+            max_num_batched_tokens=request.config.max_num_batched_tokens,
+            kv_cache_dtype=request.kv_cache_dtype,
+            weights=request.weights,
+            lora=request.lora,
+        )
 
     def __init__(
         self,

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
-from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, DecoderSpec
+from thalweg.infer.models.spec import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    DecoderSpec,
+    EncoderSpec,
+    length_unsupported_reason,
+)
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
-from thalweg.infer.runners.base import EncoderInput, ModelInput
+from thalweg.infer.precision import get_compute_dtype
+from thalweg.infer.quantization.pack import linear_packer, quantize_experts
+from thalweg.infer.runners.base import UNDESCRIBED, EncoderInput, ModelInput, RunnerRequest
 from thalweg.infer.runners.kv_cache import KVCacheTensor
 from thalweg.infer.runners.torch_layers import LinearFactory, TorchLayers
 
@@ -29,6 +39,37 @@ class TorchRunner(TorchLayers):
     :class:`.kv_cache.KVCacheTensor`.  ``comm``: the ranks with which this one, which has a shard of the decoder, sums
     its partial results.
     """
+
+    name: ClassVar[str] = "torch"
+
+    @staticmethod
+    def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why torch operators cannot run a model, or None."""
+        if spec is None:
+            return UNDESCRIBED
+        if config.weight_offload and config.quantization:
+            return f"{config.quantization} weights cannot be streamed through torch's operators"
+        return length_unsupported_reason(spec, config)
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> TorchRunner:
+        """Return the runner of a described model."""
+        spec, config, weight_format = request.spec, request.config, request.weight_format
+        assert isinstance(spec, DecoderSpec), "supports() asks for a description"
+        in_memory = config.weight_offload is None
+        pack = request.on_cpu and in_memory
+        return cls(
+            quantize_experts(spec, weight_format) if pack else spec,
+            dtype=get_compute_dtype(weight_format, request.on_cpu),
+            num_blocks=request.num_blocks,
+            num_slots=request.num_slots,
+            max_length=request.max_model_len,
+            device=config.device,
+            make_linear=linear_packer(weight_format) if pack else None,
+            cache_weights=in_memory,
+            kv_cache_dtype=request.kv_cache_dtype,
+            lora=request.lora,
+        )
 
     def __init__(
         self,
@@ -239,3 +280,49 @@ class TorchRunner(TorchLayers):
         """Drop the weights and the cache."""
         self.free()
         self._keys, self._values = [], []
+
+
+class TorchEncoder(TorchLayers):
+    """Runs an :class:`EncoderSpec` in plain operators."""
+
+    name: ClassVar[str] = "torch"
+
+    @staticmethod
+    def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why torch operators cannot run an encoder, or None."""
+        return UNDESCRIBED if spec is None else None
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> TorchEncoder:
+        """Return the runner of a described encoder."""
+        assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
+        return cls(
+            request.spec,
+            dtype=get_compute_dtype(request.weight_format, request.on_cpu),
+            device=request.config.device,
+            max_length=request.max_model_len,
+            max_num_batched_tokens=max(request.config.max_num_batched_tokens, request.max_model_len),
+            make_linear=linear_packer(request.weight_format) if request.on_cpu else None,
+        )
+
+    def __init__(
+        self,
+        encoder: EncoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_length: int,
+        max_num_batched_tokens: int,
+        make_linear: LinearFactory | None = None,
+    ) -> None:
+        super().__init__(dtype, device, max_length=max_length, make_linear=make_linear)
+        self._encoder, self.max_num_batched_tokens = encoder, max_num_batched_tokens
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states."""
+        return torch.cat([self.encode_sequence(self._encoder, x.tokens).float() for x in inputs])
+
+    def close(self) -> None:
+        """Drop the weights."""
+        self.free()

@@ -12,14 +12,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
 from thalweg.infer.precision import eval_mode
-from thalweg.infer.runners.base import EncoderInput, ModelInput
+from thalweg.infer.quantization.modules import quantized_copy
+from thalweg.infer.runners.base import EncoderInput, ModelInput, RunnerRequest
 
 _DEFAULT_MAX_LENGTH = 2048  # the longest sequence of a model that names none, unless asked otherwise
 _MAX_LENGTH_KEYS = (
@@ -40,7 +43,24 @@ class _SlotState:
 class TransformersRunner:
     """Runs a live model; ``num_slots`` sequences of ``max_length`` at most."""
 
+    name: ClassVar[str] = "transformers"
     block_size = 16
+
+    @staticmethod
+    def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the model's own code cannot do what the config asks, or None."""
+        if config.weight_offload:
+            return "weight_offload needs a described model"
+        if config.lora_adapters:
+            return "lora_adapters need a described model"
+        if config.kv_cache_dtype in ("int8", "fp8"):
+            return f"a cache in {config.kv_cache_dtype} needs a described model"
+        return _quantization_unsupported_reason(config)
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> TransformersRunner:
+        """Return the runner of a live model, its linear layers packed in a copy where the config asks."""
+        return cls(_quantized(request), num_slots=request.num_slots, max_length=request.max_model_len)
 
     def __init__(self, model: Any, *, num_slots: int, max_length: int) -> None:
         blocks_per_slot = -(-max_length // self.block_size)
@@ -150,6 +170,56 @@ class TransformersRunner:
         self._slot_states.clear()
         self._encoder_outputs.clear()
         self._model = None
+
+
+class TransformersEncoder:
+    """Runs a live encoder by its own code, one sequence at a time."""
+
+    name: ClassVar[str] = "transformers"
+
+    @staticmethod
+    def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the model's own code cannot do what the config asks, or None."""
+        return _quantization_unsupported_reason(config)
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> TransformersEncoder:
+        """Return the runner of a live model."""
+        max_num_batched_tokens = max(request.config.max_num_batched_tokens, request.max_model_len)
+        return cls(_quantized(request), max_num_batched_tokens=max_num_batched_tokens)
+
+    def __init__(self, model: Any, *, max_num_batched_tokens: int) -> None:
+        self._model, self.max_num_batched_tokens = model, max_num_batched_tokens
+
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states."""
+        return torch.cat([compute_hidden_states(self._model, x.tokens) for x in inputs])
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._model = None
+
+
+@torch.inference_mode()
+def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
+    encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
+    ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    with eval_mode(encoder):
+        out = encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
+    return out.last_hidden_state[0].float()
+
+
+def _quantization_unsupported_reason(config: EngineConfig) -> str | None:
+    if config.quantization and torch.device(config.device).type != "cpu":
+        return f"{config.quantization} weights on {config.device} need a described model"
+    return None
+
+
+def _quantized(request: RunnerRequest) -> Any:
+    """Return the live model, or a copy with packed linear layers."""
+    quantization = request.config.quantization
+    return request.model if quantization is None else quantized_copy(request.model, quantization)
 
 
 def get_max_length(config: Any, requested: int | None) -> int:
