@@ -31,10 +31,11 @@ def logits(model: Any, runner: str | None, cache: str, pieces: tuple[int, ...]) 
     options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=96, kv_cache_dtype=cache)
     made = load_engine(model, options, runner=runner).runner
     tokens = [(7 * i) % 131 for i in range(sum(pieces))]
-    made.block_tables[0] = list(range(len(made.block_tables[0])))[::-1]
+    blocks = list(range(96 // made.block_size))[::-1]
     found, at = [], 0
     for count in pieces:
-        found.append(made.run(ModelInput(tokens[at : at + count], [QuerySpan(0, at, count)], range(count))).clone())
+        batch = ModelInput(tokens[at : at + count], [QuerySpan(0, at, count)], range(count), [blocks])
+        found.append(made.run(batch).clone())
         at += count
     return torch.cat(found)
 
@@ -145,6 +146,5 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
     runner = load_engine(model, options, runner="cpu").runner
     # Head by head over all blocks a megabyte each of 256 heads: half of a huge page.
     assert runner.num_blocks * cpu_kernels.BLOCK_SIZE * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
-    runner.block_tables[0, :2] = [0, 1]
-    runner.run(ModelInput([1] * 20, [QuerySpan(0, 0, 20)], [19]))
+    runner.run(ModelInput([1] * 20, [QuerySpan(0, 0, 20)], [19], [[0, 1]]))
     assert resident_bytes() - before < 160 << 20  # a quarter of it is there from the start

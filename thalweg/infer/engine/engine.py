@@ -22,7 +22,7 @@ from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
 from thalweg.infer.engine.scheduler import Scheduler, SchedulerOutput
 from thalweg.infer.engine.sequence import Sequence
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, to_token_ids
+from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan, to_token_ids
 from thalweg.infer.spec_decode.ngram import NgramProposer, Proposer
 from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput
 
@@ -52,8 +52,8 @@ class LLMEngine:
         self._proposer = proposer or NgramProposer()
         self._block_pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache)
         self._scheduler = Scheduler(
-            runner,
             self._block_pool,
+            runner.free_slot,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_speculative_tokens=num_speculative_tokens,
@@ -72,10 +72,8 @@ class LLMEngine:
         scheduler_output = self._scheduler.schedule()
         if scheduler_output is None:
             return []
-        if scheduler_output.encoder_sequences:
-            self.runner.run_encoder(
-                [EncoderInput(s.slot, s.encoder_prompt) for s in scheduler_output.encoder_sequences]
-            )
+        if scheduler_output.encoder_inputs:
+            self.runner.run_encoder(scheduler_output.encoder_inputs)
         logits = self.runner.run(scheduler_output.model_input)
         self._scheduler.commit(scheduler_output)
         return self._process_outputs(scheduler_output, logits)
@@ -315,17 +313,16 @@ class LLMEngine:
         self._check_request(Request("", tokens))
         pool, scheduler = self._block_pool, self._scheduler
         num_blocks = -(-len(tokens) // pool.block_size)
-        if num_blocks > pool.num_free or len(scheduler.running) >= len(self.runner.block_tables):
+        if num_blocks > pool.num_free or len(scheduler.running) >= self.runner.num_slots:
             raise ValueError("the KV cache is full of running requests: embed when fewer run")
         blocks = [pool.allocate() for _ in range(num_blocks)]
         slot = scheduler.acquire_slot()
-        self.runner.lora_ids[slot] = -1
         try:
-            self.runner.block_tables[slot, :num_blocks] = blocks
             total: Any = 0
             for start in range(0, len(tokens), self._max_num_batched_tokens):
                 chunk = tokens[start : start + self._max_num_batched_tokens]
-                states = self.runner.hidden_states(ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], []))
+                batch = ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], [], [blocks])
+                states = self.runner.hidden_states(batch)
                 total = total + states.sum(0)
             return total / len(tokens)
         finally:

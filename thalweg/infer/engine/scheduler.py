@@ -15,18 +15,18 @@ advances.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from thalweg.infer.engine.block_pool import BlockPool
 from thalweg.infer.engine.sequence import Sequence
-from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.runners.base import EncoderInput, ModelInput, QuerySpan
 from thalweg.infer.spec_decode.ngram import MAX_STEP_ROWS, Proposer
 
 
 @dataclass
 class SchedulerOutput:
-    """A step: what to compute, and whose logits the rows are."""
+    """A step: what a runner computes (tokens, KV blocks, adapters), and whose logits the rows are."""
 
     model_input: ModelInput
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -39,15 +39,17 @@ class SchedulerOutput:
     """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
     encoder_sequences: list[Sequence] = field(default_factory=list)
     """Sequences whose encoder prompts are computed before the step."""
+    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    """What is computed of them."""
 
 
 class Scheduler:
-    """Queue and running set of one engine."""
+    """Queue and running set of one engine; ``free_slot`` is called with each slot whose sequence has left it."""
 
     def __init__(
         self,
-        runner: ModelRunner,
         block_pool: BlockPool,
+        free_slot: Callable[[int], None],
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -56,11 +58,8 @@ class Scheduler:
         adapter_names: tuple[str, ...] = (),
     ) -> None:
         self._adapter_ids = {name: number for number, name in enumerate(adapter_names)}
-        self.block_pool, self._runner, self._num_speculative_tokens = (
-            block_pool,
-            runner,
-            num_speculative_tokens,
-        )
+        self.block_pool, self._free_slot = block_pool, free_slot
+        self._num_speculative_tokens = num_speculative_tokens
         self._proposer = proposer if num_speculative_tokens else None
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.running: list[Sequence] = []
@@ -86,7 +85,7 @@ class Scheduler:
 
     def release_slot(self, slot: int) -> None:
         """Take a lent slot back."""
-        self._runner.free_slot(slot)
+        self._free_slot(slot)
         self._free_slots.append(slot)
 
     def schedule(self) -> SchedulerOutput | None:
@@ -122,7 +121,7 @@ class Scheduler:
                 if victim is sequence:
                     return False
                 continue
-            self._append_blocks(sequence, [self.block_pool.allocate()])
+            sequence.blocks.append(self.block_pool.allocate())
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -134,19 +133,13 @@ class Scheduler:
     def _free_resources(self, sequence: Sequence) -> None:
         self.block_pool.release(sequence.blocks)
         self.block_pool.release(sequence.encoder_blocks)
-        self._runner.free_slot(sequence.slot)
-        self._free_slots.append(sequence.slot)
+        self.release_slot(sequence.slot)
         sequence.blocks, sequence.encoder_blocks, sequence.slot, sequence.num_computed_tokens = [], [], -1, 0
         sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = (
             0,
             sequence.prefix_root,
             0,
         )
-
-    def _append_blocks(self, sequence: Sequence, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._runner.block_tables[sequence.slot, len(sequence.blocks)] = block
-            sequence.blocks.append(block)
 
     def _admit(self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]) -> int:
         """Let waiting sequences in; returns what is left of the budget.
@@ -174,19 +167,12 @@ class Scheduler:
             assert num_blocks_needed <= self.block_pool.num_free, "the engine refuses what can never fit"
             self.waiting.remove(sequence)
             sequence.slot = self._free_slots.pop()
-            self._runner.lora_ids[sequence.slot] = self._adapter_ids.get(sequence.request.adapter or "", -1)
             self.block_pool.incref(prefix_blocks)
             self.block_pool.incref(encoder_blocks)
-            self._append_blocks(sequence, prefix_blocks)
-            self._append_blocks(sequence, (self.block_pool.allocate() for _ in range(num_new_blocks)))
+            sequence.blocks = prefix_blocks + [self.block_pool.allocate() for _ in range(num_new_blocks)]
             sequence.encoder_blocks = encoder_blocks or [
                 self.block_pool.allocate() for _ in range(num_new_encoder_blocks)
             ]
-            self._runner.encoder_seq_lens[sequence.slot] = len(sequence.encoder_prompt)
-            if sequence.encoder_prompt:
-                self._runner.encoder_block_tables[sequence.slot, : len(sequence.encoder_blocks)] = (
-                    sequence.encoder_blocks
-                )
             if num_new_encoder_blocks:
                 encoder_sequences.append(sequence)
                 encoder_budget -= len(sequence.encoder_prompt)
@@ -232,7 +218,7 @@ class Scheduler:
                 num_rows, budget = num_rows + num_draft, budget - num_draft
         if not requests:
             return {}
-        proposals = self._proposer.propose(requests, self._runner.block_tables)
+        proposals = self._proposer.propose(requests)
         return {id(sequence): guesses for (sequence, _), guesses in zip(requests, proposals, strict=True)}
 
     def _reserve_blocks(self, sequence: Sequence, count: int) -> int:
@@ -242,7 +228,7 @@ class Scheduler:
             if num_missing <= 0:
                 break
             if num_missing < self.block_pool.num_free:
-                self._append_blocks(sequence, [self.block_pool.allocate() for _ in range(num_missing)])
+                sequence.blocks += [self.block_pool.allocate() for _ in range(num_missing)]
                 break
             count -= 1
         return count
@@ -261,12 +247,21 @@ class Scheduler:
         self, scheduled: list[tuple[Sequence, int]], budget: int, encoder_sequences: list[Sequence]
     ) -> SchedulerOutput:
         output = SchedulerOutput(ModelInput([], [], []), scheduled, encoder_sequences=encoder_sequences)
+        output.encoder_inputs = [
+            EncoderInput(s.slot, s.encoder_prompt, s.encoder_blocks, self._lora_id(s)) for s in encoder_sequences
+        ]
         model_input, prompt_rows, sample_rows = output.model_input, [], []
         proposals = self._propose(scheduled, budget)
         for sequence, count in scheduled:
             start, offset = sequence.num_computed_tokens, len(model_input.tokens)
             draft_tokens = proposals.get(id(sequence), [])
             model_input.spans.append(QuerySpan(sequence.slot, start, count + len(draft_tokens)))
+            model_input.block_tables.append(sequence.blocks)
+            if sequence.encoder_prompt:
+                model_input.encoder_block_tables.append(sequence.encoder_blocks)
+                model_input.encoder_seq_lens.append(len(sequence.encoder_prompt))
+            if self._adapter_ids:
+                model_input.lora_ids.append(self._lora_id(sequence))
             model_input.tokens += sequence.tokens[start : start + count]
             model_input.tokens += draft_tokens
             if sequence.params.prompt_logprobs is not None:
@@ -283,6 +278,9 @@ class Scheduler:
                 sample_rows += range(offset + count - 1, offset + count + len(draft_tokens))
         model_input.logit_indices = prompt_rows + sample_rows
         return output
+
+    def _lora_id(self, sequence: Sequence) -> int:
+        return self._adapter_ids.get(sequence.request.adapter or "", -1)
 
     def commit(self, output: SchedulerOutput) -> None:
         """Record that a step has been computed: its full blocks enter the prefix cache."""

@@ -186,7 +186,7 @@ def _load_generator(
         runner,
         metadata,
         tokenizer,
-        max_num_seqs=len(runner.block_tables),
+        max_num_seqs=runner.num_slots,
         max_num_batched_tokens=options.max_num_batched_tokens,
         prefix_cache=options.enable_prefix_caching and not is_transformers,
         # The cache of a model's own code cannot take back a rejected token.
@@ -378,11 +378,11 @@ def verify(model: Any, decoder: DecoderSpec, cache_weights: bool = True) -> None
         decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK_SIZE,
         device=parameter.device, cache_weights=cache_weights,
     )  # fmt: skip
+    batch = ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS), block_tables=[[0]])
     if decoder.encoder is not None:
-        reference.encoder_block_tables[0, 0], reference.encoder_seq_lens[0] = 1, NUM_PROBE_TOKENS
-        reference.run_encoder([EncoderInput(0, tokens)])
-        tokens = tokens[::-1]
-    actual = reference.run(ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS)))
+        reference.run_encoder([EncoderInput(0, tokens, blocks=[1])])
+        batch.tokens, batch.encoder_block_tables, batch.encoder_seq_lens = tokens[::-1], [[1]], [NUM_PROBE_TOKENS]
+    actual = reference.run(batch)
     is_moe = any(isinstance(layer.mlp, MoESpec) for layer in decoder.layers)
     check_logits_close(actual, expected, parameter.dtype, is_moe=is_moe)
 

@@ -1,16 +1,18 @@
 """What one step computes, and which runner computes it.
 
 A step is a flat row of tokens in spans: each span is a whole prompt of one sequence, a chunk of one, or its
-latest token.  A sequence owns a slot, a row of ``block_tables`` that names its KV blocks in order.
+latest token.  A sequence owns a slot, which a runner may key state of its own by, and KV blocks
+that come with each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,19 +42,43 @@ class QuerySpan(NamedTuple):
 
 
 class EncoderInput(NamedTuple):
-    """The whole encoder prompt of the sequence in ``slot``."""
+    """The whole encoder prompt of the sequence in ``slot``, and the blocks for its keys and values."""
 
     slot: int
     tokens: Sequence[int]
+    blocks: Sequence[int] = ()
+    lora_id: int = -1
 
 
 @dataclass
 class ModelInput:
-    """The tokens of all spans one after the other, and the rows whose logits are wanted."""
+    """The tokens of all spans one after the other, and the rows whose logits are wanted.
+
+    What belongs to a span stands in lists of its own, an entry for each span; a list is empty where no span needs it.
+    """
 
     tokens: list[int]
     spans: list[QuerySpan]
     logit_indices: Sequence[int]
+    block_tables: list[Sequence[int]] = field(default_factory=list)
+    """The KV blocks of each span's sequence, in order of their positions."""
+    encoder_block_tables: list[Sequence[int]] = field(default_factory=list)
+    """The same for its encoder prompt."""
+    encoder_seq_lens: list[int] = field(default_factory=list)
+    """The lengths of the encoder prompts."""
+    lora_ids: list[int] = field(default_factory=list)
+    """Which adapter each span's sequence has, -1 for none."""
+
+
+def write_block_tables(tables: np.ndarray, batch: ModelInput, block_size: int) -> None:
+    """Copy the blocks of a step's spans into a runner's own tables (slots, blocks).
+
+    Only where they may be new: a span of one token in the middle of a block goes on in the block of the token before.
+    """
+    for span, blocks in zip(batch.spans, batch.block_tables, strict=bool(batch.block_tables)):
+        if span.num_tokens > 1 or span.start % block_size == 0:
+            end = -(-(span.start + span.num_tokens) // block_size)
+            tables[span.slot, :end] = blocks[:end]
 
 
 class ModelRunner(Protocol):
@@ -61,19 +87,11 @@ class ModelRunner(Protocol):
     num_blocks: int
     """Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks."""
     block_size: int
-    block_tables: Any
-    """A numpy int32 array (slots, blocks of the longest sequence) that the scheduler writes."""
-
-    encoder_block_tables: Any
-    """The same for encoder prompts, whose blocks come from the same cache; no rows where the model has no encoder."""
-
-    encoder_seq_lens: Any
-    """A numpy int64 array (slots,) that the scheduler writes: the lengths of their sequences' encoder prompts."""
-    lora_ids: Any
-    """A numpy int64 array (slots,): which adapter a slot's sequence has, -1 for none."""
+    num_slots: int
+    """Sequences that may have a slot at the same time."""
 
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute encoder prompts and store the keys and values of cross attention in their slots' blocks."""
+        """Compute encoder prompts and store the keys and values of cross attention in their blocks."""
         ...
 
     def run(self, batch: ModelInput) -> Tensor:

@@ -34,7 +34,7 @@ class CpuEncoder:
     """Runs an :class:`EncoderSpec` with weights in ``weight_format``: up to ``max_num_seqs`` sequences.
 
     ``cross_targets``: cross attentions to compute keys and values for; ``block_tables`` (slots, blocks) names
-    their blocks.  ``lora_ids``: which adapter of ``lora`` each slot has.
+    their blocks, by slot, and is written with each input's.
     """
 
     name: ClassVar[str] = "cpu"
@@ -70,7 +70,6 @@ class CpuEncoder:
         cross_targets: CrossTargets = (),
         block_tables: np.ndarray | None = None,
         lora: LoraManager | None = None,
-        lora_ids: np.ndarray | None = None,
     ) -> None:
         self.hidden_size, self.max_length, self.max_num_batched_tokens = (
             encoder.hidden_size,
@@ -90,7 +89,7 @@ class CpuEncoder:
         )  # fmt: skip
         self._embedded, self._final, self.weight_bytes = program.embedded, program.final, program.weight_bytes
         self._tokens, self._positions, _, _ = program.inputs
-        self._lora_ids, self._row_lora_ids = lora_ids, program.row_lora_ids.numpy()
+        self._has_lora, self._row_lora_ids = lora is not None, program.row_lora_ids.numpy()
         self._np_inputs = [
             t.numpy() for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
         ]
@@ -124,8 +123,9 @@ class CpuEncoder:
             table_offsets[span] = number * self._scratch_block_tables.strides[0]
             if self._block_tables is not None:
                 cross_table_offsets[span] = encoder_input.slot * self._block_tables.strides[0]
-            if self._lora_ids is not None:
-                self._row_lora_ids[span] = self._lora_ids[encoder_input.slot]
+                self._block_tables[encoder_input.slot, : len(encoder_input.blocks)] = encoder_input.blocks
+            if self._has_lora:
+                self._row_lora_ids[span] = encoder_input.lora_id
             offset, block = offset + length, block + blocks
         counts[:] = offset
         e = self._encoder

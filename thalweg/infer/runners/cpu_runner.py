@@ -14,6 +14,7 @@ stores, layer by layer, the keys and values that cross attention reads, in block
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -112,10 +113,10 @@ class CpuRunner:
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         shape = (num_slots, -(-max_length // self.block_size))
         self.comm, self.num_threads = comm, num_threads
+        # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.  Ranks share theirs.
         self.block_tables = np.zeros(shape, dtype=np.int32) if comm is None else comm.block_tables
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
-        self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
-        self.lora_ids = np.full(num_slots, -1, dtype=np.int64)
+        self.num_slots = num_slots
         self._has_lora = lora is not None
         self._max_num_batched_tokens = max_num_batched_tokens
         self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
@@ -147,7 +148,7 @@ class CpuRunner:
                 max_num_seqs=num_slots,
                 max_num_batched_tokens=max(max_num_batched_tokens, max_length), weights=self._weights,
                 cross_targets=cross_targets, block_tables=self.encoder_block_tables,
-                lora=lora, lora_ids=self.lora_ids,
+                lora=lora,
             )  # fmt: skip
 
     @torch.inference_mode()
@@ -189,7 +190,7 @@ class CpuRunner:
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        all_rows = ModelInput(batch.tokens, batch.spans, range(len(batch.tokens)))
+        all_rows = replace(batch, logit_indices=range(len(batch.tokens)))
         self._prepare_inputs(all_rows)
         self._weights.run([*self._body, *self._head], 0)
         count, comm = len(batch.tokens), self.comm
@@ -207,24 +208,30 @@ class CpuRunner:
         tokens[:count] = batch.tokens
         stride = self.block_tables.strides[0]
         offset = 0
-        for slot, start, length in batch.spans:
+        for number, (slot, start, length) in enumerate(batch.spans):
             if length == 1:
                 positions[offset] = start
                 table_offsets[offset] = slot * stride
             else:
                 positions[offset : offset + length] = np.arange(start, start + length)
                 table_offsets[offset : offset + length] = slot * stride
+            if self._has_lora:
+                self._row_lora_ids[offset : offset + length] = batch.lora_ids[number] if batch.lora_ids else -1
+            if self._encoder is not None:
+                encoder_table_offsets, encoder_last_positions = self._np_encoder_inputs
+                encoder_table_offsets[offset : offset + length] = slot * self.encoder_block_tables.strides[0]
+                encoder_last_positions[offset : offset + length] = batch.encoder_seq_lens[number] - 1
             offset += length
+            # A token in the middle of a block goes on in the block of the token before it: its row is known.
             if length > 1 or start % cpu_kernels.BLOCK_SIZE == 0:
-                block = int(self.block_tables[slot, (start + length - 1) // cpu_kernels.BLOCK_SIZE])
+                last = (start + length - 1) // cpu_kernels.BLOCK_SIZE
+                if batch.block_tables and self.comm is None:
+                    self.block_tables[slot, : last + 1] = batch.block_tables[number][: last + 1]
+                if self._encoder is not None:
+                    blocks = batch.encoder_block_tables[number]
+                    self.encoder_block_tables[slot, : len(blocks)] = blocks
+                block = int(self.block_tables[slot, last])
                 self._page_warmer.prefault_to(block // cpu_kernels.BLOCKS_PER_STRIPE)
-        if self._has_lora:
-            self._row_lora_ids[:count] = self.lora_ids[table_offsets[:count] // stride]
-        if self._encoder is not None:
-            slots = table_offsets[:count] // stride
-            encoder_table_offsets, encoder_last_positions = self._np_encoder_inputs
-            encoder_table_offsets[:count] = slots * self.encoder_block_tables.strides[0]
-            encoder_last_positions[:count] = self.encoder_seq_lens[slots] - 1
         num_rows = len(batch.logit_indices)
         logit_indices[:num_rows] = batch.logit_indices
         counts[0], counts[1] = count, num_rows

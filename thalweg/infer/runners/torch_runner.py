@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,14 +97,7 @@ class TorchRunner(TorchLayers):
         )
         self.decoder = decoder
         self.num_blocks, self.block_size = num_blocks, block_size
-        empty = np.zeros((num_slots, -(-max_length // block_size)), dtype=np.int32)
-        self.block_tables = empty if comm is None else comm.block_tables
-        has_encoder = decoder.encoder is not None
-        self.encoder_block_tables = (
-            np.zeros_like(self.block_tables) if has_encoder else np.zeros((0, 0), dtype=np.int32)
-        )
-        self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
-        self.lora_ids = np.full(num_slots, -1, dtype=np.int64)
+        self.num_slots = num_slots
         num_positions = num_blocks * block_size
         self._keys, self._values = (
             [
@@ -169,17 +161,24 @@ class TorchRunner(TorchLayers):
         d = self.decoder
         tokens = torch.tensor(batch.tokens, device=self.device)
         positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in batch.spans]).to(self.device)
-        self.row_lora_ids = torch.tensor(
-            [int(self.lora_ids[s.slot]) for s in batch.spans for _ in range(s.num_tokens)], device=self.device
-        )
+        if batch.lora_ids:
+            lora_ids = [x for x, s in zip(batch.lora_ids, batch.spans, strict=True) for _ in range(s.num_tokens)]
+            self.row_lora_ids = torch.tensor(lora_ids, device=self.device)
+        else:
+            self.row_lora_ids = torch.full((len(tokens),), -1, device=self.device)
         if self.comm is not None:
             self.comm.wait_prev_stage()
         if self.comm is None or self.comm.is_first_stage:
             x = self._embed(d, tokens, positions)
         else:
             x = self.comm.activations(len(tokens)).to(self.device, self.dtype)
+        # Ranks share their tables in memory; alone, each span brings its own.
+        block_tables = (
+            batch.block_tables if self.comm is None else [self.comm.block_tables[s.slot] for s in batch.spans]
+        )
         cache_indices = [
-            self._cache_indices(self.block_tables, span.slot, span.start + span.num_tokens) for span in batch.spans
+            self._cache_indices(blocks, span.start + span.num_tokens)
+            for span, blocks in zip(batch.spans, block_tables, strict=True)
         ]
         for index, layer in enumerate(d.layers):
             normed = self._norm(layer.attn_norm, x)
@@ -207,13 +206,9 @@ class TorchRunner(TorchLayers):
         d = self.decoder
         assert d.encoder is not None, "only a model with an encoder has encoder prompts"
         for encoder_input in inputs:
-            self.row_lora_ids = torch.full(
-                (len(encoder_input.tokens),), int(self.lora_ids[encoder_input.slot]), device=self.device
-            )
+            self.row_lora_ids = torch.full((len(encoder_input.tokens),), encoder_input.lora_id, device=self.device)
             states = self.encode_sequence(d.encoder, encoder_input.tokens)
-            cache_indices = self._cache_indices(
-                self.encoder_block_tables, encoder_input.slot, len(encoder_input.tokens)
-            )
+            cache_indices = self._cache_indices(encoder_input.blocks, len(encoder_input.tokens))
             for index, layer in enumerate(d.layers):
                 if layer.cross_attention is not None:
                     a = layer.attention
@@ -227,21 +222,20 @@ class TorchRunner(TorchLayers):
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
         cross_spec = replace(a, scale=cross.scale, sliding_window=0, softcap=0.0, alibi_slopes=None, relative_bias=None)
         out, offset = torch.empty_like(q), 0
-        for span in batch.spans:
+        encoder_prompts = zip(batch.encoder_block_tables, batch.encoder_seq_lens, strict=True)
+        for span, (blocks, length) in zip(batch.spans, encoder_prompts, strict=True):
             rows = slice(offset, offset + span.num_tokens)
             offset += span.num_tokens
-            cache_indices = self._cache_indices(
-                self.encoder_block_tables, span.slot, int(self.encoder_seq_lens[span.slot])
-            )
+            cache_indices = self._cache_indices(blocks, length)
             keys, values = self._keys[index].gather(cache_indices), self._values[index].gather(cache_indices)
             out[rows] = self._attend(cross_spec, q[rows], keys, values, span.start, causal=False)
         return self._norm(cross.residual_norm, x + self._linear(cross.out, out.flatten(1)))
 
-    def _cache_indices(self, block_tables: np.ndarray, slot: int, length: int) -> Tensor:
-        """Return where a slot's first ``length`` positions lie in the cache."""
+    def _cache_indices(self, blocks: Sequence[int], length: int) -> Tensor:
+        """Return where the first ``length`` positions of a sequence lie in the cache."""
         block_size = self.block_size
-        blocks = torch.from_numpy(block_tables[slot, : -(-length // block_size)].astype(np.int64))
-        return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:length].to(self.device)
+        starts = torch.tensor(blocks[: -(-length // block_size)], dtype=torch.int64) * block_size
+        return (starts[:, None] + torch.arange(block_size)).flatten()[:length].to(self.device)
 
     def _attention(
         self,

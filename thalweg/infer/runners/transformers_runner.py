@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,10 +64,7 @@ class TransformersRunner:
     def __init__(self, model: Any, *, num_slots: int, max_length: int) -> None:
         blocks_per_slot = -(-max_length // self.block_size)
         self.num_blocks = num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
-        self.block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
-        self.encoder_block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
-        self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
-        self.lora_ids = np.full(num_slots, -1, dtype=np.int64)
+        self.num_slots = num_slots
         self._model: Any = model
         self._is_recurrent = bool(getattr(model, "_is_stateful", False))
         parameters = inspect.signature(model.forward).parameters
@@ -100,7 +96,7 @@ class TransformersRunner:
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        all_rows = ModelInput(batch.tokens, batch.spans, range(len(batch.tokens)))
+        all_rows = replace(batch, logit_indices=range(len(batch.tokens)))
         rows = self._forward(all_rows, lambda out: out["hidden_states"][-1][0], output_hidden_states=True)
         return torch.stack([rows[row] for row in all_rows.logit_indices])
 

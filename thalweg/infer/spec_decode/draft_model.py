@@ -11,7 +11,6 @@ tokens are accepted far more often than by chance, and an accepted one is what w
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 from thalweg.infer.engine.sampler import sample_draft_token
@@ -40,10 +39,9 @@ class DraftModelProposer:
         """Return the limit."""
         return limit
 
-    def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Run the draft model once for each token, all sequences together."""
         for sequence, _ in requests:
-            self._runner.block_tables[sequence.slot] = block_tables[sequence.slot]
             sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
         rows = self._prefill_missing([sequence for sequence, _ in requests])
         proposals: list[list[int]] = [[] for _ in requests]
@@ -58,7 +56,9 @@ class DraftModelProposer:
                     QuerySpan(requests[p][0].slot, len(requests[p][0].tokens) + len(proposals[p]) - 1, 1)
                     for p in active
                 ]
-                rows = self._runner.run(ModelInput([proposals[p][-1] for p in active], spans, range(len(active))))
+                block_tables = [requests[p][0].blocks for p in active]
+                tokens = [proposals[p][-1] for p in active]
+                rows = self._runner.run(ModelInput(tokens, spans, range(len(active)), block_tables))
         for (sequence, count), proposed in zip(requests, proposals, strict=True):
             assert len(proposed) == count
             sequence.num_draft_computed = len(sequence.tokens) + count - 1
@@ -74,6 +74,7 @@ class DraftModelProposer:
                 remaining = self._max_num_batched_tokens - len(batch.tokens)
                 chunk = sequence.tokens[sequence.num_draft_computed : sequence.num_draft_computed + remaining]
                 batch.spans.append(QuerySpan(sequence.slot, sequence.num_draft_computed, len(chunk)))
+                batch.block_tables.append(sequence.blocks)
                 batch.tokens += (
                     chunk if max(chunk) < self._draft_vocab_size else [t * (t < self._draft_vocab_size) for t in chunk]
                 )

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
 from thalweg.infer.engine.sequence import Sequence
 
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # tokens that must match before a proposal
@@ -26,8 +24,8 @@ class Proposer(Protocol):
         """Return how many draft tokens there will be for a sequence, up to ``limit`` (at least 1)."""
         ...
 
-    def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
-        """Return as many draft tokens as requested; ``block_tables`` has their blocks and the tokens'."""
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return as many draft tokens as requested; the sequences hold blocks for them."""
         ...
 
     def close(self) -> None:
@@ -69,7 +67,7 @@ class NgramProposer:
         sequence.ngram_index.proposed = sequence.ngram_index.propose(sequence.tokens, limit)
         return len(sequence.ngram_index.proposed)
 
-    def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return what the lookup gave."""
         return [sequence.ngram_index.proposed[:count] for sequence, count in requests]
 
