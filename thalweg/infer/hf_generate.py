@@ -154,12 +154,10 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
             params = _sampling_params(config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row)
             ordered_ids.append(f"{tag}-{row}")
             engine.add(Request(ordered_ids[-1], prompt.tolist(), params))
-        request_ids = set(ordered_ids)
-        while any(name in engine.unfinished_requests for name in request_ids):
-            for output in engine.step():
-                if output.error:
-                    raise RuntimeError(f"generation failed: {output.error}")
-                outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        for output in engine.run_requests(ordered_ids):
+            if output.error:
+                raise RuntimeError(f"generation failed: {output.error}")
+            outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
     except BaseException:
         for name in ordered_ids:
             engine.abort(name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -142,11 +141,6 @@ class EmbeddingEngine:
     def has_work(self) -> bool:
         """Nothing is ever queued."""
         return False
-
-    @property
-    def unfinished_requests(self) -> AbstractSet[str]:
-        """Nothing is ever queued."""
-        return frozenset()
 
     def stats(self) -> EngineStats:
         """Return the counters."""

@@ -7,10 +7,10 @@ request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,9 @@ from thalweg.infer.engine.sequence import Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan, to_token_ids
 from thalweg.infer.spec_decode.ngram import NgramProposer, Proposer
 from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
 
 
 class LLMEngine:
@@ -66,9 +69,26 @@ class LLMEngine:
         self._num_arrivals = 0
         self._counters: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        self._kept_outputs: list[RequestOutput] = []
 
     def step(self) -> list[RequestOutput]:
-        """Run the model once and return what every sequence got."""
+        """Run the model once and return what every sequence got, and what :meth:`run_requests` has kept for us."""
+        kept, self._kept_outputs = self._kept_outputs, []
+        return kept + self._run_step()
+
+    def run_requests(self, request_ids: Iterable[str]) -> Iterator[RequestOutput]:
+        """Run steps until these requests have ended, and yield their outputs.
+
+        Outputs of other requests are kept for the next :meth:`step`.
+        """
+        wanted = set(request_ids)
+        while wanted & self._requests.keys():
+            own: list[RequestOutput] = []
+            for output in self._run_step():
+                (own if output.request_id in wanted else self._kept_outputs).append(output)
+            yield from own
+
+    def _run_step(self) -> list[RequestOutput]:
         scheduler_output = self._scheduler.schedule()
         if scheduler_output is None:
             return []
@@ -170,88 +190,96 @@ class LLMEngine:
             self._scheduler.remove(sequence)
             sequence.done = True
             self._finished["abort"] += 1
+        self._kept_outputs = [x for x in self._kept_outputs if x.request_id != request_id]
 
     def has_work(self) -> bool:
-        """Whether a request is queued or running."""
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        """Whether a request is queued or running, or an output has not been returned."""
+        return bool(self._scheduler.running or self._scheduler.waiting or self._kept_outputs)
 
     @property
     def failure(self) -> str:
         """Why no step can succeed any more (a worker is gone), or an empty text.  Any thread may read it."""
         return getattr(self.runner, "failure", "")
 
-    @property
-    def unfinished_requests(self) -> AbstractSet[str]:
-        """Names of the requests that have not ended."""
-        return self._requests.keys()
-
-    def _score_prompts(self, scheduler_output: SchedulerOutput, logits: Tensor) -> int:
-        """Score prompts by the rows at the front of the logits; returns how many these are."""
-        row = 0
-        for sequence, start, count in scheduler_output.prompt_scoring:
-            if not sequence.prompt_logprobs:
-                sequence.prompt_logprobs.append(None)
-            for offset in range(count):
-                token = sequence.tokens[start + offset + 1]
-                num_top = sequence.params.prompt_logprobs or 0
-                sequence.prompt_logprobs.append(token_logprob(logits[row + offset], token, num_top))
-            row += count
-        return row
-
     def _process_outputs(self, scheduler_output: SchedulerOutput, logits: Tensor) -> list[RequestOutput]:
+        """Score prompts and sample tokens, each sequence for itself: one that fails ends, the others go on."""
         self._counters["steps"] += 1
         outputs: list[RequestOutput] = []
-        row = self._score_prompts(scheduler_output, logits)
+        row = 0
+        for sequence, start, count in scheduler_output.prompt_scoring:
+            with self._isolate(sequence, outputs):
+                _score_prompt(sequence, start, logits[row : row + count])
+            row += count
         if not scheduler_output.sampled:
             return outputs
         tokens, values = self.runner.argmax() or argmax(logits)
         for index, sequence in enumerate(scheduler_output.sampled):
-            draft_tokens = scheduler_output.draft_tokens.get(index, ())
-            for number in range(1 + len(draft_tokens)):
-                logit_row = row + number
-                sampled = sample_token(logits[logit_row], tokens[logit_row], values[logit_row], sequence)
-                outputs.append(self._append_token(sequence, sampled))
-                accepted = number < len(draft_tokens) and outputs[-1].token_ids == (draft_tokens[number],)
-                if not accepted or sequence.done:
-                    break
-                sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
-            if draft_tokens:
-                sequence.draft_budget = number + 1
-                self._counters["draft"] += len(draft_tokens)
-                self._counters["accepted"] += number
-            row += 1 + len(draft_tokens)
+            draft_tokens = scheduler_output.draft_tokens.get(index, [])
+            rows = slice(row, row + 1 + len(draft_tokens))
+            row = rows.stop
+            if sequence.done:  # its prompt could not be scored
+                continue
+            with self._isolate(sequence, outputs):
+                self._sample(sequence, draft_tokens, logits[rows], tokens[rows], values[rows], outputs)
         return outputs
+
+    def _sample(
+        self,
+        sequence: Sequence,
+        draft_tokens: list[int],
+        logits: Tensor,
+        tokens: list[int],
+        values: list[float],
+        outputs: list[RequestOutput],
+    ) -> None:
+        """Append a sequence's next token, and those after it as long as the draft tokens are what is sampled."""
+        num_accepted = 0
+        for number in range(1 + len(draft_tokens)):
+            sampled = sample_token(logits[number], tokens[number], values[number], sequence)
+            outputs.append(self._append_token(sequence, sampled))
+            accepted = number < len(draft_tokens) and outputs[-1].token_ids == (draft_tokens[number],)
+            if not accepted or sequence.done:
+                break
+            num_accepted += 1
+            sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
+        if draft_tokens:
+            sequence.draft_budget = num_accepted + 1
+            self._counters["draft"] += len(draft_tokens)
+            self._counters["accepted"] += num_accepted
+
+    @contextlib.contextmanager
+    def _isolate(self, sequence: Sequence, outputs: list[RequestOutput]) -> Iterator[None]:
+        """End a sequence with ``finish_reason`` ``error`` where the block raises; the engine goes on."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of compiled code is no Exception
+            log.error("request %s failed", sequence.request.request_id, exc_info=error)
+            if not sequence.done:
+                self._finish_sequence(sequence, "error")
+                outputs.append(_make_output(sequence, finish_reason="error", error=f"{type(error).__name__}: {error}"))
 
     def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
         """Append a token to its sequence, end the sequence where it must, and return the output."""
         if sequence.num_generated_tokens == 0:
             self._counters["prompt"] += sequence.num_prompt_tokens
             self._counters["cached"] += sequence.num_cached_tokens
-        reason: FinishReason | None = "error" if sampled.error else None
-        text, stop, tokens = "", None, ()
-        if reason is None:
-            token = sampled.token
-            sequence.tokens.append(token)
-            self._counters["generated"] += 1
-            tokens = (token,)
-            reason, stop, text = self._check_stop(sequence, token)
+        if sampled.error:
+            self._finish_sequence(sequence, "error")
+            return _make_output(sequence, finish_reason="error", error=sampled.error)
+        sequence.tokens.append(sampled.token)
+        self._counters["generated"] += 1
+        reason, stop, text = self._check_stop(sequence, sampled.token)
         if reason is not None:
             self._finish_sequence(sequence, reason)
-        already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
-        sequence.sent_prompt_logprobs = True
-        return RequestOutput(
-            sequence.request.request_id,
-            sequence.index,
-            token_ids=tokens,
+        return _make_output(
+            sequence,
+            token_ids=(sampled.token,),
             text=text,
             logprobs=None if sampled.logprob is None else (sampled.logprob,),
-            prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
             finish_reason=reason,
             stop_reason=stop,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_generated_tokens=sequence.num_generated_tokens,
-            error=sampled.error,
         )
 
     def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:
@@ -333,5 +361,30 @@ class LLMEngine:
         """Drop everything that is queued, and free the weights and the cache."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._kept_outputs = []
         self._proposer.close()
         self.runner.close()
+
+
+def _score_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:
+    """Add the log-probabilities of the prompt's tokens from ``start`` + 1 on, one for each row of logits."""
+    if not sequence.prompt_logprobs:
+        sequence.prompt_logprobs.append(None)
+    num_top = sequence.params.prompt_logprobs or 0
+    for offset, row in enumerate(logits):
+        sequence.prompt_logprobs.append(token_logprob(row, sequence.tokens[start + offset + 1], num_top))
+
+
+def _make_output(sequence: Sequence, **fields: Any) -> RequestOutput:
+    """Return an output of a sequence; its first one has the scores of the prompt."""
+    already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
+    sequence.sent_prompt_logprobs = True
+    return RequestOutput(
+        sequence.request.request_id,
+        sequence.index,
+        prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_generated_tokens=sequence.num_generated_tokens,
+        **fields,
+    )

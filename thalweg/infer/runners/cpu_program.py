@@ -120,7 +120,7 @@ class ProgramBuilder:
         self.current_segment: list[cpu_kernels.Instruction] = []
         self.segments = [self.current_segment]
         self.num_matmuls = 0  # in the current segment
-        self.scratch = torch.zeros(256, cpu_kernels.round_up(max_length, 16))
+        self.scratch = torch.zeros(cpu_kernels.MAX_THREADS, cpu_kernels.round_up(max_length, 16))  # a row a thread
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
         """Keep a tensor as long as the programs live."""
