@@ -18,9 +18,9 @@ from thalweg.infer.lora import LoraManager, LoraWeights
 from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
+    DecoderLayerSpec,
     DecoderSpec,
     EncoderSpec,
-    DecoderLayerSpec,
     LinearSpec,
     MLPSpec,
     MoESpec,
