@@ -60,9 +60,9 @@ class ModelInput:
     tokens: list[int]
     spans: list[QuerySpan]
     logit_indices: Sequence[int]
-    block_tables: list[Sequence[int]] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
     """The KV blocks of each span's sequence, in order of their positions."""
-    encoder_block_tables: list[Sequence[int]] = field(default_factory=list)
+    encoder_block_tables: list[list[int]] = field(default_factory=list)
     """The same for its encoder prompt."""
     encoder_seq_lens: list[int] = field(default_factory=list)
     """The lengths of the encoder prompts."""

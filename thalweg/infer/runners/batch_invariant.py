@@ -45,12 +45,17 @@ class BatchInvariantRunner:
         """Yield each token of a batch as a batch of its own."""
         tokens = iter(batch.tokens)
         for number, span in enumerate(batch.spans):
-            of_span = [
-                x[number : number + 1]
-                for x in (batch.block_tables, batch.encoder_block_tables, batch.encoder_seq_lens, batch.lora_ids)
-            ]
+            own = slice(number, number + 1)
             for offset in range(span.num_tokens):
-                yield ModelInput([next(tokens)], [QuerySpan(span.slot, span.start + offset, 1)], [0], *of_span)
+                yield ModelInput(
+                    [next(tokens)],
+                    [QuerySpan(span.slot, span.start + offset, 1)],
+                    [0],
+                    block_tables=batch.block_tables[own],
+                    encoder_block_tables=batch.encoder_block_tables[own],
+                    encoder_seq_lens=batch.encoder_seq_lens[own],
+                    lora_ids=batch.lora_ids[own],
+                )
 
     def argmax(self) -> None:
         """It is not computed here."""
