@@ -13,7 +13,7 @@ from tests.memory import resident_bytes
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.runners.base import ModelInput, QuerySpan
-from thalweg.infer.runners.kv_cache import KVCacheTensor
+from thalweg.infer.runners.torch_runner import KVCacheTensor
 from thalweg.ops import cpu_kernels
 
 kernels = pytest.mark.skipif(

@@ -23,7 +23,7 @@ from transformers import (
 from thalweg.infer import Request, SamplingParams
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, seeded_uniform
-from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.engine.scheduler import Sequence
 
 VOCAB = 40
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -148,6 +149,16 @@ _FIELD_RANGES: tuple[tuple[str, float, float], ...] = (
     ("logprobs", 0, 1000),
     ("prompt_logprobs", 0, 1000),
 )
+
+
+def to_token_ids(prompt: Any) -> list[int]:
+    """Return a prompt as numbers, whatever kind of them it is made of; ValueError where it is not."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise ValueError(
+            f"the prompt must be token ids, whole numbers ({error}): encode text by the tokenizer first"
+        ) from None
 
 
 @dataclass(frozen=True)

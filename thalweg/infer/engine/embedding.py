@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.runners.base import EncoderInput, to_token_ids
-from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.infer.runners.base import EncoderInput
+from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, to_token_ids
 
 MAX_NUM_SEQS = 64  # sequences at a time
 

@@ -20,11 +20,10 @@ from torch import Tensor
 from thalweg.infer.engine.block_pool import BlockPool
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
-from thalweg.infer.engine.scheduler import Scheduler, SchedulerOutput
-from thalweg.infer.engine.sequence import Sequence
-from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan, to_token_ids
-from thalweg.infer.spec_decode.ngram import NgramProposer, Proposer
-from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput
+from thalweg.infer.engine.scheduler import Proposer, Scheduler, SchedulerOutput, Sequence
+from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.spec_decode.ngram import NgramProposer
+from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput, to_token_ids
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.types import SamplingParams, TokenLogprob
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -21,16 +20,6 @@ from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
 from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
 from thalweg.infer.runners.packed_weights import WeightStore
-
-
-def to_token_ids(prompt: Any) -> list[int]:
-    """Return a prompt as numbers, whatever kind of them it is made of; ValueError where it is not."""
-    try:
-        return [index(token) for token in prompt]
-    except TypeError as error:
-        raise ValueError(
-            f"the prompt must be token ids, whole numbers ({error}): encode text by the tokenizer first"
-        ) from None
 
 
 class QuerySpan(NamedTuple):

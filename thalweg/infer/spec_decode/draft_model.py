@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from thalweg.infer.engine.sampler import sample_draft_token
-from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 
 

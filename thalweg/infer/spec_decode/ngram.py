@@ -9,28 +9,9 @@ the same with drafts as without, sampled ones included; only the number of steps
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.engine.scheduler import Sequence
 
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # tokens that must match before a proposal
-MAX_STEP_ROWS = 12  # of a step, draft tokens included: as many cost what one costs
-
-
-class Proposer(Protocol):
-    """Proposes draft tokens for decoding sequences; wrong ones cost time alone."""
-
-    def num_proposals(self, sequence: Sequence, limit: int) -> int:
-        """Return how many draft tokens there will be for a sequence, up to ``limit`` (at least 1)."""
-        ...
-
-    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return as many draft tokens as requested; the sequences hold blocks for them."""
-        ...
-
-    def close(self) -> None:
-        """Free what it holds."""
-        ...
 
 
 class NgramIndex:
