@@ -98,11 +98,11 @@ def test_a_failure_in_one_request_ends_that_one_alone(
     else:
         sample = engine_module.sample_token
 
-        def draw(row: Any, token: int, value: float, sequence: Sequence) -> Any:
+        def draw(logits: Any, row: int, token: int, value: float, sequence: Sequence) -> Any:
             at = 0 if place == "sample_token" else 3
             if sequence.request.request_id == "bad" and sequence.num_generated_tokens == at:
                 raise error
-            return sample(row, token, value, sequence)
+            return sample(logits, row, token, value, sequence)
 
         monkeypatch.setattr(engine_module, "sample_token", draw)
     got = collect(engine)
@@ -157,10 +157,10 @@ def test_the_error_of_another_request_does_not_end_generate(monkeypatch: pytest.
     assert isinstance(engine, LLMEngine)
     sample = engine_module.sample_token
 
-    def draw(row: Any, token: int, value: float, sequence: Sequence) -> Any:
+    def draw(logits: Any, row: int, token: int, value: float, sequence: Sequence) -> Any:
         if sequence.request.request_id == "bad":
             raise RuntimeError("a defect")
-        return sample(row, token, value, sequence)
+        return sample(logits, row, token, value, sequence)
 
     monkeypatch.setattr(engine_module, "sample_token", draw)
     engine.add(Request("bad", [1, 2], SamplingParams(temperature=0, max_tokens=2)))

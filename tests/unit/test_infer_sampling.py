@@ -30,7 +30,8 @@ VOCAB = 40
 
 def choose(logits: torch.Tensor, sequences: list[Any]) -> list[SampledToken]:
     """Choose a token for each row."""
-    return [sample_token(*of_row) for of_row in zip(logits, *argmax(logits), sequences, strict=True)]
+    rows = zip(range(len(logits)), *argmax(logits), sequences, strict=True)
+    return [sample_token(logits, *of_row) for of_row in rows]
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **fields: Any) -> Sequence:

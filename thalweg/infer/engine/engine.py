@@ -7,7 +7,6 @@ request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
@@ -23,7 +22,15 @@ from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, tok
 from thalweg.infer.engine.scheduler import Proposer, Scheduler, SchedulerOutput, Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.spec_decode.ngram import NgramProposer
-from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput, to_token_ids
+from thalweg.infer.types import (
+    EngineStats,
+    FinishReason,
+    ModelMetadata,
+    Request,
+    RequestOutput,
+    TokenLogprob,
+    to_token_ids,
+)
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -206,58 +213,60 @@ class LLMEngine:
         outputs: list[RequestOutput] = []
         row = 0
         for sequence, start, count in scheduler_output.prompt_scoring:
-            with self._isolate(sequence, outputs):
+            try:
                 _score_prompt(sequence, start, logits[row : row + count])
+            except BaseException as error:
+                self._fail_sequence(sequence, error, outputs)
             row += count
         if not scheduler_output.sampled:
             return outputs
         tokens, values = self.runner.argmax() or argmax(logits)
         for index, sequence in enumerate(scheduler_output.sampled):
-            draft_tokens = scheduler_output.draft_tokens.get(index, [])
-            rows = slice(row, row + 1 + len(draft_tokens))
-            row = rows.stop
-            if sequence.done:  # its prompt could not be scored
-                continue
-            with self._isolate(sequence, outputs):
-                self._sample(sequence, draft_tokens, logits[rows], tokens[rows], values[rows], outputs)
+            draft_tokens = scheduler_output.draft_tokens.get(index, ())
+            if not sequence.done:  # else its prompt could not be scored
+                try:
+                    self._sample(sequence, draft_tokens, logits, row, tokens, values, outputs)
+                except BaseException as error:
+                    self._fail_sequence(sequence, error, outputs)
+            row += 1 + len(draft_tokens)
         return outputs
 
     def _sample(
         self,
         sequence: Sequence,
-        draft_tokens: list[int],
+        draft_tokens: AbstractSequence[int],
         logits: Tensor,
+        row: int,
         tokens: list[int],
         values: list[float],
         outputs: list[RequestOutput],
     ) -> None:
         """Append a sequence's next token, and those after it as long as the draft tokens are what is sampled."""
-        num_accepted = 0
-        for number in range(1 + len(draft_tokens)):
-            sampled = sample_token(logits[number], tokens[number], values[number], sequence)
+        number = 0
+        while True:
+            sampled = sample_token(logits, row + number, tokens[row + number], values[row + number], sequence)
             outputs.append(self._append_token(sequence, sampled))
-            accepted = number < len(draft_tokens) and outputs[-1].token_ids == (draft_tokens[number],)
+            accepted = number < len(draft_tokens) and sampled.token == draft_tokens[number] and not sampled.error
             if not accepted or sequence.done:
                 break
-            num_accepted += 1
+            number += 1
             sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
         if draft_tokens:
-            sequence.draft_budget = num_accepted + 1
+            sequence.draft_budget = number + 1
             self._counters["draft"] += len(draft_tokens)
-            self._counters["accepted"] += num_accepted
+            self._counters["accepted"] += number
 
-    @contextlib.contextmanager
-    def _isolate(self, sequence: Sequence, outputs: list[RequestOutput]) -> Iterator[None]:
-        """End a sequence with ``finish_reason`` ``error`` where the block raises; the engine goes on."""
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of compiled code is no Exception
-            log.error("request %s failed", sequence.request.request_id, exc_info=error)
-            if not sequence.done:
-                self._finish_sequence(sequence, "error")
-                outputs.append(_make_output(sequence, finish_reason="error", error=f"{type(error).__name__}: {error}"))
+    def _fail_sequence(self, sequence: Sequence, error: BaseException, outputs: list[RequestOutput]) -> None:
+        """End one sequence with ``finish_reason`` ``error``; the engine goes on, but for a Ctrl-C or an exit.
+
+        A panic of compiled code (a grammar's, say) is no Exception, and a failure of one request all the same.
+        """
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        log.error("request %s failed", sequence.request.request_id, exc_info=error)
+        if not sequence.done:
+            self._finish_sequence(sequence, "error")
+            outputs.append(_make_output(sequence, reason="error", error=f"{type(error).__name__}: {error}"))
 
     def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
         """Append a token to its sequence, end the sequence where it must, and return the output."""
@@ -266,20 +275,14 @@ class LLMEngine:
             self._counters["cached"] += sequence.num_cached_tokens
         if sampled.error:
             self._finish_sequence(sequence, "error")
-            return _make_output(sequence, finish_reason="error", error=sampled.error)
+            return _make_output(sequence, reason="error", error=sampled.error)
         sequence.tokens.append(sampled.token)
         self._counters["generated"] += 1
         reason, stop, text = self._check_stop(sequence, sampled.token)
         if reason is not None:
             self._finish_sequence(sequence, reason)
-        return _make_output(
-            sequence,
-            token_ids=(sampled.token,),
-            text=text,
-            logprobs=None if sampled.logprob is None else (sampled.logprob,),
-            finish_reason=reason,
-            stop_reason=stop,
-        )
+        logprobs = None if sampled.logprob is None else (sampled.logprob,)
+        return _make_output(sequence, (sampled.token,), text, logprobs, reason, stop)
 
     def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:
         """Return why the sequence ends with this token, if it does, what stopped it, and the new text."""
@@ -374,16 +377,29 @@ def _score_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:
         sequence.prompt_logprobs.append(token_logprob(row, sequence.tokens[start + offset + 1], num_top))
 
 
-def _make_output(sequence: Sequence, **fields: Any) -> RequestOutput:
+def _make_output(
+    sequence: Sequence,
+    token_ids: tuple[int, ...] = (),
+    text: str = "",
+    logprobs: tuple[TokenLogprob, ...] | None = None,
+    reason: FinishReason | None = None,
+    stop: int | str | None = None,
+    error: str | None = None,
+) -> RequestOutput:
     """Return an output of a sequence; its first one has the scores of the prompt."""
     already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
     sequence.sent_prompt_logprobs = True
     return RequestOutput(
         sequence.request.request_id,
         sequence.index,
+        token_ids=token_ids,
+        text=text,
+        logprobs=logprobs,
         prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
+        finish_reason=reason,
+        stop_reason=stop,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_generated_tokens=sequence.num_generated_tokens,
-        **fields,
+        error=error,
     )

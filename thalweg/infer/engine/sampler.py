@@ -42,18 +42,19 @@ def argmax(logits: Tensor) -> ArgmaxResult:
     return tokens.tolist(), values.tolist()
 
 
-def sample_token(row: Tensor, token: int, max_logit: float, sequence: Sequence) -> SampledToken:
-    """Choose a sequence's next token from fp32 logits (vocab,), whose largest is ``max_logit``, at ``token``."""
+def sample_token(logits: Tensor, row: int, token: int, max_logit: float, sequence: Sequence) -> SampledToken:
+    """Choose a sequence's next token from a row of fp32 logits (rows, vocab), whose largest, ``max_logit``, is
+    ``token``'s."""
     params = sequence.params
     if not math.isfinite(max_logit):
         return SampledToken(0, error="the model's output was not a finite number")
     try:
         if not _is_plain_greedy(sequence):
-            token = _draw(_process_logits(row, sequence), sequence)
+            token = _draw(_process_logits(logits[row], sequence), sequence)
         _update_state(sequence, token)
     except GrammarError as error:
         return SampledToken(0, error=str(error))
-    return SampledToken(token, None if params.logprobs is None else token_logprob(row, token, params.logprobs))
+    return SampledToken(token, None if params.logprobs is None else token_logprob(logits[row], token, params.logprobs))
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
