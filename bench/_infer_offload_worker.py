@@ -90,9 +90,10 @@ def run_thalweg(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(case["threads"])
     fields = {"quantize": case["form"]} if case["form"].startswith("int") else {"dtype": case["form"]}
     options = EngineConfig(
-        max_batch=case["batch"], max_length=case["prompt"] + case["new"], stream=case["stream"],
-        stream_folder=case["folder"], stream_memory=case.get("memory"), kv_memory=case.get("kv_memory"),
-        max_step_tokens=case.get("max_step_tokens", 512), prefix_cache=False, **fields,
+        max_num_seqs=case["batch"], max_model_len=case["prompt"] + case["new"], weight_offload=case["stream"],
+        weight_offload_dir=case["folder"], weight_offload_bytes=case.get("memory"),
+        kv_cache_bytes=case.get("kv_memory"), max_num_batched_tokens=case.get("max_step_tokens", 512),
+        enable_prefix_caching=False, **fields,
     )  # fmt: skip
     start = time.perf_counter()
     engine = load_engine(case["model"], options)

@@ -127,8 +127,8 @@ def engine_for(model: Any, form: str, runner: str | None) -> LLMEngine:
     """Return an engine with weights in a form."""
     options = EngineConfig(
         dtype="fp32" if form == "fp32" else "bf16",
-        quantize=form if form.startswith("int") else None,
-        max_batch=8, max_length=256, max_step_tokens=1024,
+        quantization=form if form.startswith("int") else None,
+        max_num_seqs=8, max_model_len=256, max_num_batched_tokens=1024,
     )  # fmt: skip
     engine = load_engine(model, options, runner=runner)
     assert isinstance(engine, LLMEngine)
@@ -149,7 +149,7 @@ def contestants(args: argparse.Namespace, model: Any) -> tuple[dict[str, Turn], 
     for form in args.forms:
         engines[f"thalweg {form}"] = engine_for(model, form, None)
         if not args.quick:
-            engines[f"thalweg torch {form}"] = engine_for(model, form, "eager")
+            engines[f"thalweg torch {form}"] = engine_for(model, form, "torch")
     turns |= {name: thalweg(engine) for name, engine in engines.items()}
     if "bf16" in args.forms:
         import copy

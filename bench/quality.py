@@ -85,7 +85,7 @@ def train(args: argparse.Namespace, data: torch.Tensor) -> Any:
 
 def perplexity(model: Any, pieces: list[list[int]], options: dict[str, Any]) -> float:
     """Score the pieces through the engine."""
-    engine = load_engine(model, EngineConfig(max_batch=8, max_length=LENGTH + 1, **options))
+    engine = load_engine(model, EngineConfig(max_num_seqs=8, max_model_len=LENGTH + 1, **options))
     scores: list[float] = []
     for number, piece in enumerate(pieces):
         engine.add(Request(str(number), piece[: LENGTH - 1], SamplingParams(max_tokens=1, prompt_logprobs=0)))

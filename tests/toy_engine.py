@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import (
-    EngineConfig,
     EngineStats,
     ModelMetadata,
     Request,

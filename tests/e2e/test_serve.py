@@ -157,7 +157,7 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
         (["--ssl-certfile", "nothing.pem"], 2, "both"),
         (["--kv-memory", "many"], 2, "4GiB"),
         (["--replicas", "0"], 2, "at least 1"),
-        (["--max-length", "0"], 2, "max_length is 0"),
+        (["--max-length", "0"], 2, "max_model_len is 0"),
         (["--quantize", "int3"], 2, "int4"),
     ],
 )

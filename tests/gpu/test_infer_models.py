@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
 ]
 PROMPTS = [[1, 2, 3, 4, 5], list(range(40, 80)), [7] * 17]
-OPTIONS = EngineConfig(dtype="fp32", device="cuda", max_batch=4, max_length=96, max_step_tokens=24)
+OPTIONS = EngineConfig(dtype="fp32", device="cuda", max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_half_precision_stays_close(form: str) -> None:
     ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
     for dtype in ("fp32", form):
-        options = EngineConfig(dtype=dtype, device="cuda", max_batch=2, max_length=96)
+        options = EngineConfig(dtype=dtype, device="cuda", max_num_seqs=2, max_model_len=96)
         engine = load_engine(model, options)
         engine.add(Request("r", PROMPTS[1], ask))
         (output,) = engine.step()
@@ -88,7 +88,9 @@ def test_adapters(tmp_path: Path) -> None:
             if "lora_" in name:
                 parameter.normal_(std=0.2)
     adapted.save_pretrained(tmp_path)
-    options = EngineConfig(dtype="fp32", device="cuda", max_batch=4, max_length=96, adapters={"a": str(tmp_path)})
+    options = EngineConfig(
+        dtype="fp32", device="cuda", max_num_seqs=4, max_model_len=96, lora_adapters={"a": str(tmp_path)}
+    )
     engine = load_engine(model, options)
     for number, prompt in enumerate(PROMPTS):
         engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=8), adapter="a"))

@@ -15,7 +15,7 @@ from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.ops import cpu_kernels
 
-RUNNER = "eager" if cpu_kernels.unsupported_reason("fp32") else "native"
+RUNNER = "torch" if cpu_kernels.unsupported_reason("fp32") else "cpu"
 BASE = [(7 * i * i + 3) % 131 for i in range(80)]
 Key = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 
@@ -25,7 +25,9 @@ def engine_of(blocks: int) -> LLMEngine:
     torch.set_num_threads(1)
     model = tiny_decoder("qwen3")
     per_block = 3 * 2 * 2 * 32 * 4 * 16
-    options = EngineConfig(dtype="fp32", max_batch=5, max_length=128, max_step_tokens=160, kv_memory=blocks * per_block)
+    options = EngineConfig(
+        dtype="fp32", max_num_seqs=5, max_model_len=128, max_num_batched_tokens=160, kv_cache_bytes=blocks * per_block
+    )
     engine = load_engine(model, options, runner=RUNNER)
     assert engine.runner.num_blocks == blocks
     return engine
@@ -45,7 +47,7 @@ def drain(engine: LLMEngine, got: dict[str, list[Any]]) -> None:
         sample = got.setdefault(f"{output.request_id}/{output.index}", [])
         for token, logprob in zip(output.token_ids, output.logprobs or (None,), strict=False):
             # The plain operators add up in an order that depends on the batch; the native kernels do not.
-            exact = RUNNER == "native" and logprob is not None
+            exact = RUNNER == "cpu" and logprob is not None
             sample.append((token, logprob.logprob if exact else None))
 
 
@@ -171,10 +173,10 @@ def test_a_cache_that_mixes_prefixes_up_would_be_noticed(monkeypatch: pytest.Mon
             if found is None:
                 break
             blocks.append(found[0])
-        return blocks, sum(self._holders[b] == 0 for b in blocks)
+        return blocks, sum(self._ref_counts[b] == 0 for b in blocks)
 
-    monkeypatch.setattr(BlockPool, "record", careless)
-    monkeypatch.setattr(BlockPool, "match", match)
+    monkeypatch.setattr(BlockPool, "cache_block", careless)
+    monkeypatch.setattr(BlockPool, "find_prefix", match)
     engine = fresh(14, 160, prefix_cache=True)
     fields = (("logprobs", 0), ("max_tokens", 8), ("temperature", 0.0))
     prompts = [tuple([1] * 16 + BASE[:16] + [5]), tuple([2] * 16 + BASE[:16] + [5])]

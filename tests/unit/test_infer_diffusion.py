@@ -159,7 +159,7 @@ def test_other_pipelines_and_directories(folder: Path, pipe: Any, tmp_path: Path
 
 def test_what_cannot_be_is_one_clear_error(pipe: Any) -> None:
     for fields, said in (
-        ({"max_length": 5}, "does not know max_length"), ({"stream": "cpu", "compile": True}, "choose one"),
+        ({"max_length": 5}, "does not know max_model_len"), ({"stream": "cpu", "compile": True}, "choose one"),
         ({"stream": "tape"}, "must be cpu, nvme"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):

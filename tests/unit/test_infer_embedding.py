@@ -17,8 +17,8 @@ from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIONS = EngineConfig(dtype="fp32", max_length=96, max_step_tokens=100)
-RUNNER = "EagerEncoder" if cpu_kernels.unsupported_reason("fp32") else "NativeEncoder"
+OPTIONS = EngineConfig(dtype="fp32", max_model_len=96, max_num_batched_tokens=100)
+RUNNER = "TorchEncoder" if cpu_kernels.unsupported_reason("fp32") else "CpuEncoder"
 PROMPTS = [[(13 * i * i + 3 * n + 5) % 128 + 2 for i in range(n)] for n in (1, 2, 16, 17, 33, 90, 5)]
 PROMPTS.append([7, 1, 9, 0, 1, 1, 12])  # with tokens that RoBERTa takes for padding, which have no position
 
@@ -36,10 +36,10 @@ def expected(model: Any, style: str = "mean") -> torch.Tensor:
 def test_vectors_equal_the_models_own(name: str) -> None:
     model = tiny_encoder(name)
     want = expected(model)
-    for runner in (None,) if name == "mpnet" else (None, "eager"):
+    for runner in (None,) if name == "mpnet" else (None, "torch"):
         engine = load_engine(model, OPTIONS, runner=runner)
         assert isinstance(engine, EmbeddingEngine) and engine.metadata.kind == "encoder"
-        kind = "ForeignEncoder" if name == "mpnet" else RUNNER if runner is None else "EagerEncoder"
+        kind = "TransformersEncoder" if name == "mpnet" else RUNNER if runner is None else "TorchEncoder"
         assert type(engine.runner).__name__ == kind
         torch.testing.assert_close(engine.embed(PROMPTS), want, atol=2e-5, rtol=1e-4)
 
@@ -49,7 +49,7 @@ def test_company_does_not_matter_and_a_wrong_model_would_be_noticed() -> None:
     engine = load_engine(model, OPTIONS)
     together = engine.embed(PROMPTS)
     alone = torch.cat([engine.embed([prompt]) for prompt in PROMPTS])
-    assert torch.equal(together, alone) or RUNNER == "EagerEncoder"
+    assert torch.equal(together, alone) or RUNNER == "TorchEncoder"
     with torch.no_grad():
         model.encoder.layer[1].attention.self.value.weight.mul_(0.5)
     assert not torch.allclose(load_engine(model, OPTIONS).embed(PROMPTS), together, atol=1e-3)
@@ -59,7 +59,7 @@ def test_company_does_not_matter_and_a_wrong_model_would_be_noticed() -> None:
 def test_fewer_bits_give_nearly_the_same_vectors(form: str, bound: float) -> None:
     model = tiny_encoder("bert")
     quantize = form if form.startswith("int") else None
-    got = load_engine(model, EngineConfig(dtype="bf16", quantize=quantize, max_length=96)).embed(PROMPTS)
+    got = load_engine(model, EngineConfig(dtype="bf16", quantization=quantize, max_model_len=96)).embed(PROMPTS)
     assert (1 - F.cosine_similarity(got, expected(model))).max() < bound
 
 

@@ -116,7 +116,7 @@ def test_refresh_takes_over_new_weights(model: Any) -> None:
         changing.model.layers[0].mlp.down_proj.weight.mul_(-1)
     want = changing.generate(tokens, max_new_tokens=8, do_sample=False)
     assert not torch.equal(engine.generate(tokens, max_new_tokens=8, do_sample=False), want)
-    engine.refresh()
+    engine.update_weights()
     assert torch.equal(engine.generate(tokens, max_new_tokens=8, do_sample=False), want)
 
 
@@ -133,8 +133,8 @@ def test_configs(model: Any, tmp_path: Any) -> None:
         )
     )
     engine = thalweg.init_inference(model, path)
-    assert engine.core.facts.quantize == "int8" and engine.core.facts.max_length == 64
-    assert thalweg.init_inference(model).core.facts.dtype == "fp32"
+    assert engine.core.metadata.quantize == "int8" and engine.core.metadata.max_length == 64
+    assert thalweg.init_inference(model).core.metadata.dtype == "fp32"
     for bad, text in [
         ({"tensor_parallel": {"tp_size": 0}, "mp_size": 0}, "tensor_parallel"),
         ({"dtypes": "fp16"}, "dtypes"),

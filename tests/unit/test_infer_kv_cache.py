@@ -13,7 +13,7 @@ from tests.memory import resident_bytes
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.runners.base import ModelInput, QuerySpan
-from thalweg.infer.runners.kv_cache import KVCacheTensor
+from thalweg.infer.runners.torch_runner import KVCacheTensor
 from thalweg.ops import cpu_kernels
 
 kernels = pytest.mark.skipif(
@@ -28,13 +28,14 @@ def _one_thread() -> None:
 
 def logits(model: Any, runner: str | None, cache: str, pieces: tuple[int, ...]) -> torch.Tensor:
     """Run one prompt in pieces; return the logits of all its tokens."""
-    options = EngineConfig(dtype="fp32", max_batch=2, max_length=96, kv_cache_dtype=cache)
+    options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=96, kv_cache_dtype=cache)
     made = load_engine(model, options, runner=runner).runner
     tokens = [(7 * i) % 131 for i in range(sum(pieces))]
-    made.block_tables[0] = list(range(len(made.block_tables[0])))[::-1]
+    blocks = list(range(96 // made.block_size))[::-1]
     found, at = [], 0
     for count in pieces:
-        found.append(made.run(ModelInput(tokens[at : at + count], [QuerySpan(0, at, count)], range(count))).clone())
+        batch = ModelInput(tokens[at : at + count], [QuerySpan(0, at, count)], range(count), [blocks])
+        found.append(made.run(batch).clone())
         at += count
     return torch.cat(found)
 
@@ -42,10 +43,10 @@ def logits(model: Any, runner: str | None, cache: str, pieces: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("kind", "runner", "cache", "error"),
     [
-        pytest.param("llama", "native", "int8", 0.03, marks=kernels),
-        pytest.param("gemma2", "native", "int8", 0.03, marks=kernels),
-        ("llama", "eager", "int8", 0.03),
-        ("llama", "eager", "fp8", 0.15),
+        pytest.param("llama", "cpu", "int8", 0.03, marks=kernels),
+        pytest.param("gemma2", "cpu", "int8", 0.03, marks=kernels),
+        ("llama", "torch", "int8", 0.03),
+        ("llama", "torch", "fp8", 0.15),
         ("mixtral", None, "int8", 0.03),
     ],
 )
@@ -55,7 +56,7 @@ def test_a_cache_of_8_bits_is_near_and_not_the_same(kind: str, runner: str, cach
     got = logits(model, runner, cache, (40, 1, 9))
     difference = (got - exact).norm() / exact.norm()
     assert 1e-5 < difference < error
-    if runner == "native":  # cut anyhow, the same bits
+    if runner == "cpu":  # cut anyhow, the same bits
         assert torch.equal(logits(model, runner, cache, (1, 17, 32)), got)
 
 
@@ -71,7 +72,7 @@ def test_the_pools_error_is_that_of_its_bits() -> None:
 def test_a_cache_of_8_bits_holds_more() -> None:
     blocks = {}
     for cache in ("fp32", "bf16", "int8"):
-        options = EngineConfig(dtype="fp32", kv_cache_dtype=cache, kv_memory=2**20, max_length=64)
+        options = EngineConfig(dtype="fp32", kv_cache_dtype=cache, kv_cache_bytes=2**20, max_model_len=64)
         blocks[cache] = load_engine(tiny_decoder("llama", head_dim=64), options).stats().kv_blocks
     assert blocks["bf16"] == 2 * blocks["fp32"] and blocks["int8"] > 1.8 * blocks["bf16"]
     with pytest.raises(ValueError, match="described"):
@@ -82,7 +83,9 @@ def test_a_cache_of_8_bits_holds_more() -> None:
 
 def scores(model: Any, runner: str, invariant: bool, company: int) -> list[list[float]]:
     """Return the log-probabilities of one request among others that come and go."""
-    options = EngineConfig(dtype="fp32", max_batch=5, max_length=80, max_step_tokens=23, batch_invariant=invariant)
+    options = EngineConfig(
+        dtype="fp32", max_num_seqs=5, max_model_len=80, max_num_batched_tokens=23, batch_invariant=invariant
+    )
     engine = load_engine(model, options, runner=runner)
     generator = random.Random(company)
     wanted = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
@@ -100,14 +103,14 @@ def scores(model: Any, runner: str, invariant: bool, company: int) -> list[list[
     return found
 
 
-@pytest.mark.parametrize(("kind", "runner"), [("llama", "eager"), ("gptj", "foreign"), ("mixtral", "eager")])
+@pytest.mark.parametrize(("kind", "runner"), [("llama", "torch"), ("gptj", "transformers"), ("mixtral", "torch")])
 def test_batch_invariant_logits_have_the_same_bits_in_any_company(kind: str, runner: str) -> None:
     model = tiny_decoder(kind)
     alone = scores(model, runner, True, 0)
     assert len(alone) == 12
     for company in (3, 9):
         assert scores(model, runner, True, company) == alone
-    if runner == "foreign":  # each sequence is computed alone, its prompt in one piece: always so
+    if runner == "transformers":  # each sequence is computed alone, its prompt in one piece: always so
         assert all(scores(model, runner, False, company) == alone for company in (3, 9))
         return
     # Negative control: without the option torch's sums depend on the shapes.
@@ -117,7 +120,7 @@ def test_batch_invariant_logits_have_the_same_bits_in_any_company(kind: str, run
 @pytest.mark.parametrize("prompt", [16, 17, 28])
 def test_a_cache_for_a_whole_batch_lets_the_whole_batch_run(prompt: int) -> None:
     """Sequences that need no more blocks must not keep one waiting (seen with blocks for just the batch)."""
-    options = EngineConfig(dtype="fp32", max_batch=4, max_length=32, prefix_cache=False)
+    options = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=32, enable_prefix_caching=False)
     engine = load_engine(tiny_decoder("llama"), options)
     assert engine.stats().kv_blocks == 8
     for number in range(4):
@@ -138,11 +141,10 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
         max_position_embeddings=4096,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    options = EngineConfig(dtype="fp32", max_batch=2, max_length=4096, kv_memory=256 << 20)
+    options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=4096, kv_cache_bytes=256 << 20)
     before = resident_bytes()
-    runner = load_engine(model, options, runner="native").runner
+    runner = load_engine(model, options, runner="cpu").runner
     # Head by head over all blocks a megabyte each of 256 heads: half of a huge page.
     assert runner.num_blocks * cpu_kernels.BLOCK_SIZE * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
-    runner.block_tables[0, :2] = [0, 1]
-    runner.run(ModelInput([1] * 20, [QuerySpan(0, 0, 20)], [19]))
+    runner.run(ModelInput([1] * 20, [QuerySpan(0, 0, 20)], [19], [[0, 1]]))
     assert resident_bytes() - before < 160 << 20  # a quarter of it is there from the start

@@ -29,7 +29,7 @@ TARGETS = {
     "qwen3_moe": ["q_proj", "o_proj"],
     "granite": ["o_proj", "down_proj"],
 }
-RUNNERS = ["eager"] if cpu_kernels.unsupported_reason("fp32") else ["native", "eager"]
+RUNNERS = ["torch"] if cpu_kernels.unsupported_reason("fp32") else ["cpu", "torch"]
 
 
 def adapted(model: Any, folder: Path, seed: int, **fields: Any) -> Any:
@@ -73,10 +73,10 @@ def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_p
     asked = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, "a", "b")]
     want = [expected(models[adapter], prompt) for prompt, adapter in asked]
     assert want[0::3] != want[1::3] != want[2::3] != want[0::3]
-    for runner in ["eager"] if "moe" in name else RUNNERS:
+    for runner in ["torch"] if "moe" in name else RUNNERS:
         options = EngineConfig(
-            dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64,
-            adapters={key: str(tmp_path / key) for key in ("a", "b")},
+            dtype="fp32", max_num_seqs=8, max_model_len=96, max_num_batched_tokens=64,
+            lora_adapters={key: str(tmp_path / key) for key in ("a", "b")},
         )  # fmt: skip
         engine = load_engine(model, options, runner=runner)
         assert engine.metadata.adapters == ("a", "b")
@@ -87,14 +87,14 @@ def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_p
 def test_an_alpha_of_0_is_an_adapter_that_says_nothing(tmp_path: Path) -> None:
     model = tiny_decoder("llama")
     adapted(model, tmp_path / "a", 1, target_modules=["q_proj", "up_proj"], lora_alpha=0)
-    options = EngineConfig(dtype="fp32", max_batch=2, max_length=96, adapters={"a": str(tmp_path / "a")})
+    options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=96, lora_adapters={"a": str(tmp_path / "a")})
     assert served(load_engine(model, options), [(PROMPTS[1], "a")]) == [expected(model, PROMPTS[1])]
 
 
 def test_a_model_that_listens_takes_them_too(tmp_path: Path) -> None:
     model = tiny_encoder("flan_t5")
     other = adapted(model, tmp_path / "a", 1, target_modules=["q", "v", "wo"], task_type="SEQ_2_SEQ_LM")
-    options = EngineConfig(dtype="fp32", max_batch=8, max_length=96, adapters={"a": str(tmp_path / "a")})
+    options = EngineConfig(dtype="fp32", max_num_seqs=8, max_model_len=96, lora_adapters={"a": str(tmp_path / "a")})
     asked = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, "a")]
     want = [expected(other if adapter else model, prompt, skip=1) for prompt, adapter in asked]
     assert want[0] != want[1]
@@ -107,7 +107,7 @@ def test_what_is_unknown_or_does_not_fit_is_one_clear_error(tmp_path: Path) -> N
     adapted(model, tmp_path / "a", 1, target_modules=["q_proj"])
 
     def load(**adapters: str) -> Any:
-        return load_engine(model, EngineConfig(dtype="fp32", max_batch=2, max_length=64, adapters=adapters))
+        return load_engine(model, EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=64, lora_adapters=adapters))
 
     with pytest.raises(ValueError, match="no adapter 'c': the engine holds a"):
         load(a=str(tmp_path / "a")).add(Request("r", [1], adapter="c"))
@@ -127,5 +127,5 @@ def test_what_is_unknown_or_does_not_fit_is_one_clear_error(tmp_path: Path) -> N
     adapted(tiny_decoder("llama", intermediate_size=80), tmp_path / "w", 1, target_modules=["up_proj"])
     with pytest.raises(ValueError, match="do not fit a layer"):
         load(w=str(tmp_path / "w"))
-    with pytest.raises(ValueError, match="adapters need a described model"):
-        load_engine(tiny_decoder("olmo2"), EngineConfig(adapters={"a": str(tmp_path / "a")}))
+    with pytest.raises(ValueError, match="lora_adapters need a described model"):
+        load_engine(tiny_decoder("olmo2"), EngineConfig(lora_adapters={"a": str(tmp_path / "a")}))

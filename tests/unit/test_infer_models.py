@@ -16,7 +16,7 @@ from thalweg.ops import cpu_kernels
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 17, 40)
-OPTIONS = EngineConfig(dtype="fp32", max_batch=4, max_length=96, max_step_tokens=24)
+OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24)
 MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
 FOREIGN = {"falcon_alibi", "olmo2", "phi3_longer", "mamba"}
 NATIVE = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
@@ -38,15 +38,15 @@ def expected(model: Any, count: int = 10) -> list[list[int]]:
 def test_native_tokens_equal_hugging_face(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "NativeRunner"
+    assert type(engine.runner).__name__ == "CpuRunner"
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
 @pytest.mark.parametrize("name", sorted(set(DECODER_CONFIGS) - FOREIGN))
 def test_eager_tokens_equal_hugging_face(name: str) -> None:
     model = tiny_decoder(name)
-    engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "eager")
-    assert type(engine.runner).__name__ == "EagerRunner"
+    engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "torch")
+    assert type(engine.runner).__name__ == "TorchRunner"
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
@@ -54,7 +54,7 @@ def test_eager_tokens_equal_hugging_face(name: str) -> None:
 def test_any_other_model_runs_through_its_own_code(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
@@ -81,12 +81,59 @@ def test_a_description_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch
 
     model = tiny_decoder("llama")
     want = expected(model)
-    monkeypatch.setattr(load, "describe", wrong)
+    monkeypatch.setattr(load, "build_decoder_spec", wrong)
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, prompts(), 10) == want
     with pytest.raises(ValueError, match="off by"):
-        load_engine(model, OPTIONS, runner="eager")
+        load_engine(model, OPTIONS, runner="torch")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_is_no_reason_for_a_slow_runner(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised as it is, wherever a runner or a description needs memory."""
+    from thalweg.infer.loader import load
+    from thalweg.infer.models import llama
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise error
+
+    for owner, name in ((llama, "build_rms_norm"), (load.TorchRunner, "build"), (load, "LLMEngine")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, no_memory)
+            with pytest.raises(type(error)) as raised:
+                load_engine(tiny_decoder("llama"), OPTIONS, runner="torch" if owner is load.TorchRunner else None)
+        assert raised.value is error
+    monkeypatch.setattr(llama, "build_rms_norm", lambda *_: {}["a part that this variant lacks"])
+    assert type(load_engine(tiny_decoder("llama"), OPTIONS).runner).__name__ == "TransformersRunner"
+
+
+def test_the_first_runner_that_supports_a_model_runs_it() -> None:
+    """Each runner says why it cannot; the reasons of all are the error where none can."""
+    from thalweg.infer.loader.load import DECODER_RUNNERS, choose_runner
+    from thalweg.infer.models import build_decoder_spec
+
+    spec = build_decoder_spec(tiny_decoder("llama"))
+    cpu, eager, own_code = DECODER_RUNNERS
+    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16")) is eager
+    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(device="meta")) is eager
+    assert choose_runner(DECODER_RUNNERS, None, EngineConfig()) is own_code
+    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "transformers") is own_code
+    if not cpu_kernels.unsupported_reason("bf16"):
+        assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="bf16")) is cpu
+    with pytest.raises(ValueError, match="no fp16"):
+        choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16"), "cpu")
+    with pytest.raises(ValueError, match=r"not described; lora_adapters need a described model: because"):
+        choose_runner(DECODER_RUNNERS, None, EngineConfig(lora_adapters={"a": "b"}), undescribed="because")
+    with pytest.raises(ValueError, match="there are cpu, torch, transformers"):
+        choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "eager")
 
 
 def test_a_directory_loads_with_its_end_tokens(tmp_path: Any) -> None:
@@ -109,7 +156,7 @@ def test_a_tensor_that_is_not_there_is_an_error_never_random_numbers(tmp_path: A
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     for stream in (None, "cpu"):
         with pytest.raises(ValueError, match=f"nothing for 1 of the model's tensors: {lost}"):
-            load_engine(tmp_path, replace(OPTIONS, stream=stream))
+            load_engine(tmp_path, replace(OPTIONS, weight_offload=stream))
     save_file(stored | {lost: torch.ones(3, 5)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"other shapes.*{lost} \(3, 5\) not"):
         load_engine(tmp_path, OPTIONS)
@@ -121,13 +168,13 @@ def test_a_tensor_that_is_not_there_is_an_error_never_random_numbers(tmp_path: A
 def test_what_cannot_be_loaded_says_why() -> None:
     with pytest.raises(ValueError, match="no Hugging Face model"):
         load_engine(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="streamed weights need a described model"):
-        load_engine(tiny_decoder("olmo2"), EngineConfig(stream="cpu"))
+    with pytest.raises(ValueError, match="weight_offload needs a described model"):
+        load_engine(tiny_decoder("olmo2"), EngineConfig(weight_offload="cpu"))
 
 
 def scores(model: Any, quantize: str | None) -> tuple[Any, torch.Tensor]:
     """Return an engine and the log-probabilities that it gives to a prompt."""
-    engine = load_engine(model, replace(OPTIONS, quantize=quantize, max_step_tokens=64))
+    engine = load_engine(model, replace(OPTIONS, quantization=quantize, max_num_batched_tokens=64))
     engine.add(Request("r", prompts()[2], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)))
     (output,) = engine.step()
     return engine, torch.tensor([x.logprob for x in output.prompt_logprobs[1:]])
@@ -142,7 +189,7 @@ def test_experts_are_packed_and_their_own_weights_let_go(kind: str, form: str) -
     # A few tokens of a random mixture go to other experts, so the middle one's error is looked at.
     error = (found - exact).abs().median() / exact.std()
     assert 1e-4 < error < (0.05 if form == "int8" else 0.6)
-    assert all(x.mlp.up.numel() == 0 and x.mlp.count == 4 for x in engine.runner.decoder.layers)
+    assert all(x.mlp.up.numel() == 0 and x.mlp.num_experts == 4 for x in engine.runner.decoder.layers)
     assert model.model.layers[0].mlp.experts.gate_up_proj.numel() > 0
 
 
@@ -152,7 +199,7 @@ def test_any_other_model_takes_packed_weights(form: str) -> None:
     model = tiny_decoder("olmo2")
     exact = scores(model, None)[1]
     engine, found = scores(model, form)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     error = (found - exact).square().mean().sqrt() / exact.std()
     assert 1e-4 < error < (0.05 if form == "int8" else 0.4)
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear

@@ -91,10 +91,10 @@ def finish(engine: Any) -> None:
 )  # fmt: skip
 def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
     model = tiny_decoder(kind)
-    plain = load_engine(model, options(), runner="native")
+    plain = load_engine(model, options(), runner="cpu")
     want = tokens(plain)
     plain.close()
-    engine = team(model, size, "native")
+    engine = team(model, size, "cpu")
     assert tokens(engine) == want and tokens(engine) == want
     finish(engine)
 
@@ -103,10 +103,10 @@ def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
 def test_operators_and_mixtures_too(kind: str, size: int) -> None:
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16} if size == 3 else {}
     model = tiny_decoder(kind, **changes)
-    plain = load_engine(model, options(), runner="eager")
+    plain = load_engine(model, options(), runner="torch")
     want = tokens(plain)
     plain.close()
-    engine = team(model, size, "eager")
+    engine = team(model, size, "torch")
     assert tokens(engine) == want
     finish(engine)
 
@@ -149,7 +149,7 @@ def test_every_expert_and_layer_is_somewhere_once() -> None:
 def test_heads_of_sixteen_in_all() -> None:
     """Attention writes rows of 64 bytes one after the other: where they are read from, ranks or not."""
     model = tiny_decoder("llama", num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48)
-    native_, eager = (load_engine(model, options(), runner=name) for name in ("native", "eager"))
+    native_, eager = (load_engine(model, options(), runner=name) for name in ("cpu", "torch"))
     assert tokens(native_) == tokens(eager)
 
 

@@ -181,10 +181,10 @@ PROMPTS = [[1, 2, 3, 4], list(range(40, 70))]
 def test_what_is_read_is_what_was_meant(name: str, tmp_path: Path) -> None:
     given, make = FORMATS[name]
     meant = quantised(tmp_path, given, make)
-    options = EngineConfig(dtype="fp32", max_batch=2, max_length=64)
+    options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=64)
     engine = load_engine(tmp_path, options)
     want = [meant.generate(torch.tensor([p]), max_new_tokens=8)[0, len(p) :].tolist() for p in PROMPTS]
-    assert type(engine.runner).__name__ != "ForeignRunner"
+    assert type(engine.runner).__name__ != "TransformersRunner"
     assert greedy_generate(engine, PROMPTS, 8) == want
     # Negative control: the scales of one layer, out of order.
     file = tmp_path / "model.safetensors"
@@ -197,7 +197,7 @@ def test_what_is_read_is_what_was_meant(name: str, tmp_path: Path) -> None:
 
 def test_packed_again_and_what_cannot_be_read(tmp_path: Path) -> None:
     quantised(tmp_path, *FORMATS["gptq"])
-    engine = load_engine(tmp_path, EngineConfig(quantize="int4", max_batch=2, max_length=64))
+    engine = load_engine(tmp_path, EngineConfig(quantization="int4", max_num_seqs=2, max_model_len=64))
     assert engine.metadata.quantize == "int4" and len(greedy_generate(engine, PROMPTS, 8)[1]) == 8
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())

@@ -23,14 +23,15 @@ from transformers import (
 from thalweg.infer import Request, SamplingParams
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, seeded_uniform
-from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.engine.scheduler import Sequence
 
 VOCAB = 40
 
 
 def choose(logits: torch.Tensor, sequences: list[Any]) -> list[SampledToken]:
     """Choose a token for each row."""
-    return [sample_token(*of_row) for of_row in zip(logits, *argmax(logits), sequences, strict=True)]
+    rows = zip(range(len(logits)), *argmax(logits), sequences, strict=True)
+    return [sample_token(logits, *of_row) for of_row in rows]
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **fields: Any) -> Sequence:
@@ -75,7 +76,7 @@ def test_the_kept_tokens_are_hugging_faces(
     drawn = set()
     for draw in (0.0, 0.25, 0.5, 0.75, 1 - 1e-12):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampler, "uniform", lambda *_, draw=draw: draw)
+            patch.setattr(sampler, "seeded_uniform", lambda *_, draw=draw: draw)
             drawn.add(choose(row[None], [made])[0].token)
         made.context_mask = made.output_token_counts = None
     assert all(want[token] > 0 for token in drawn)

@@ -18,8 +18,8 @@ from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNNER = "eager" if cpu_kernels.unsupported_reason("fp32") else "native"
-OPTIONS = EngineConfig(dtype="fp32", max_batch=8, max_length=96, max_step_tokens=64)
+RUNNER = "torch" if cpu_kernels.unsupported_reason("fp32") else "cpu"
+OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=8, max_model_len=96, max_num_batched_tokens=64)
 SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
 T5 = sorted(set(SEQ2SEQ_CONFIGS) - {"bart"})
 
@@ -29,7 +29,7 @@ def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]
     return [row[1:].tolist() for row in rows]
 
 
-@pytest.mark.parametrize("runner", sorted({RUNNER, "eager"}))
+@pytest.mark.parametrize("runner", sorted({RUNNER, "torch"}))
 @pytest.mark.parametrize("name", T5)
 def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
     model = tiny_encoder(name)
@@ -45,7 +45,7 @@ def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
 def test_another_family_runs_through_its_own_code() -> None:
     model = tiny_encoder("bart")
     engine = load_engine(model, OPTIONS)
-    assert type(engine.runner).__name__ == "ForeignRunner"
+    assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, SOURCES, 10) == expected(model, SOURCES, 10)
 
 
@@ -61,7 +61,9 @@ def test_the_comparison_would_notice_other_biases() -> None:
 @cache
 def engine_of(blocks: int) -> LLMEngine:
     per_block = 3 * 2 * 3 * 16 * 4 * 16
-    options = EngineConfig(dtype="fp32", max_batch=5, max_length=96, max_step_tokens=160, kv_memory=blocks * per_block)
+    options = EngineConfig(
+        dtype="fp32", max_num_seqs=5, max_model_len=96, max_num_batched_tokens=160, kv_cache_bytes=blocks * per_block
+    )
     engine = load_engine(tiny_encoder("flan_t5"), options, runner=RUNNER)
     assert isinstance(engine, LLMEngine) and engine.runner.num_blocks == blocks
     return engine
@@ -131,14 +133,14 @@ def test_the_cases_do_preempt() -> None:
 
 def test_what_can_never_run_is_refused() -> None:
     engine = fresh(6, 40, True)
-    with pytest.raises(ValueError, match="give kv_memory more"):
+    with pytest.raises(ValueError, match="give kv_cache_bytes more"):
         engine.add(Request("r", [1] * 96))
     with pytest.raises(ValueError, match="this model takes 96"):
         engine.add(Request("r", [1] * 97))
     with pytest.raises(ValueError, match="does not score it"):
         engine.add(Request("r", [1], SamplingParams(prompt_logprobs=0)))
     with pytest.raises(ValueError, match="only the weights of causal models"):
-        load_engine(tiny_encoder("t5"), EngineConfig(stream="cpu"))
+        load_engine(tiny_encoder("t5"), EngineConfig(weight_offload="cpu"))
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
@@ -151,9 +153,9 @@ def test_fewer_bits_give_nearly_the_same_logits(form: str) -> None:
     quantize = form if form.startswith("int") else None
     options = EngineConfig(
         dtype="fp32" if quantize is None and form == "fp32" else "bf16",
-        quantize=quantize,
-        max_batch=2,
-        max_length=96,
+        quantization=quantize,
+        max_num_seqs=2,
+        max_model_len=96,
     )
     engine = load_engine(model, options)
     engine.add(Request("r", SOURCES[4], SamplingParams(temperature=0, max_tokens=1, logprobs=130)))

@@ -71,9 +71,9 @@ def test_tokens_equal_hugging_face(shape: tuple[str, dict[str, Any]], seed: int,
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(fields["vocab_size"], (n,), generator=generator).tolist() for n in (1, 16, 41)]
     want = [model.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist() for p in prompts]
-    options = EngineConfig(dtype="fp32", max_batch=3, max_length=64, max_step_tokens=step)
+    options = EngineConfig(dtype="fp32", max_num_seqs=3, max_model_len=64, max_num_batched_tokens=step)
     engine = load_engine(model, options)
-    assert type(engine.runner).__name__ != "ForeignRunner", "every one of these is described"
+    assert type(engine.runner).__name__ != "TransformersRunner", "every one of these is described"
     assert greedy_generate(engine, prompts, 6) == want
     assert greedy_generate(engine, prompts, 6) == want
     engine.close()

@@ -32,8 +32,8 @@ def work(
 ) -> tuple[dict[Any, Any], Any]:
     """Serve a random load; return what every sequence got, and the engine's counters."""
     options = EngineConfig(
-        dtype="fp32", max_batch=5, max_length=100, max_step_tokens=40, speculate=speculate,
-        kv_memory=160 * 1024 if draft is None else 320 * 1024, batch_invariant=runner is not None,
+        dtype="fp32", max_num_seqs=5, max_model_len=100, max_num_batched_tokens=40, num_speculative_tokens=speculate,
+        kv_cache_bytes=160 * 1024 if draft is None else 320 * 1024, batch_invariant=runner is not None,
     )  # fmt: skip
     engine = load_engine(model, options, runner=runner, draft_model=draft)
     generator = random.Random(seed)
@@ -69,10 +69,10 @@ def test_the_output_is_the_same_in_fewer_steps(models: Any, seed: int, speculate
 
 
 def test_other_runners_and_a_text_that_repeats_itself(models: Any) -> None:
-    want, _ = work(models[0], 0, 3, "eager")
-    got, stats = work(models[0], 4, 3, "eager")
+    want, _ = work(models[0], 0, 3, "torch")
+    got, stats = work(models[0], 4, 3, "torch")
     assert got == want and stats.draft_tokens > 0
-    _, foreign = work(models[0], 4, 3, "foreign")
+    _, foreign = work(models[0], 4, 3, "transformers")
     assert foreign.draft_tokens == 0
     # A model that always says the same: nearly every guess is right.
     model = tiny_decoder("llama")
@@ -80,7 +80,7 @@ def test_other_runners_and_a_text_that_repeats_itself(models: Any) -> None:
         model.lm_head.weight.zero_()
     steps = {}
     for speculate in (0, 6):
-        options = EngineConfig(dtype="fp32", max_batch=1, max_length=100, speculate=speculate)
+        options = EngineConfig(dtype="fp32", max_num_seqs=1, max_model_len=100, num_speculative_tokens=speculate)
         engine = load_engine(model, options)
         engine.add(Request("r", [5, 6, 7], SamplingParams(temperature=0, max_tokens=60)))
         while engine.has_work():
@@ -121,7 +121,7 @@ def test_a_draft_model_changes_no_token(models: Any, seed: int, guesses: int, wh
 def test_a_draft_that_is_the_model_is_nearly_always_right() -> None:
     """Drawn tokens too: the draft draws with the numbers that the model will draw with."""
     model = tiny_decoder("gpt2")
-    options = EngineConfig(dtype="fp32", max_batch=4, max_length=100, speculate=4)
+    options = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=100, num_speculative_tokens=4)
     engine = load_engine(model, options, draft_model=copy.deepcopy(model))
     for number, heat in enumerate((0.0, 1.0)):
         params = SamplingParams(temperature=heat, seed=1, max_tokens=60, ignore_eos=True, top_p=0.95)
@@ -159,7 +159,7 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
         for token in kept.indices.tolist():
             after = (model(torch.tensor([[5, 6, 7, token]])).logits[0, -1] / 1.5).topk(6)
             want[after.indices] += first[token] * after.values.softmax(0)
-    options = EngineConfig(dtype="fp32", max_batch=4, max_length=16, speculate=2)
+    options = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=16, num_speculative_tokens=2)
 
     def distance(engine: Any) -> float:
         return 0.5 * (frequencies(engine, 1500) - want).abs().sum().item()
@@ -172,14 +172,14 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
     def noted(self: DraftModelProposer, asked: Any, tables: Any) -> Any:
         found = guess(self, asked, tables)
         for (sequence, _), guesses in zip(asked, found, strict=True):
-            taken.update({(id(sequence), sequence.generated + i): token for i, token in enumerate(guesses)})
+            taken.update({(id(sequence), sequence.num_generated_tokens + i): token for i, token in enumerate(guesses)})
         return found
 
-    def gullible(row: Any, token: int, value: float, sequence: Any) -> Any:
-        guessed = taken.pop((id(sequence), sequence.generated), None)
-        return choose(row, token, value, sequence) if guessed is None else SampledToken(guessed)
+    def gullible(logits: Any, row: int, token: int, value: float, sequence: Any) -> Any:
+        guessed = taken.pop((id(sequence), sequence.num_generated_tokens), None)
+        return choose(logits, row, token, value, sequence) if guessed is None else SampledToken(guessed)
 
-    monkeypatch.setattr(DraftModelProposer, "guess", noted)
+    monkeypatch.setattr(DraftModelProposer, "propose", noted)
     monkeypatch.setattr(loop, "sample_token", gullible)
     assert distance(load_engine(model, options, draft_model=other)) > 0.2
 
@@ -188,7 +188,7 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
 def test_a_draft_may_know_fewer_tokens_or_more(vocab: int) -> None:
     """Tables of one tokenizer's models are padded to different sizes."""
     model = tiny_decoder("llama")
-    options = EngineConfig(dtype="fp32", max_batch=4, max_length=96, speculate=3)
+    options = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=96, num_speculative_tokens=3)
     prompts = [[(7 * i + 31 * n) % 131 for i in range(n)] for n in (3, 17, 40)]
     want = greedy_generate(load_engine(model, options), prompts, 10)
     engine = load_engine(model, options, draft_model=tiny_decoder("llama", seed=9, vocab_size=vocab))
@@ -196,7 +196,7 @@ def test_a_draft_may_know_fewer_tokens_or_more(vocab: int) -> None:
 
 
 def test_what_cannot_be_a_draft_is_refused() -> None:
-    with pytest.raises(ValueError, match="set max_length"):
+    with pytest.raises(ValueError, match="set max_model_len"):
         load_engine(tiny_decoder("llama"), draft_model=tiny_decoder("llama", max_position_embeddings=64))
     with pytest.raises(ValueError, match="through its own code"):
-        load_engine(tiny_decoder("olmo2"), EngineConfig(max_length=64), draft_model=tiny_decoder("llama"))
+        load_engine(tiny_decoder("olmo2"), EngineConfig(max_model_len=64), draft_model=tiny_decoder("llama"))

@@ -31,7 +31,7 @@ def engine() -> Any:
     assert tokenizer.eos_token_id == END
     model = tiny_decoder("llama", vocab_size=300)  # more outputs than tokens
     model.config.eos_token_id = model.generation_config.eos_token_id = END
-    return load_engine(model, EngineConfig(dtype="fp32", max_batch=16, max_length=200), tokenizer)
+    return load_engine(model, EngineConfig(dtype="fp32", max_num_seqs=16, max_model_len=200), tokenizer)
 
 
 def texts(engine: Any, structure: StructuredOutput | None, **fields: Any) -> list[str]:
@@ -93,6 +93,6 @@ def test_what_is_not_understood_is_refused(engine: Any) -> None:
         with pytest.raises(ValueError, match="not understood"):
             engine.add(Request("bad", [1], SamplingParams(structure=bad)))
     assert not engine.has_work()
-    plain = load_engine(tiny_decoder("llama"), EngineConfig(dtype="fp32", max_batch=1, max_length=32))
+    plain = load_engine(tiny_decoder("llama"), EngineConfig(dtype="fp32", max_num_seqs=1, max_model_len=32))
     with pytest.raises(ValueError, match="llguidance"):
         plain.add(Request("r", [1], SamplingParams(structure=StructuredOutput(regex="a"))))

@@ -32,7 +32,7 @@ def test_good_values_pass() -> None:
 
 
 def test_options_and_structures() -> None:
-    for bad in ({"dtype": "float128"}, {"quantize": "int7"}, {"block_size": 0}):
+    for bad in ({"dtype": "float128"}, {"quantization": "int7"}, {"max_num_seqs": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             EngineConfig(**bad)
     with pytest.raises(ValueError, match="exactly one"):

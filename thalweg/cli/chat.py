@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from thalweg.cli.serve import add_engine_arguments, build_engine_spec
+from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
 
 _EPILOG = """examples:
   thalweg chat ./my-model

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from thalweg.cli.console import log_stderr
-from thalweg.utils.hub import check_model_path
+from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
 
 _EPILOG = """examples:
   thalweg serve ./my-model
-  thalweg serve ./my-model --port 9000 --replicas 2 --quantize int8
+  thalweg serve ./my-model --port 9000 --replicas 2 --quantization int8
   thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
   thalweg serve ./my-model --replica http://host1:8000 --replica http://host2:8000 --replica-key KEY
 
@@ -28,7 +26,6 @@ Then: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/js
 or open http://127.0.0.1:8000/ in a browser.  SIGTERM or Ctrl-C finishes what runs; a second one ends at once.
 Keys may also be in the environment variable THALWEG_API_KEY.
 """
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -75,88 +72,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     # fmt: on
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engine."""
-    add = parser.add_argument_group("the engine").add_argument
-    # fmt: off
-    add("--dtype", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
-    add("--quantize", choices=("int8", "int4"), help="quantise the weights at load")
-    add("--max-length", type=int, metavar="N", help="prompt and answer together, in tokens")
-    add("--max-batch", type=int, default=64, metavar="N", help="sequences that run together (default: 64)")
-    add("--max-step-tokens", type=int, default=512, metavar="N", help="tokens of one step (default: 512)")
-    add("--kv-memory", metavar="SIZE", help="memory of the KV cache, as in 4GiB")
-    add("--kv-cache-dtype", default="auto", choices=("auto", "fp32", "bf16", "int8", "fp8"))
-    add("--batch-invariant", action="store_true",
-        help="the same bits whatever runs beside (the native kernels always do)")
-    add("--speculate", type=int, default=0, metavar="N",
-        help="guess up to N tokens a step from what was said before; the same output in fewer steps")
-    add("--no-prefix-cache", action="store_true", help="do not keep the KV of prompts' beginnings")
-    add("--device", default="cpu")
-    add("--stream", choices=("cpu", "nvme"),
-        help="weights stay in a file: cpu reads the page cache, nvme the disk, layer by layer")
-    add("--stream-folder", metavar="DIR", help="where the packed weights are kept")
-    add("--stream-memory", metavar="SIZE", help="weights in memory at a time with nvme")
-    add("--tensor-parallel", "--tp", type=int, default=1, metavar="N",
-        help="processes of this host that share each layer's work, for each replica (default: 1)")
-    add("--pipeline-parallel", "--pp", type=int, default=1, metavar="N",
-        help="stages of layers, each on processes of its own (default: 1)")
-    add("--expert-parallel", "--ep", type=int, default=1, metavar="N",
-        help="processes among which a layer's experts are dealt out whole (default: 1)")
-    add("--draft", metavar="DIR", help="a smaller model with the same vocabulary that guesses tokens")
-    add("--adapter", metavar="NAME=DIR", action="append", default=[],
-        help="a LoRA adapter (peft's format) that requests name as their model; may be repeated")
-    add("--pooling", choices=("auto", "mean", "cls"), default="auto", help="how an encoder pools its states")
-    add("--trust-remote-code", action="store_true", help="run the model's own code")
-    add("--loader", help=argparse.SUPPRESS)  # module:function that makes the engine; tests
-    # fmt: on
-
-
-def build_engine_spec(args: argparse.Namespace) -> Any:
-    """Return what the engine's options ask for."""
-    from thalweg.infer.types import EngineConfig
-    from thalweg.serve.replicas.launcher import LOADER, EngineSpec
-
-    if args.loader is None and importlib.util.find_spec("transformers") is None:
-        raise ImportError("transformers is not installed: pip install 'thalweg[serve]'")
-    for model in [args.model, args.draft] if args.loader is None else []:
-        if model is not None:
-            check_model_path(model)
-    options = EngineConfig(
-        dtype=args.dtype,
-        quantize=args.quantize,
-        max_length=args.max_length,
-        kv_memory=parse_size(args.kv_memory) if args.kv_memory else None,
-        kv_cache_dtype=args.kv_cache_dtype,
-        batch_invariant=args.batch_invariant,
-        speculate=args.speculate,
-        max_batch=args.max_batch,
-        max_step_tokens=args.max_step_tokens,
-        prefix_cache=not args.no_prefix_cache,
-        device=args.device,
-        stream=args.stream,
-        stream_folder=args.stream_folder,
-        stream_memory=parse_size(args.stream_memory) if args.stream_memory else None,
-        tensor_parallel=args.tensor_parallel,
-        pipeline_parallel=args.pipeline_parallel,
-        expert_parallel=args.expert_parallel,
-        draft=args.draft,
-        adapters=_parse_adapters(args.adapter),
-        pooling=args.pooling,
-        trust_remote_code=args.trust_remote_code,
-    )
-    return EngineSpec(args.model, options, args.loader or LOADER)
-
-
-def _parse_adapters(values: list[str]) -> dict[str, str]:
-    adapters: dict[str, str] = {}
-    for text in values:
-        name, _, folder = text.partition("=")
-        if not name or not folder or name in adapters:
-            raise ValueError(f"--adapter {text}: write NAME=DIR, each name once")
-        adapters[name] = folder
-    return adapters
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
@@ -185,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         drain_seconds=args.drain_seconds,
         request_seconds=args.request_seconds,
         pool_limits=PoolLimits(
-            max_outstanding=max(args.replicas, len(args.replica)) * args.max_batch + args.max_queue,
+            max_outstanding=max(args.replicas, len(args.replica)) * args.max_num_seqs + args.max_queue,
             stall_seconds=args.stall_seconds,
             start_seconds=args.start_seconds,
         ),
@@ -252,14 +167,6 @@ def read_api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     if key := os.environ.get("THALWEG_API_KEY"):
         keys.append(key)
     return tuple(keys)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 4GiB, 512M or 1000000."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: write it as 4GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:

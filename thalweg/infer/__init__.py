@@ -1,11 +1,11 @@
-"""Inference: an engine that works off requests (``api.py`` says what it promises)."""
+"""Inference: an engine that works off requests (``types.py`` says what it promises)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import (
-    EngineConfig,
     EngineCore,
     EngineStats,
     ModelMetadata,

@@ -7,7 +7,7 @@ nothing, whatever the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _DENOISERS = ("unet", "transformer", "transformer_2", "controlnet", "prior", "de
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.types.EngineConfig`."""
+    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.config.EngineConfig`."""
 
     dtype: str | None = None
     """``fp32``, ``bf16``, ``fp16``; None: as it is."""
@@ -49,6 +49,12 @@ class DiffusionOptions:
         for name in ("compile", "quantize"):
             if self.stream and getattr(self, name) is not None:
                 raise ValueError(f"stream and {name} do not go together for a diffusion pipeline: choose one")
+
+
+_OPTION_FIELDS = {
+    "weight_offload": "stream", "weight_offload_dir": "stream_folder", "weight_offload_bytes": "stream_memory",
+    "device": "device", "quantization": "quantize",
+}  # fmt: skip
 
 
 def is_pipeline(model: Any) -> bool:
@@ -142,24 +148,16 @@ class DiffusionEngine:
     destroy = close
 
 
-def parse_options(settings: dict[str, Any], bits: int | None, ignored_keys: set[str]) -> DiffusionOptions:
-    """Turn ``init_inference``'s keys into options; ``bits``: what ``quant`` asked for.
+def parse_options(settings: dict[str, Any], ignored_keys: Collection[str]) -> DiffusionOptions:
+    """Return the options of a pipeline of diffusers from ``init_inference``'s, as ``config.py`` names them.
 
-    Raises ValueError for keys that say nothing to a pipeline of diffusers.
+    Raises ValueError for keys that mean nothing to a pipeline of diffusers.
     """
     fields: dict[str, Any] = {
-        key: settings.pop(key) for key in ("stream", "stream_folder", "stream_memory", "device") if key in settings
+        field: settings.pop(option) for option, field in _OPTION_FIELDS.items() if option in settings
     }
-    requested_dtype = settings.pop("dtype", None)
-    dtype_text = None if requested_dtype is None else str(requested_dtype).removeprefix("torch.").lower()
-    if dtype_text in ("int8", "int4"):
-        fields["quantize"] = dtype_text
-    elif dtype_text is not None and dtype_text != "auto":
-        fields["dtype"] = dtype_text
-    if "quantize" in settings:
-        fields["quantize"] = settings.pop("quantize")
-    if bits is not None:
-        fields["quantize"] = f"int{bits}"
+    if (dtype := settings.pop("dtype", "auto")) != "auto":
+        fields["dtype"] = dtype
     compiled = settings.pop("compile", None)
     graphs = settings.pop("enable_cuda_graph", False)
     if compiled or (graphs and torch.cuda.is_available()):
@@ -167,6 +165,6 @@ def parse_options(settings: dict[str, Any], bits: int | None, ignored_keys: set[
         fields["compile"] = {**more, **(compiled if isinstance(compiled, Mapping) else {})}
     unknown = [key for key in settings if key not in ignored_keys]
     if unknown:
-        known = "dtype, quant, zero, stream, stream_folder, stream_memory, compile, enable_cuda_graph, device"
+        known = "dtype, quant, zero, " + ", ".join(_OPTION_FIELDS) + ", compile, enable_cuda_graph"
         raise ValueError(f"a diffusion pipeline does not know {', '.join(unknown)}; it knows {known}")
     return DiffusionOptions(**fields)

@@ -44,7 +44,7 @@ def _resolve_config(module: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str,
 
 
 def _max_new_tokens(module: Any, config: Any, prompt_length: int) -> int:
-    """Return how many tokens to generate at most behind a prompt of ``width``."""
+    """Return how many tokens to generate at most after a prompt of ``prompt_length``."""
     if config.max_new_tokens is not None:
         return config.max_new_tokens
     if config.max_length is not None:
@@ -58,7 +58,7 @@ def _is_encoder_decoder(module: Any) -> bool:
 
 
 def _attention_mask(module: Any, config: Any, tokens: Tensor, mask: Any) -> Any:
-    """Return the mask of a call, or None; without one, what a model that speaks alone takes for padding."""
+    """Return the mask of a call, or None; without one, what a decoder-only model takes for padding."""
     pad, eos_ids = config.pad_token_id, config.eos_token_id
     if mask is not None or pad is None or _is_encoder_decoder(module):
         return mask
@@ -85,8 +85,8 @@ def unsupported_reason(
 ) -> str:
     """Return why the engine leaves this call to the module's own ``generate``, or an empty text.
 
-    ``most``: the longest sequence that the engine was made for; 0 where it is to end there.  ``start``: what
-    the engine begins to speak with.
+    ``engine_max_length``: the longest sequence of the engine; 0 where generation is to end there.
+    ``decoder_start_ids``: the engine's first decoder tokens.
     """
     config, other_kwargs = _resolve_config(module, kwargs)
     unknown = set(other_kwargs) - _HANDLED_ARGS
@@ -118,7 +118,7 @@ def _check_decoder_start(config: Any, mask: Any, decoder_start_ids: tuple[int, .
     first = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
     if decoder_start_ids and decoder_start_ids != (first,):
         return f"decoder_start_token_id={first}, where the engine begins with {decoder_start_ids}"
-    return "padding before the source" if mask is not None and (mask.int().diff(dim=1) > 0).any() else ""
+    return "padding before the encoder prompt" if mask is not None and (mask.int().diff(dim=1) > 0).any() else ""
 
 
 def _check_padding_penalty(config: Any, mask: Any) -> str:
@@ -130,7 +130,7 @@ def _check_padding_penalty(config: Any, mask: Any) -> str:
 def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated.
 
-    A model that listens repeats no prompt: its first token stands there.
+    An encoder-decoder model repeats no prompt: its first decoder token stands there.
     """
     config, other_kwargs = _resolve_config(module, kwargs)
     tokens: Any = args[0] if args else other_kwargs.get("input_ids", other_kwargs.get("inputs"))
@@ -154,12 +154,10 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
             params = _sampling_params(config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row)
             ordered_ids.append(f"{tag}-{row}")
             engine.add(Request(ordered_ids[-1], prompt.tolist(), params))
-        request_ids = set(ordered_ids)
-        while any(name in engine.unfinished_requests for name in request_ids):
-            for output in engine.step():
-                if output.error:
-                    raise RuntimeError(f"generation failed: {output.error}")
-                outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        for output in engine.run_requests(ordered_ids):
+            if output.error:
+                raise RuntimeError(f"generation failed: {output.error}")
+            outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
     except BaseException:
         for name in ordered_ids:
             engine.abort(name)
@@ -188,8 +186,8 @@ def _sampling_params(
     """Translate a generation config.  Lengths count the padded prompt, as in Hugging Face's code."""
     if max_new_tokens < 1:
         raise ValueError(
-            f"the prompt of {prompt_length} tokens leaves no room up to max_length ({config.max_length or prompt_length + max_new_tokens}):"
-            " give max_new_tokens"
+            f"the prompt of {prompt_length} tokens leaves no room up to max_length"
+            f" ({config.max_length or prompt_length + max_new_tokens}): give max_new_tokens"
         )
     min_new_tokens = getattr(config, "min_new_tokens", None)
     if min_new_tokens is None:

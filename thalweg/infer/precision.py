@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import UnsupportedModelError
-from thalweg.infer.types import EngineConfig
 from thalweg.ops import cpu_kernels
 
 NUM_PROBE_TOKENS = 13  # tokens of the check at load
@@ -18,8 +18,8 @@ _TOLERANCE = {torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 def get_weight_format(options: EngineConfig) -> str:
     """Return what weights become: fp32, bf16, fp16, int8 or int4."""
-    if options.quantize:
-        return options.quantize
+    if options.quantization:
+        return options.quantization
     if options.dtype != "auto":
         return options.dtype
     if options.device != "cpu":
@@ -27,13 +27,21 @@ def get_weight_format(options: EngineConfig) -> str:
     return "fp32" if cpu_kernels.unsupported_reason("bf16") else "bf16"
 
 
+def get_kv_cache_dtype(options: EngineConfig) -> str:
+    """Return what keys and values are stored as: fp32, bf16, fp16, int8 or fp8."""
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    weight_format = get_weight_format(options)
+    return weight_format if weight_format in ("fp32", "fp16") else "bf16"
+
+
 def get_activation_dtype(weight_format: str, options: EngineConfig) -> str:
-    """Return what activations are in beside weights in a form."""
+    """Return the dtype of activations for a weight format."""
     return "fp32" if weight_format == "fp32" else "fp16" if options.dtype == "fp16" else "bf16"
 
 
 def get_compute_dtype(weight_format: str, on_cpu: bool) -> torch.dtype:
-    """Return what plain operators compute in, for weights in a form."""
+    """Return what torch operators compute in, for a weight format."""
     if weight_format in ("int8", "int4") and on_cpu:
         return torch.float32
     return {"fp32": torch.float32, "fp16": torch.float16}.get(weight_format, torch.bfloat16)
@@ -41,7 +49,7 @@ def get_compute_dtype(weight_format: str, on_cpu: bool) -> torch.dtype:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Have a live model in eval mode for a block, and each of its modules as it was behind it."""
+    """Have a live model in eval mode for a block, and each of its modules as it was after it."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -53,7 +61,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def check_logits_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, is_moe: bool = False) -> None:
-    """Raise Unsupported unless what a description gives is what the model in ``dtype`` gave.
+    """Raise UnsupportedModelError unless a description gives the logits that the model in ``dtype`` gave.
 
     ``is_moe``: its tokens go to some of many experts.
     """

@@ -10,7 +10,7 @@ The invariants:
 
 - What a request generates depends on its prompt, its parameters and its seed, never on what else runs.
 - An engine belongs to one thread: no method may be called while another is running.
-- Whoever adds a request hears of its end from ``step``, whatever happens, unless he aborted it.
+- ``step`` reports the end of every request that was added, whatever happens, unless it was aborted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -44,7 +45,7 @@ class StructuredOutput:
     def __post_init__(self) -> None:
         set_fields = [x for x in (self.json_schema, self.regex, self.choices) if x is not None]
         if len(set_fields) != 1:
-            raise ValueError("a Structure needs exactly one of json_schema, regex, choices")
+            raise ValueError("a StructuredOutput needs exactly one of json_schema, regex, choices")
         if self.choices is not None and not self.choices:
             raise ValueError("choices is empty: name at least one text")
 
@@ -158,6 +159,16 @@ _FIELD_RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+def to_token_ids(prompt: Any) -> list[int]:
+    """Return a prompt as numbers, whatever kind of them it is made of; ValueError where it is not."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise ValueError(
+            f"the prompt must be token ids, whole numbers ({error}): encode text by the tokenizer first"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt, as token ids, and what to make of it."""
@@ -240,7 +251,7 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     draft_tokens: int = 0
-    """Tokens that were computed as guesses (``speculate``)."""
+    """Tokens that were computed as drafts (speculative decoding)."""
     accepted_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     """Sequences that ended, by finish reason."""
@@ -269,106 +280,6 @@ class ModelMetadata:
     pad_token_id: int | None = None
     adapters: tuple[str, ...] = ()
     """LoRA adapters that requests may name."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How to load and run a model; the defaults suit a server.
-
-    ``thalweg.infer.load_engine(model, options=EngineConfig(), tokenizer=None) -> EngineCore`` takes them
-    together with the directory of a Hugging Face model, or a live one.
-    """
-
-    dtype: str = "auto"
-    """``fp32``, ``bf16``, ``fp16``; ``auto``: bf16 where the processor multiplies it, else fp32."""
-    quantize: str | None = None
-    """``int8`` or ``int4``: weights of linear layers, packed at load."""
-    max_length: int | None = None
-    """Prompt and output together; by default what the model was made for."""
-    kv_memory: int | None = None
-    """Bytes for the KV cache; by default room for ``max_batch`` sequences, within half of the free memory."""
-    block_size: int = 16
-    """Tokens in a KV block."""
-    kv_cache_dtype: str = "auto"
-    """What keys and values are kept as: ``auto`` (fp32 beside fp32 weights, else bf16), ``fp32``, ``bf16``,
-    ``int8`` (a scale for each position and head; half the bytes of bf16), ``fp8`` (e4m3, without the native
-    kernels)."""
-    max_batch: int = 64
-    """Sequences that run together; with ``stream``, 0 leaves it to the plan: as many as cost nothing more."""
-    max_step_tokens: int = 512
-    """Tokens of one step: decoding ones and pieces of prompts together (Dynamic SplitFuse)."""
-    prefix_cache: bool = True
-    speculate: int = 0
-    """Tokens to guess at most in a step, for each sequence, from what it has said: the same output in fewer
-    steps where it repeats itself or its prompt; 0 for none."""
-    draft: str | None = None
-    """Directory of a smaller model with the same vocabulary, which guesses instead: ``speculate`` tokens in a
-    step, 4 unless given."""
-    batch_invariant: bool = False
-    """A request's logits are the same, bit for bit, whatever runs beside it.  The native kernels always give
-    this, at no cost; other runners then compute every token alone, which is slow."""
-    device: str = "cpu"
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """Directories of LoRA adapters (peft's format) by the names under which requests ask for them."""
-    trust_remote_code: bool = False
-    stream: str | None = None
-    """Weights larger than memory stay in a file and pass by layer by layer (ZeRO-Inference): ``cpu`` reads
-    them where the page cache has them, ``nvme`` from the disk into buffers, past the page cache."""
-    stream_folder: str | None = None
-    """Where the packed weights are kept, to be found again; by default in the user's cache directory."""
-    stream_memory: int | None = None
-    """Bytes of weights in memory at a time with ``nvme``; by default a quarter of what is free."""
-    pooling: str = "auto"
-    """How an encoder's states become a vector: ``mean``, ``cls``; ``auto``: as its folder says, or mean."""
-    normalize: bool | None = None
-    """Whether an encoder's vectors have length 1; None: as its directory says, or not."""
-
-    tensor_parallel: int = 1
-    """Processes of one host that share each layer's work (heads, inner units, experts' inner units,
-    vocabulary).  ``kv_memory`` is then each one's."""
-    pipeline_parallel: int = 1
-    """Stages: processes (or teams of ``tensor_parallel``) of one host that have some of the layers each."""
-    expert_parallel: int = 1
-    """Processes among which a layer's experts are dealt out whole, instead of parts of each; those of
-    ``tensor_parallel`` where that is as large, or more, of which some then have experts alone."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "fp32", "bf16", "fp16"):
-            raise ValueError(f"dtype is {self.dtype!r}; it must be auto, fp32, bf16 or fp16")
-        if self.quantize not in (None, "int8", "int4"):
-            raise ValueError(f"quantize is {self.quantize!r}; it must be int8, int4 or None")
-        if self.kv_cache_dtype not in ("auto", "fp32", "bf16", "int8", "fp8"):
-            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto, fp32, bf16, int8 or fp8")
-        if self.pooling not in ("auto", "mean", "cls"):
-            raise ValueError(f"pooling is {self.pooling!r}; it must be mean, cls or auto")
-        if self.speculate < 0:
-            raise ValueError(f"speculate is {self.speculate}; it must be at least 0")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length is {self.max_length}; prompt and answer need 2 tokens at least")
-        self._check_parallel_degrees()
-        if self.stream not in (None, "cpu", "nvme"):
-            raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
-        for name in ("block_size", "max_batch", "max_step_tokens"):
-            if getattr(self, name) < (0 if name == "max_batch" and self.stream else 1):
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-
-    def _check_parallel_degrees(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-            if getattr(self, name) > 1 and self.stream:
-                raise ValueError(f"stream and {name} do not go together: choose one of them")
-        small, large = sorted((self.tensor_parallel, self.expert_parallel))
-        if large % small:
-            raise ValueError(
-                f"expert_parallel is {self.expert_parallel} and tensor_parallel {self.tensor_parallel};"
-                " one must divide the other"
-            )
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that run one model."""
-        return self.pipeline_parallel * max(self.tensor_parallel, self.expert_parallel)
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
-"""The KV cache's blocks: who holds which, and which hold a prefix that somebody may want again.
+"""The KV cache's blocks: which are in use, and which hold a prefix that may be used again.
 
-A block is held by some sequences (a count), or free; a free block may still hold a full block of a prefix,
-and stays findable until it is needed for something else, the one that was used longest ago first.
+A block is held by some sequences (a reference count), or free; a free block may still hold a full block of a
+prefix, which can be found until the block is evicted, the least recently used first.
 
 A prefix is found block by block: the key of a block is the identity of the block before it and its own
 tokens, compared exactly, never by a hash alone; the first block's predecessor is the request's salt.
@@ -16,7 +16,7 @@ BlockKey = tuple[Hashable, tuple[int, ...]]
 
 
 class BlockPool:
-    """``num_blocks`` blocks of ``size`` tokens."""
+    """``num_blocks`` blocks of ``block_size`` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
@@ -53,7 +53,7 @@ class BlockPool:
         return block
 
     def incref(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that :meth:`match` found."""
+        """Hold blocks that :meth:`find_prefix` returned."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._evictable[block]
@@ -63,7 +63,7 @@ class BlockPool:
         """Let go of a sequence's blocks; the last ones are the first to be reused."""
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
-            assert self._ref_counts[block] >= 0, f"block {block} was released more often than taken"
+            assert self._ref_counts[block] >= 0, f"block {block} was released more often than allocated"
             if self._ref_counts[block] == 0:
                 if block in self._key_by_block:
                     self._evictable[block] = None
@@ -75,8 +75,8 @@ class BlockPool:
     ) -> tuple[list[int], int]:
         """Return the blocks that hold a prefix of ``tokens``, and how many of them nobody holds.
 
-        At least one token is left over, as there must be something to compute.  ``whole``: all of them or
-        none, the last block maybe not full.
+        At least one token is left over, as there must be something to compute.  ``require_full``: all of them
+        or none, the last block maybe not full.
         """
         blocks: list[int] = []
         num_evictable, parent = 0, root_key
@@ -94,7 +94,7 @@ class BlockPool:
         return blocks, num_evictable
 
     def cache_block(self, block: int, parent: Hashable, tokens: Sequence[int]) -> Hashable:
-        """Note that a held block is full of these tokens; returns the identity that the next one follows."""
+        """Record that a held block is full of these tokens; returns the identity that the next one follows."""
         if not self.prefix_caching:
             return None
         key = (parent, tuple(tokens))

@@ -18,8 +18,8 @@ class IncrementalDetokenizer:
     and decoders put one U+FFFD in the place of each or of all: those before the last three stand for bytes
     that never become a character, and go out.
 
-    ``before``: what the output continues.  Its last tokens are decoded with the first ones of the output, as
-    many tokenizers drop the space in front of what they decode first.
+    ``prompt_tokens``: what the output continues.  Its last tokens are decoded with the first ones of the output,
+    as many tokenizers drop the space in front of what they decode first.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class IncrementalDetokenizer:
                 self._tokens = []  # an incomplete character stays the prompt's
         except (IndexError, TypeError, ValueError):  # tokens that the model has and the tokenizer has not
             self._tokens = []
-        self._prefix_offset = self._num_sent_chars = 0  # ``_sent``: characters that went out after ``_read``
+        self._prefix_offset = self._num_sent_chars = 0  # characters sent after ``_read_offset``
         self._read_offset = len(self._tokens)
         self._pending = ""
 
     def append(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """Take a token; return new text and, where one has been reached, the stop string.
 
-        ``look``: whether stop strings count yet (they do not before ``min_tokens``).
+        ``check_stop``: whether stop strings count yet (they do not before ``min_tokens``).
         """
         self._tokens.append(token)
         self._pending += self._decode_new()
@@ -95,11 +95,11 @@ class IncrementalDetokenizer:
         return decoded[num_known_chars:]
 
     def _advance_window(self, decoded: str) -> str:
-        """Let the window begin later, at a token that no character reaches into; return what that settles."""
+        """Let the window begin later, at a token that no character reaches into; return the text before it."""
         end = len(self._tokens) - _MAX_INCOMPLETE
         for split in range(end, end - _MAX_INCOMPLETE, -1):
             prefix = self._decode(self._tokens[self._prefix_offset : split])
-            if not decoded.startswith(prefix):  # ``cut`` is within a character
+            if not decoded.startswith(prefix):  # ``split`` is within a character
                 continue
             num_sent = len(self._decode(self._tokens[self._prefix_offset : self._read_offset])) + self._num_sent_chars
             self._prefix_offset, self._read_offset, self._num_sent_chars = (

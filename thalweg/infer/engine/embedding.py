@@ -1,4 +1,4 @@
-"""Models that only listen: texts in, one vector each.
+"""Encoder models: texts in, one vector each.
 
 Sequences are computed together, as many as fit, none of them padded; a vector is the mean of its tokens' last
 states, or the first one (``cls``), as the directory of a sentence encoder says, of length 1 where it says so.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.infer.models.spec import EncoderSpec
-from thalweg.infer.precision import eval_mode
-from thalweg.infer.runners.base import EncoderInput, to_token_ids
-from thalweg.infer.runners.torch_layers import LinearFactory, TorchLayers
-from thalweg.infer.types import EngineConfig, EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.runners.base import EncoderInput
+from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, to_token_ids
 
 MAX_NUM_SEQS = 64  # sequences at a time
 
@@ -91,58 +88,6 @@ def _pooling_mode(config: dict[str, Any]) -> str:
     return known[modes[0]]
 
 
-class TorchEncoder(TorchLayers):
-    """Runs a described encoder in plain operators."""
-
-    def __init__(
-        self,
-        encoder: EncoderSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_length: int,
-        max_num_batched_tokens: int,
-        make_linear: LinearFactory | None = None,
-    ) -> None:
-        super().__init__(dtype, device, max_length=max_length, make_linear=make_linear)
-        self._encoder, self.max_num_batched_tokens = encoder, max_num_batched_tokens
-
-    @torch.inference_mode()
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Return the last states."""
-        return torch.cat([self.encode_sequence(self._encoder, source.tokens).float() for source in inputs])
-
-    def close(self) -> None:
-        """Drop the weights."""
-        self.free()
-
-
-class TransformersEncoder:
-    """Runs a live model by its own code, one sequence at a time."""
-
-    def __init__(self, model: Any, *, max_num_batched_tokens: int) -> None:
-        self._model, self.max_num_batched_tokens = model, max_num_batched_tokens
-
-    @torch.inference_mode()
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Return the last states."""
-        return torch.cat([compute_hidden_states(self._model, source.tokens) for source in inputs])
-
-    def close(self) -> None:
-        """Drop the model."""
-        self._model = None
-
-
-@torch.inference_mode()
-def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
-    """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
-    encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
-    ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
-    with eval_mode(encoder):
-        out = encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
-    return out.last_hidden_state[0].float()
-
-
 class EmbeddingEngine:
     """An :class:`~thalweg.infer.types.EngineCore` that embeds and generates nothing."""
 
@@ -158,7 +103,7 @@ class EmbeddingEngine:
         rows: list[Tensor] = []
         batch: list[EncoderInput] = []
         for prompt in prompts:
-            tokens = sum(len(source.tokens) for source in batch) + len(prompt)
+            tokens = sum(len(x.tokens) for x in batch) + len(prompt)
             if batch and (tokens > self.runner.max_num_batched_tokens or len(batch) == MAX_NUM_SEQS):
                 rows += self._embed_batch(batch)
                 batch = []
@@ -170,7 +115,7 @@ class EmbeddingEngine:
         if not inputs:
             return []
         self._counters["steps"] += 1
-        lengths = [len(source.tokens) for source in inputs]
+        lengths = [len(x.tokens) for x in inputs]
         self._counters["prompt"] += sum(lengths)
         return [self.pooling(states) for states in self.runner.run(inputs).split(lengths)]
 
@@ -196,11 +141,6 @@ class EmbeddingEngine:
     def has_work(self) -> bool:
         """Nothing is ever queued."""
         return False
-
-    @property
-    def unfinished_requests(self) -> AbstractSet[str]:
-        """Nothing is ever queued."""
-        return frozenset()
 
     def stats(self) -> EngineStats:
         """Return the counters."""

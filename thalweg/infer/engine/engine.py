@@ -1,16 +1,15 @@
 """The engine: requests in, tokens out.
 
-The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``blocks.py``), a runner
-(``use_cpu_kernels.py``, ``eager.py``, ``foreign.py``) computes their logits, ``sampler.py`` turns these into tokens,
-and the engine tells each sequence's caller.  :meth:`Engine.step` is just that, in this order.
+The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``block_pool.py``), a runner
+(``runners/``) computes their logits, ``sampler.py`` turns these into tokens, and the engine returns them as
+request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +19,28 @@ from torch import Tensor
 from thalweg.infer.engine.block_pool import BlockPool
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
-from thalweg.infer.engine.scheduler import Scheduler, SchedulerOutput
-from thalweg.infer.engine.sequence import Sequence
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, to_token_ids
-from thalweg.infer.spec_decode.ngram import NgramProposer, Proposer
-from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput
+from thalweg.infer.engine.scheduler import Proposer, Scheduler, SchedulerOutput, Sequence
+from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.spec_decode.ngram import NgramProposer
+from thalweg.infer.types import (
+    EngineStats,
+    FinishReason,
+    ModelMetadata,
+    Request,
+    RequestOutput,
+    TokenLogprob,
+    to_token_ids,
+)
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
 
 
 class LLMEngine:
     """An :class:`~thalweg.infer.types.EngineCore` around a runner.
 
-    ``start``: what a model that listens begins to speak with.  ``speculate``: guesses in a step for each
-    sequence, by ``proposer``, or looked up in what it has said.
+    ``decoder_start_ids``: the first decoder tokens of an encoder-decoder model.  ``num_speculative_tokens``:
+    draft tokens in a step for each sequence, from ``proposer``, by default prompt lookup (:class:`NgramProposer`).
     """
 
     def __init__(
@@ -52,8 +61,8 @@ class LLMEngine:
         self._proposer = proposer or NgramProposer()
         self._block_pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache)
         self._scheduler = Scheduler(
-            runner,
             self._block_pool,
+            runner.free_slot,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_speculative_tokens=num_speculative_tokens,
@@ -66,16 +75,31 @@ class LLMEngine:
         self._num_arrivals = 0
         self._counters: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        self._kept_outputs: list[RequestOutput] = []
 
     def step(self) -> list[RequestOutput]:
-        """Run the model once and return what every sequence got."""
+        """Run the model once and return what every sequence got, and what :meth:`run_requests` has kept for us."""
+        kept, self._kept_outputs = self._kept_outputs, []
+        return kept + self._run_step()
+
+    def run_requests(self, request_ids: Iterable[str]) -> Iterator[RequestOutput]:
+        """Run steps until these requests have ended, and yield their outputs.
+
+        Outputs of other requests are kept for the next :meth:`step`.
+        """
+        wanted = set(request_ids)
+        while wanted & self._requests.keys():
+            own: list[RequestOutput] = []
+            for output in self._run_step():
+                (own if output.request_id in wanted else self._kept_outputs).append(output)
+            yield from own
+
+    def _run_step(self) -> list[RequestOutput]:
         scheduler_output = self._scheduler.schedule()
         if scheduler_output is None:
             return []
-        if scheduler_output.encoder_sequences:
-            self.runner.run_encoder(
-                [EncoderInput(s.slot, s.encoder_prompt) for s in scheduler_output.encoder_sequences]
-            )
+        if scheduler_output.encoder_inputs:
+            self.runner.run_encoder(scheduler_output.encoder_inputs)
         logits = self.runner.run(scheduler_output.model_input)
         self._scheduler.commit(scheduler_output)
         return self._process_outputs(scheduler_output, logits)
@@ -104,11 +128,12 @@ class LLMEngine:
                 decoder_start_ids=self.decoder_start_ids,
             )
             sequence.prefix_owner = sequences[0] if sequences else None
-            sequence.grammar = None if grammar is None else grammar.start(stop_ids)
+            sequence.grammar = None if grammar is None else grammar.new_state(stop_ids)
             if self.tokenizer is not None:
                 sequence.detokenizer = IncrementalDetokenizer(
                     self.tokenizer, params.stop, include_stop=params.include_stop,
-                    skip_special_tokens=params.skip_special_tokens, prompt_tokens=() if self.decoder_start_ids else request.prompt,
+                    skip_special_tokens=params.skip_special_tokens,
+                    prompt_tokens=() if self.decoder_start_ids else request.prompt,
                 )  # fmt: skip
             sequences.append(sequence)
         self._requests[request.request_id] = list(sequences)
@@ -116,9 +141,9 @@ class LLMEngine:
             self._scheduler.add(sequence)
 
     def get_prepare_fn(self, request: Request) -> Callable[[], object] | None:
-        """Return what would take long in :meth:`add`, for another thread to call beforehand, amid steps.
+        """Return the slow part of :meth:`add`, for another thread to call first while steps go on.
 
-        None where there is no such thing.  It raises ValueError where ``add`` would for the same cause.
+        None where nothing is slow.  It raises ValueError where ``add`` would for the same cause.
         """
         structure, compiler = request.params.structure, self._grammar_compiler
         if structure is None or compiler is None or structure in compiler:
@@ -138,7 +163,7 @@ class LLMEngine:
             raise ValueError(f"logit_bias or stop_token_ids name tokens outside of 0 to {self.metadata.vocab_size - 1}")
         self._check_length(request)
         if self.decoder_start_ids and params.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: this model listens to its prompt and does not score it")
+            raise ValueError("prompt_logprobs: an encoder-decoder model encodes its prompt and does not score it")
         if request.adapter is not None and request.adapter not in self.metadata.adapters:
             known = ", ".join(self.metadata.adapters) or "none"
             raise ValueError(f"there is no adapter {request.adapter!r}: the engine holds {known}")
@@ -156,10 +181,12 @@ class LLMEngine:
         capacity = self._kv_token_capacity(request)
         if capacity <= (len(self.decoder_start_ids) or length):
             total = self._block_pool.num_blocks * self._block_pool.block_size
-            raise ValueError(f"the prompt has {length} tokens and the KV cache room for {total}: give kv_memory more")
+            raise ValueError(
+                f"the prompt has {length} tokens and the KV cache room for {total}: give kv_cache_bytes more"
+            )
 
     def _kv_token_capacity(self, request: Request) -> int:
-        """Return how many tokens the KV cache holds of a request that runs alone, sources not counted."""
+        """Return how many tokens the KV cache holds of a request that runs alone, without its encoder blocks."""
         num_encoder_blocks = -(-len(request.prompt) // self._block_pool.block_size) if self.decoder_start_ids else 0
         return (self._block_pool.num_blocks - num_encoder_blocks) * self._block_pool.block_size
 
@@ -169,90 +196,94 @@ class LLMEngine:
             self._scheduler.remove(sequence)
             sequence.done = True
             self._finished["abort"] += 1
+        self._kept_outputs = [x for x in self._kept_outputs if x.request_id != request_id]
 
     def has_work(self) -> bool:
-        """Whether a request is queued or running."""
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        """Whether a request is queued or running, or an output has not been returned."""
+        return bool(self._scheduler.running or self._scheduler.waiting or self._kept_outputs)
 
     @property
     def failure(self) -> str:
-        """Why no step can succeed any more: a rank of the engine is gone.  May be asked by any thread."""
-        return getattr(self.runner, "lost", "")
-
-    @property
-    def unfinished_requests(self) -> AbstractSet[str]:
-        """Names of the requests that have not ended."""
-        return self._requests.keys()
-
-    def _score_prompts(self, scheduler_output: SchedulerOutput, logits: Tensor) -> int:
-        """Score prompts by the rows at the front of the logits; returns how many these are."""
-        row = 0
-        for sequence, start, count in scheduler_output.prompt_scoring:
-            if not sequence.prompt_logprobs:
-                sequence.prompt_logprobs.append(None)
-            for offset in range(count):
-                token = sequence.tokens[start + offset + 1]
-                num_top = sequence.params.prompt_logprobs or 0
-                sequence.prompt_logprobs.append(token_logprob(logits[row + offset], token, num_top))
-            row += count
-        return row
+        """Why no step can succeed any more (a worker is gone), or an empty text.  Any thread may read it."""
+        return getattr(self.runner, "failure", "")
 
     def _process_outputs(self, scheduler_output: SchedulerOutput, logits: Tensor) -> list[RequestOutput]:
+        """Score prompts and sample tokens, each sequence for itself: one that fails ends, the others go on."""
         self._counters["steps"] += 1
         outputs: list[RequestOutput] = []
-        row = self._score_prompts(scheduler_output, logits)
+        row = 0
+        for sequence, start, count in scheduler_output.prompt_scoring:
+            try:
+                _score_prompt(sequence, start, logits[row : row + count])
+            except BaseException as error:
+                self._fail_sequence(sequence, error, outputs)
+            row += count
         if not scheduler_output.sampled:
             return outputs
         tokens, values = self.runner.argmax() or argmax(logits)
         for index, sequence in enumerate(scheduler_output.sampled):
             draft_tokens = scheduler_output.draft_tokens.get(index, ())
-            for number in range(1 + len(draft_tokens)):
-                logit_row = row + number
-                sampled = sample_token(logits[logit_row], tokens[logit_row], values[logit_row], sequence)
-                outputs.append(self._append_token(sequence, sampled))
-                accepted = number < len(draft_tokens) and outputs[-1].token_ids == (draft_tokens[number],)
-                if not accepted or sequence.done:
-                    break
-                sequence.num_computed_tokens += 1  # the guess was computed as what it turned out to be
-            if draft_tokens:
-                sequence.draft_budget = number + 1
-                self._counters["guessed"] += len(draft_tokens)
-                self._counters["right"] += number
+            if not sequence.done:  # else its prompt could not be scored
+                try:
+                    self._sample(sequence, draft_tokens, logits, row, tokens, values, outputs)
+                except BaseException as error:
+                    self._fail_sequence(sequence, error, outputs)
             row += 1 + len(draft_tokens)
         return outputs
 
+    def _sample(
+        self,
+        sequence: Sequence,
+        draft_tokens: AbstractSequence[int],
+        logits: Tensor,
+        row: int,
+        tokens: list[int],
+        values: list[float],
+        outputs: list[RequestOutput],
+    ) -> None:
+        """Append a sequence's next token, and those after it as long as the draft tokens are what is sampled."""
+        number = 0
+        while True:
+            sampled = sample_token(logits, row + number, tokens[row + number], values[row + number], sequence)
+            outputs.append(self._append_token(sequence, sampled))
+            accepted = number < len(draft_tokens) and sampled.token == draft_tokens[number] and not sampled.error
+            if not accepted or sequence.done:
+                break
+            number += 1
+            sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
+        if draft_tokens:
+            sequence.draft_budget = number + 1
+            self._counters["draft"] += len(draft_tokens)
+            self._counters["accepted"] += number
+
+    def _fail_sequence(self, sequence: Sequence, error: BaseException, outputs: list[RequestOutput]) -> None:
+        """End one sequence with ``finish_reason`` ``error``; the engine goes on, but for a Ctrl-C or an exit.
+
+        A panic of compiled code (a grammar's, say) is no Exception, and a failure of one request all the same.
+        """
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        log.error("request %s failed", sequence.request.request_id, exc_info=error)
+        if not sequence.done:
+            self._finish_sequence(sequence, "error")
+            outputs.append(_make_output(sequence, reason="error", error=f"{type(error).__name__}: {error}"))
+
     def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
-        """Append a token to its sequence, end the sequence where it must, and say so."""
+        """Append a token to its sequence, end the sequence where it must, and return the output."""
         if sequence.num_generated_tokens == 0:
             self._counters["prompt"] += sequence.num_prompt_tokens
             self._counters["cached"] += sequence.num_cached_tokens
-        reason: FinishReason | None = "error" if sampled.error else None
-        text, stop, tokens = "", None, ()
-        if reason is None:
-            token = sampled.token
-            sequence.tokens.append(token)
-            self._counters["generated"] += 1
-            tokens = (token,)
-            reason, stop, text = self._check_stop(sequence, token)
+        if sampled.error:
+            self._finish_sequence(sequence, "error")
+            output = _make_output(sequence, reason="error", error=sampled.error)
+            return replace(output, invalid_request=sampled.invalid_request)
+        sequence.tokens.append(sampled.token)
+        self._counters["generated"] += 1
+        reason, stop, text = self._check_stop(sequence, sampled.token)
         if reason is not None:
             self._finish_sequence(sequence, reason)
-        already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
-        sequence.sent_prompt_logprobs = True
-        return RequestOutput(
-            sequence.request.request_id,
-            sequence.index,
-            token_ids=tokens,
-            text=text,
-            logprobs=None if sampled.logprob is None else (sampled.logprob,),
-            prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
-            finish_reason=reason,
-            stop_reason=stop,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_generated_tokens=sequence.num_generated_tokens,
-            error=sampled.error,
-            invalid_request=sampled.invalid_request,
-        )
+        logprobs = None if sampled.logprob is None else (sampled.logprob,)
+        return _make_output(sequence, (sampled.token,), text, logprobs, reason, stop)
 
     def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:
         """Return why the sequence ends with this token, if it does, what stopped it, and the new text."""
@@ -260,7 +291,7 @@ class LLMEngine:
         text, stop = "", None
         if sequence.detokenizer is not None and (not is_stop_token or sequence.params.include_stop):
             text, stop = sequence.detokenizer.append(
-                token, look=sequence.num_generated_tokens >= sequence.params.min_tokens
+                token, check_stop=sequence.num_generated_tokens >= sequence.params.min_tokens
             )
         reason: FinishReason | None = None
         if stop is not None:
@@ -272,7 +303,7 @@ class LLMEngine:
         elif sequence.grammar is not None and sequence.grammar.finished:
             reason = "stop"
         if reason is not None and sequence.detokenizer is not None:
-            text += sequence.detokenizer.finish()
+            text += sequence.detokenizer.flush()
         return reason, token if is_stop_token else None, text
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -298,8 +329,8 @@ class LLMEngine:
             cached_tokens=self._counters["cached"],
             generated_tokens=self._counters["generated"],
             preemptions=s.num_preemptions,
-            draft_tokens=self._counters["guessed"],
-            accepted_tokens=self._counters["right"],
+            draft_tokens=self._counters["draft"],
+            accepted_tokens=self._counters["accepted"],
             finished=dict(self._finished),
         )
 
@@ -309,21 +340,20 @@ class LLMEngine:
 
     def _embed(self, tokens: list[int]) -> Tensor:
         if self.decoder_start_ids:
-            raise ValueError("this model has no embeddings: it listens and speaks")
+            raise ValueError("this model has no embeddings: it is an encoder-decoder model")
         self._check_request(Request("", tokens))
         pool, scheduler = self._block_pool, self._scheduler
         num_blocks = -(-len(tokens) // pool.block_size)
-        if num_blocks > pool.num_free or len(scheduler.running) >= len(self.runner.block_tables):
+        if num_blocks > pool.num_free or len(scheduler.running) >= self.runner.num_slots:
             raise ValueError("the KV cache is full of running requests: embed when fewer run")
         blocks = [pool.allocate() for _ in range(num_blocks)]
         slot = scheduler.acquire_slot()
-        self.runner.lora_ids[slot] = -1
         try:
-            self.runner.block_tables[slot, :num_blocks] = blocks
             total: Any = 0
             for start in range(0, len(tokens), self._max_num_batched_tokens):
                 chunk = tokens[start : start + self._max_num_batched_tokens]
-                states = self.runner.hidden_states(ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], []))
+                batch = ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], [], [blocks])
+                states = self.runner.hidden_states(batch)
                 total = total + states.sum(0)
             return total / len(tokens)
         finally:
@@ -334,5 +364,43 @@ class LLMEngine:
         """Drop everything that is queued, and free the weights and the cache."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._kept_outputs = []
         self._proposer.close()
         self.runner.close()
+
+
+def _score_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:
+    """Add the log-probabilities of the prompt's tokens from ``start`` + 1 on, one for each row of logits."""
+    if not sequence.prompt_logprobs:
+        sequence.prompt_logprobs.append(None)
+    num_top = sequence.params.prompt_logprobs or 0
+    for offset, row in enumerate(logits):
+        sequence.prompt_logprobs.append(token_logprob(row, sequence.tokens[start + offset + 1], num_top))
+
+
+def _make_output(
+    sequence: Sequence,
+    token_ids: tuple[int, ...] = (),
+    text: str = "",
+    logprobs: tuple[TokenLogprob, ...] | None = None,
+    reason: FinishReason | None = None,
+    stop: int | str | None = None,
+    error: str | None = None,
+) -> RequestOutput:
+    """Return an output of a sequence; its first one has the scores of the prompt."""
+    already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
+    sequence.sent_prompt_logprobs = True
+    return RequestOutput(
+        sequence.request.request_id,
+        sequence.index,
+        token_ids=token_ids,
+        text=text,
+        logprobs=logprobs,
+        prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
+        finish_reason=reason,
+        stop_reason=stop,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_generated_tokens=sequence.num_generated_tokens,
+        error=error,
+    )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.types import SamplingParams, TokenLogprob
 
@@ -26,7 +26,7 @@ _MIN_TEMPERATURE = 1e-6  # what is nearer to 0 is no warmer, and logits divided 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """The chosen token; ``error`` where the model's output was not finite or its structure is beyond us."""
+    """The chosen token; ``error`` where the logits are not finite or the grammar fails."""
 
     token: int
     logprob: TokenLogprob | None = None
@@ -44,18 +44,19 @@ def argmax(logits: Tensor) -> ArgmaxResult:
     return tokens.tolist(), values.tolist()
 
 
-def sample_token(row: Tensor, token: int, max_logit: float, sequence: Sequence) -> SampledToken:
-    """Choose a sequence's next token from fp32 logits (vocab,), whose largest is ``value``, at ``token``."""
+def sample_token(logits: Tensor, row: int, token: int, max_logit: float, sequence: Sequence) -> SampledToken:
+    """Choose a sequence's next token from a row of fp32 logits (rows, vocab), whose largest, ``max_logit``, is
+    ``token``'s."""
     params = sequence.params
     if not math.isfinite(max_logit):
         return SampledToken(0, error="the model's output was not a finite number")
     try:
         if not _is_plain_greedy(sequence):
-            token = _draw(_process_logits(row, sequence), sequence)
+            token = _draw(_process_logits(logits[row], sequence), sequence)
         _update_state(sequence, token)
     except GrammarError as error:
         return SampledToken(0, error=str(error), invalid_request=True)
-    return SampledToken(token, None if params.logprobs is None else token_logprob(row, token, params.logprobs))
+    return SampledToken(token, None if params.logprobs is None else token_logprob(logits[row], token, params.logprobs))
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
@@ -85,7 +86,7 @@ def _process_logits(row: Tensor, sequence: Sequence) -> Tensor:
     for token, bias in p.logit_bias.items():
         row[token] += bias
     if sequence.grammar is not None:
-        sequence.grammar.mask(row)
+        sequence.grammar.apply_mask(row)
     if sequence.num_generated_tokens < p.min_tokens and sequence.stop_ids:
         without_stops = row.clone()
         without_stops[list(sequence.stop_ids)] = -math.inf
@@ -145,22 +146,22 @@ def _filter_top(row: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def sample_draft_token(row: Tensor, sequence: Sequence, num_ahead: int) -> int:
-    """Draw from other logits (vocab,) what this sequence may draw ``ahead`` tokens from now; a guess.
+    """Draw from a draft model's logits (vocab,) the token ``num_ahead`` after the sequence's next.
 
-    Penalties, biases and structure are left out: they would need the guesses before it.
+    Penalties, biases and grammar are left out: they would need the draft tokens before it.
     """
     return _draw(row, sequence, num_ahead)
 
 
 def seeded_uniform(sequence: Sequence, num_ahead: int = 0) -> float:
-    """Return the number in [0, 1) that this sequence's draw ``ahead`` tokens from now uses."""
+    """Return the number in [0, 1) that this sequence's draw ``num_ahead`` tokens from now uses."""
     low = sequence.seed & (2**64 - 1)
     packed = struct.pack("<QQQ", low, sequence.index, sequence.num_generated_tokens + num_ahead)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little") / 2**56
 
 
 def token_logprob(row: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a token's log-probability under raw logits (vocab,), and the ``count`` most likely ones."""
+    """Return a token's log-probability under raw logits (vocab,), and the ``num_top`` most likely ones."""
     logprobs = row.float().log_softmax(dim=0)
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

@@ -1,53 +1,169 @@
-"""Who takes part in the next step, with how many tokens, in which blocks.
+"""Which sequences run in the next step, with how many tokens, in which blocks.
 
-Phases of :meth:`Scheduler.plan`: every decoding sequence gets its one token, growing by a block where it
-must; prompts under way get pieces of what is left of the step's budget (Dynamic SplitFuse, Holmes et al.
-2024); then waiting sequences are admitted while budget, slots and blocks last.  Where the model listens, a
-sequence's source is computed in the step that admits it, whole, unless its blocks are found.
+Phases of :meth:`Scheduler.schedule`: every decoding sequence gets its one token, and a new block where it needs
+one; started prompts get chunks of what is left of the step's budget (Dynamic SplitFuse, Holmes et al. 2024);
+then waiting sequences are admitted while budget, slots and blocks last.  The encoder prompt of an
+encoder-decoder model is computed whole, in the step that admits its sequence, unless its blocks are cached.
 
-Invariants: a sequence is admitted only when the blocks of everything it has to compute are there, and are its
-own from then on, so a prompt under way never stops halfway; only decoding can run out of blocks.  It then
-takes those of the sequence that ranks last, which goes back to the queue and is computed again later (most of
-it from the prefix cache).  The sequence that ranks first is never put back for another, so something always
+Invariants: a sequence is admitted only when there are blocks for everything it has to compute, and it holds
+them from then on, so a started prompt never stops halfway; only decoding can run out of blocks.  It then
+preempts the sequence of the lowest priority, which goes back to the queue and is computed again later (most of
+it from the prefix cache).  The sequence of the highest priority is never preempted, so something always
 advances.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+import secrets
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from thalweg.infer.engine.block_pool import BlockPool
-from thalweg.infer.engine.sequence import Sequence
-from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
-from thalweg.infer.spec_decode.ngram import MAX_STEP_ROWS, Proposer
+from thalweg.infer.runners.base import EncoderInput, ModelInput, QuerySpan
+from thalweg.infer.types import Request, SamplingParams, TokenLogprob
+
+MAX_STEP_ROWS = 12  # of a step, draft tokens included: as many cost what one costs
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Sample ``index`` of a request.  ``tokens``: prompt (or decoder start) and output; the first
+    ``num_computed_tokens`` are in the cache."""
+
+    request: Request
+    index: int
+    arrival: int
+    max_length: int
+    """Length at which it ends."""
+    stop_ids: frozenset[int]
+    """Tokens that end it."""
+    decoder_start_ids: tuple[int, ...] = ()
+    """Of an encoder-decoder model: the first decoder tokens; the prompt is the ``encoder_prompt`` then."""
+    detokenizer: Any = None
+    """The :class:`.detokenizer.IncrementalDetokenizer` of its output, where the engine has a tokenizer."""
+    prefix_owner: Sequence | None = None
+    """The request's first sample, whose prompt this one waits for in order to share it."""
+    tokens: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    encoder_blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache when it was first admitted."""
+    admitted: bool = False
+    num_cached_blocks: int = 0
+    last_block_id: Hashable = None
+    """Identity of its last block in the prefix cache."""
+    seed: int = 0
+    context_mask: Tensor | None = None
+    """(vocab,) whether a token is in prompt or output; made when a penalty needs it."""
+    output_token_counts: Tensor | None = None
+    """(vocab,) how often a token was generated."""
+    grammar: Any = None
+    ngram_index: Any = None
+    """The :class:`~thalweg.infer.spec_decode.ngram.NgramIndex` of its tokens, with prompt lookup."""
+    num_draft_computed: int = 0
+    """Tokens that a draft model has in its cache."""
+    draft_budget: int = 1 << 30
+    """Draft tokens worth computing: one more than were accepted last time."""
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    sent_prompt_logprobs: bool = False
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.decoder_start_ids or self.request.prompt)
+        requested_seed = self.params.seed
+        self.seed = secrets.randbits(64) if requested_seed is None else requested_seed
+        self.last_block_id = self.prefix_root
+
+    @property
+    def params(self) -> SamplingParams:
+        """How to sample."""
+        return self.request.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def num_initial_tokens(self) -> int:
+        """Tokens that were there before the first generated one."""
+        return len(self.decoder_start_ids) or len(self.request.prompt)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_initial_tokens
+
+    @property
+    def encoder_prompt(self) -> AbstractSequence[int]:
+        """The tokens of the encoder; empty without one."""
+        return self.request.prompt if self.decoder_start_ids else ()
+
+    @property
+    def prefix_root(self) -> Hashable:
+        """What the first block's identity follows: prefixes are shared among equals only."""
+        return (self.request.cache_salt, self.request.adapter, tuple(self.encoder_prompt))
+
+    @property
+    def encoder_prefix_root(self) -> Hashable:
+        """The same for the encoder's blocks, which are shared whole or not at all."""
+        return ("source", self.prefix_root)
+
+    @property
+    def sort_key(self) -> tuple[int, int, int]:
+        """Lower goes first."""
+        return (self.request.priority, self.arrival, self.index)
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens for decoding sequences; wrong ones cost time alone."""
+
+    def num_proposals(self, sequence: Sequence, limit: int) -> int:
+        """Return how many draft tokens there will be for a sequence, up to ``limit`` (at least 1)."""
+        ...
+
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return as many draft tokens as requested; the sequences hold blocks for them."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
 
 
 @dataclass
 class SchedulerOutput:
-    """A step: what to compute, and whose logits the rows are."""
+    """A step: what a runner computes (tokens, KV blocks, adapters), and whose logits the rows are."""
 
     model_input: ModelInput
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each span's sequence and its number of tokens, guesses not counted."""
+    """Each span's sequence and its number of tokens, draft tokens not counted."""
     sampled: list[Sequence] = field(default_factory=list)
-    """Sequences that get a token; their rows are the last ones of the logits, in order."""
+    """Sequences that get a token; theirs are the last rows of the logits, in order."""
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By place in ``sampled``: tokens that may follow, with a row each behind the sequence's own."""
+    """By index in ``sampled``: the draft tokens, each with a row after the sequence's own."""
     prompt_scoring: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
     encoder_sequences: list[Sequence] = field(default_factory=list)
-    """Sequences whose sources are to be computed before the step."""
+    """Sequences whose encoder prompts are computed before the step."""
+    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    """What is computed of them."""
 
 
 class Scheduler:
-    """Queue and running set of one engine."""
+    """Queue and running set of one engine; ``free_slot`` is called with each slot whose sequence has left it."""
 
     def __init__(
         self,
-        runner: ModelRunner,
         block_pool: BlockPool,
+        free_slot: Callable[[int], None],
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -56,11 +172,8 @@ class Scheduler:
         adapter_names: tuple[str, ...] = (),
     ) -> None:
         self._adapter_ids = {name: number for number, name in enumerate(adapter_names)}
-        self.block_pool, self._runner, self._num_speculative_tokens = (
-            block_pool,
-            runner,
-            num_speculative_tokens,
-        )
+        self.block_pool, self._free_slot = block_pool, free_slot
+        self._num_speculative_tokens = num_speculative_tokens
         self._proposer = proposer if num_speculative_tokens else None
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.running: list[Sequence] = []
@@ -81,12 +194,12 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def acquire_slot(self) -> int:
-        """Hand out a slot to somebody who computes by himself; there is one while not all are running."""
+        """Lend a slot to a caller that runs the model itself; one is free while not all run."""
         return self._free_slots.pop()
 
     def release_slot(self, slot: int) -> None:
-        """Take a borrowed slot back."""
-        self._runner.free_slot(slot)
+        """Take a lent slot back."""
+        self._free_slot(slot)
         self._free_slots.append(slot)
 
     def schedule(self) -> SchedulerOutput | None:
@@ -112,7 +225,7 @@ class Scheduler:
         return self._build_output(scheduled, budget, encoder_sequences) if scheduled else None
 
     def _allocate_decode(self, sequence: Sequence, scheduled: list[tuple[Sequence, int]]) -> bool:
-        """Make room for the sequence's next token; False when it had to be put back itself."""
+        """Make room for the sequence's next token; False when it was itself preempted."""
         num_blocks_needed = -(-len(sequence.tokens) // self.block_pool.block_size)
         while len(sequence.blocks) < num_blocks_needed:
             if not self.block_pool.num_free:
@@ -122,7 +235,7 @@ class Scheduler:
                 if victim is sequence:
                     return False
                 continue
-            self._append_blocks(sequence, [self.block_pool.allocate()])
+            sequence.blocks.append(self.block_pool.allocate())
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -134,8 +247,7 @@ class Scheduler:
     def _free_resources(self, sequence: Sequence) -> None:
         self.block_pool.release(sequence.blocks)
         self.block_pool.release(sequence.encoder_blocks)
-        self._runner.free_slot(sequence.slot)
-        self._free_slots.append(sequence.slot)
+        self.release_slot(sequence.slot)
         sequence.blocks, sequence.encoder_blocks, sequence.slot, sequence.num_computed_tokens = [], [], -1, 0
         sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = (
             0,
@@ -143,15 +255,10 @@ class Scheduler:
             0,
         )
 
-    def _append_blocks(self, sequence: Sequence, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._runner.block_tables[sequence.slot, len(sequence.blocks)] = block
-            sequence.blocks.append(block)
-
     def _admit(self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]) -> int:
         """Let waiting sequences in; returns what is left of the budget.
 
-        Sources have a budget of their own, which one that comes first may exceed.
+        Encoder prompts have a budget of their own, which the first of a step may exceed.
         """
         encoder_budget = self._max_num_batched_tokens
         while budget and self._free_slots and self.waiting:
@@ -167,26 +274,19 @@ class Scheduler:
                 return budget
             num_new_blocks = -(-len(sequence.tokens) // self.block_pool.block_size) - len(prefix_blocks)
             num_blocks_needed = num_new_blocks + num_new_encoder_blocks + num_evictable + num_encoder_evictable
-            # One block for each that will still grow, lest it be put back a moment later.
+            # One block for each that will still grow, or the new one would be preempted a moment later.
             num_growing = sum(len(s.blocks) * self.block_pool.block_size < s.max_length - 1 for s in self.running)
             if num_blocks_needed + num_growing > self.block_pool.num_free and self.running:
                 return budget
             assert num_blocks_needed <= self.block_pool.num_free, "the engine refuses what can never fit"
             self.waiting.remove(sequence)
             sequence.slot = self._free_slots.pop()
-            self._runner.lora_ids[sequence.slot] = self._adapter_ids.get(sequence.request.adapter or "", -1)
             self.block_pool.incref(prefix_blocks)
             self.block_pool.incref(encoder_blocks)
-            self._append_blocks(sequence, prefix_blocks)
-            self._append_blocks(sequence, (self.block_pool.allocate() for _ in range(num_new_blocks)))
+            sequence.blocks = prefix_blocks + [self.block_pool.allocate() for _ in range(num_new_blocks)]
             sequence.encoder_blocks = encoder_blocks or [
                 self.block_pool.allocate() for _ in range(num_new_encoder_blocks)
             ]
-            self._runner.encoder_seq_lens[sequence.slot] = len(sequence.encoder_prompt)
-            if sequence.encoder_prompt:
-                self._runner.encoder_block_tables[sequence.slot, : len(sequence.encoder_blocks)] = (
-                    sequence.encoder_blocks
-                )
             if num_new_encoder_blocks:
                 encoder_sequences.append(sequence)
                 encoder_budget -= len(sequence.encoder_prompt)
@@ -204,13 +304,13 @@ class Scheduler:
         return budget
 
     def _find_encoder_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Return the blocks of a source that has been computed already, and how many of them nobody holds."""
+        """Return the cached blocks of an encoder prompt, and how many of them nobody holds."""
         if not sequence.encoder_prompt or not self.block_pool.prefix_caching:
             return [], 0
         return self.block_pool.find_prefix(sequence.encoder_prompt, sequence.encoder_prefix_root, require_full=True)
 
     def _propose(self, scheduled: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
-        """Return guesses by sequence, with their blocks; nobody is put back for guesses."""
+        """Return draft tokens by sequence, with blocks for them; nothing is preempted for drafts."""
         if self._proposer is None:
             return {}
         requests = []
@@ -232,17 +332,17 @@ class Scheduler:
                 num_rows, budget = num_rows + num_draft, budget - num_draft
         if not requests:
             return {}
-        proposals = self._proposer.propose(requests, self._runner.block_tables)
+        proposals = self._proposer.propose(requests)
         return {id(sequence): guesses for (sequence, _), guesses in zip(requests, proposals, strict=True)}
 
     def _reserve_blocks(self, sequence: Sequence, count: int) -> int:
-        """Return for how many of ``count`` guesses there are blocks, and assign these."""
+        """Return for how many of ``count`` draft tokens there are blocks, and assign these."""
         while count:
             num_missing = -(-(len(sequence.tokens) + count) // self.block_pool.block_size) - len(sequence.blocks)
             if num_missing <= 0:
                 break
             if num_missing < self.block_pool.num_free:
-                self._append_blocks(sequence, [self.block_pool.allocate() for _ in range(num_missing)])
+                sequence.blocks += [self.block_pool.allocate() for _ in range(num_missing)]
                 break
             count -= 1
         return count
@@ -261,16 +361,25 @@ class Scheduler:
         self, scheduled: list[tuple[Sequence, int]], budget: int, encoder_sequences: list[Sequence]
     ) -> SchedulerOutput:
         output = SchedulerOutput(ModelInput([], [], []), scheduled, encoder_sequences=encoder_sequences)
+        output.encoder_inputs = [
+            EncoderInput(s.slot, s.encoder_prompt, s.encoder_blocks, self._lora_id(s)) for s in encoder_sequences
+        ]
         model_input, prompt_rows, sample_rows = output.model_input, [], []
         proposals = self._propose(scheduled, budget)
         for sequence, count in scheduled:
             start, offset = sequence.num_computed_tokens, len(model_input.tokens)
             draft_tokens = proposals.get(id(sequence), [])
             model_input.spans.append(QuerySpan(sequence.slot, start, count + len(draft_tokens)))
+            model_input.block_tables.append(sequence.blocks)
+            if sequence.encoder_prompt:
+                model_input.encoder_block_tables.append(sequence.encoder_blocks)
+                model_input.encoder_seq_lens.append(len(sequence.encoder_prompt))
+            if self._adapter_ids:
+                model_input.lora_ids.append(self._lora_id(sequence))
             model_input.tokens += sequence.tokens[start : start + count]
             model_input.tokens += draft_tokens
             if sequence.params.prompt_logprobs is not None:
-                # What was scored before it was put back is not scored once more.
+                # What was scored before a preemption is not scored again.
                 begin = max(start, len(sequence.prompt_logprobs) - 1)
                 end = min(start + count, sequence.num_prompt_tokens - 1)
                 if begin < end:
@@ -284,8 +393,11 @@ class Scheduler:
         model_input.logit_indices = prompt_rows + sample_rows
         return output
 
+    def _lora_id(self, sequence: Sequence) -> int:
+        return self._adapter_ids.get(sequence.request.adapter or "", -1)
+
     def commit(self, output: SchedulerOutput) -> None:
-        """Note that a step has been computed: its blocks can be found from now on."""
+        """Record that a step has been computed: its full blocks enter the prefix cache."""
         block_size = self.block_pool.block_size
         for sequence in output.encoder_sequences:
             parent = sequence.encoder_prefix_root

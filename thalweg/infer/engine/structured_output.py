@@ -1,7 +1,7 @@
 """Structured output: only tokens that keep the text within a JSON schema, a regex or a choice are drawn.
 
-The grammars are those of ``llguidance``, which computes for each state which tokens may come next.  A guide
-belongs to one sequence; tokens that end the sequence are allowed where the text is complete.
+The grammars are those of ``llguidance``, which computes for each state which tokens may come next.  A
+:class:`GrammarState` belongs to one sequence; tokens that end it are allowed where the text is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CACHE_BYTES = 4 << 20  # bytes of compiled grammars' text
 
 
 def is_available(tokenizer: Any) -> bool:
-    """Whether guides can be made here for a tokenizer: it must be one of the fast ones."""
+    """Whether grammars work with a tokenizer: it must be one of the fast ones, and llguidance installed."""
     return importlib.util.find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
 
 
@@ -31,7 +31,7 @@ class GrammarError(ValueError):
 
 
 class GrammarCompiler:
-    """Compiles structures for one tokenizer and a model with ``vocab`` outputs."""
+    """Compiles structures for one tokenizer and a model with ``vocab_size`` outputs."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -96,7 +96,7 @@ class CompiledGrammar:
         self._matcher, self.size, self._eos_token_ids = matcher, size, eos_token_ids
 
     def new_state(self, stop_ids: frozenset[int]) -> GrammarState:
-        """Return a guide for a sequence that these tokens end."""
+        """Return the state of a sequence that these tokens end."""
         # A table has an end token even where the model has none: another one then stands in for it.
         return GrammarState(self._matcher.deep_copy(), stop_ids, self._eos_token_ids)
 

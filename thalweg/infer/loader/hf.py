@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.quantization.checkpoints import (
     check_all_loaded,
     get_quant_method,
     is_supported,
     load_quantized,
 )
-from thalweg.infer.types import EngineConfig
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.hub import check_model_path
 

@@ -1,14 +1,15 @@
-"""From a model to an engine: describe it, check the description against the model's own logits, choose a
-runner.
+"""From a model to an engine: describe it, verify the description against the model's own logits, choose a runner.
 
-The runners in order of preference: ``use_cpu_kernels`` (CPUs with AVX-512, llvmlite installed), ``eager`` (plain torch
-operators), ``foreign`` (the model's own code).  A description whose logits differ from the model's is not
-used, so a family that has changed under us costs speed, never a wrong token.
+A description (``models/``) whose logits differ from the model's is not used, so a family that has changed under us
+costs speed, never a wrong token.  The runners in order of preference: ``cpu`` (kernels for CPUs with AVX-512,
+llvmlite installed), ``torch`` (plain operators, any device), ``transformers`` (the model's own code, which needs no
+description).  The first that supports the model builds it; an error while it builds, out of memory too, is raised.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,36 +17,45 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.infer.engine.embedding import EmbeddingEngine
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.engine.embedding import MAX_NUM_SEQS, EmbeddingEngine, load_pooling
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.engine.structured_output import GrammarCompiler, is_available
 from thalweg.infer.loader.hf import get_model_kind, load_mmapped, load_model, load_tokenizer
-from thalweg.infer.loader.load_encoder import load_encoder
 from thalweg.infer.lora import LoraManager
-from thalweg.infer.models import build_decoder_spec
-from thalweg.infer.models.spec import DecoderSpec, MoESpec, UnsupportedModelError
+from thalweg.infer.models import build_decoder_spec, build_encoder_spec
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, MoESpec, UnsupportedModelError, get_max_model_len
 from thalweg.infer.precision import (
     NUM_PROBE_TOKENS,
     check_logits_close,
     eval_mode,
     get_activation_dtype,
-    get_compute_dtype,
+    get_kv_cache_dtype,
     get_weight_format,
 )
-from thalweg.infer.quantization.pack import linear_packer, quantize_experts
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest, RunnerType
 from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
-from thalweg.infer.runners.torch_runner import TorchRunner
-from thalweg.infer.runners.transformers_runner import TransformersRunner, get_max_length
+from thalweg.infer.runners.cpu_encoder import CpuEncoder
+from thalweg.infer.runners.cpu_runner import CpuRunner
+from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
+from thalweg.infer.runners.transformers_runner import (
+    TransformersEncoder,
+    TransformersRunner,
+    compute_hidden_states,
+    get_max_length,
+)
 from thalweg.infer.spec_decode.draft_model import DraftModelProposer
-from thalweg.infer.types import EngineConfig, ModelMetadata
+from thalweg.infer.types import ModelMetadata
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 
+DECODER_RUNNERS: tuple[type[RunnerType], ...] = (CpuRunner, TorchRunner, TransformersRunner)
+ENCODER_RUNNERS: tuple[type[RunnerType], ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
+"""By preference: the first that supports a model runs it."""
 _BLOCK_SIZE = 16
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
-_MEMORY_FRACTION = 0.25  # of the free memory, at most, for the KV cache that nobody asked for
+_MEMORY_FRACTION = 0.25  # of the free memory, at most, for the KV cache by default
 
 
 def load_engine(
@@ -60,12 +70,12 @@ def load_engine(
 ) -> LLMEngine | EmbeddingEngine:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
-    A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``:
-    by default the directory's own, or none for a live model.  ``runner`` insists on ``use_cpu_kernels``, ``eager`` or
-    ``foreign``.  ``source``: what a live model's weights are known by, where streamed ones are to be found
-    again.  ``draft``: a live model for what ``options.draft`` is.  ``peers``: the other ranks of
-    the options (``ranks.py``), by default processes that are started here.  Models that do
-    not generate give an :class:`EmbeddingEngine`.  Raises ValueError where the runner cannot run the model.
+    A live model is read, never changed; its weights are copied where a runner packs them.  ``tokenizer``: by
+    default the directory's own, or none for a live model.  ``runner`` insists on ``cpu``, ``torch`` or
+    ``transformers``.  ``weights_id``: the identity of a live model's weights, by which a file of packed ones is found
+    again.  ``draft_model``: a live model in place of ``options.draft_model``.  ``workers``: the other ranks of the
+    options, by default processes that are started here.  Encoder models give an :class:`EmbeddingEngine`.  Raises
+    ValueError where no runner can run the model as the options ask.
     """
     options = options or EngineConfig()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -76,29 +86,61 @@ def load_engine(
     folder, loaded_id = None if isinstance(model, nn.Module) else model, weights_id
     if not isinstance(model, nn.Module):
         tokenizer = tokenizer or load_tokenizer(model, options)
-        if options.stream or workers is not None:
+        if options.weight_offload or workers is not None:
             model, loaded_id = load_mmapped(model, options)
         else:
             model = load_model(model, options)
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         raise ValueError(f"{name} is no Hugging Face model: it has no config")
-    if workers is not None and (get_model_kind(model) != "causal" or options.adapters or draft_model or options.draft):
+    kind = get_model_kind(model)
+    if workers is not None and (kind != "causal" or options.lora_adapters or draft_model or options.draft_model):
         workers.close()
         raise ValueError(
-            "tensor_parallel, pipeline_parallel, expert_parallel: for causal models without adapters and draft; use 1"
+            "tensor_parallel_size, pipeline_parallel_size, expert_parallel_size: for causal models without"
+            " lora_adapters and draft_model; use 1"
         )
-    if get_model_kind(model) == "encoder":
-        return load_encoder(model, options, tokenizer, name=name, folder=folder, forced_runner=runner)
-    if draft_model is None and options.draft is not None:
-        _check_same_vocab(tokenizer, load_tokenizer(options.draft, options), options.draft)
-        draft_model = load_model(options.draft, options)
+    if options.weight_offload and kind != "causal":
+        raise ValueError("weight_offload: only the weights of causal models can be offloaded; leave it out")
+    if kind == "encoder":
+        return _load_encoder(model, options, tokenizer, runner, name, folder)
+    if draft_model is None and options.draft_model is not None:
+        _check_same_vocab(tokenizer, load_tokenizer(options.draft_model, options), options.draft_model)
+        draft_model = load_model(options.draft_model, options)
     return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers)
 
 
-def _check_same_vocab(tokenizer: Any, draft_tokenizer: Any, draft_name: str) -> None:
-    if tokenizer is not None and draft_tokenizer is not None and tokenizer.get_vocab() != draft_tokenizer.get_vocab():
-        raise ValueError(f"draft: {draft_name} has another vocabulary than the model: take one of the same family")
+def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
+    """Start the other ranks; a live model goes to them through files."""
+    from thalweg.infer.parallel.workers import saved_to_tempdir, spawn_workers
+
+    if not isinstance(model, nn.Module):
+        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(model, options))
+    with saved_to_tempdir(model) as folder:
+        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(folder, options))
+
+
+def _load_encoder(
+    model: Any, options: EngineConfig, tokenizer: Any, forced_runner: str | None, name: str, folder: Any
+) -> EmbeddingEngine:
+    """Return the engine of a model that embeds; ``folder``: where it came from."""
+    if options.lora_adapters:
+        raise ValueError("lora_adapters: an encoder takes none; merge the adapter into the model")
+    pooling = load_pooling(folder, options)
+    spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "encoder")
+    runner_type = choose_runner(ENCODER_RUNNERS, spec, options, forced_runner, undescribed)
+    if spec is None:
+        model_max = getattr(model.config, "max_position_embeddings", None) or 512
+        max_length = min(options.max_model_len or model_max, model_max)
+    else:
+        max_length = get_max_model_len(spec, options.max_model_len)
+    runner = runner_type.build(RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
+    metadata = ModelMetadata(
+        name=name, kind="encoder", max_length=max_length, vocab_size=model.config.vocab_size,
+        dtype=get_activation_dtype(get_weight_format(options), options), quantize=options.quantization,
+        pad_token_id=getattr(model.config, "pad_token_id", None),
+    )  # fmt: skip
+    return EmbeddingEngine(runner, metadata, tokenizer, pooling)
 
 
 def _load_generator(
@@ -112,19 +154,18 @@ def _load_generator(
     workers: Any,
 ) -> LLMEngine:
     """Return the engine of a model that generates."""
-    kind, weight_format, config = get_model_kind(model), get_weight_format(options), model.config
-    if options.adapters and options.stream:
-        raise ValueError("adapters: they need weights in memory; leave stream out")
-    if kind == "seq2seq" and options.stream:
-        raise ValueError("stream: only the weights of causal models can be streamed; leave it out")
+    if options.lora_adapters and options.weight_offload:
+        raise ValueError("lora_adapters: they need weights in memory; leave weight_offload out")
+    kind, config = get_model_kind(model), model.config
     draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
-    runner, max_length = _choose_runner(model, options, weight_format, forced_runner, weights_id, draft_spec, workers)
+    if workers is not None:
+        runner, max_length = _make_parallel_runner(model, options, forced_runner, workers)
+    else:
+        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec)
     vocab_size = config.get_text_config().vocab_size
-    proposer = (
-        None
-        if draft_spec is None
-        else _make_proposer(draft_spec, runner, options, weight_format, max_length, vocab_size)
-    )
+    proposer = None
+    if draft_spec is not None:
+        proposer = _make_proposer(draft_model, draft_spec, runner, options, max_length, vocab_size)
     is_transformers = isinstance(runner, TransformersRunner)
     if options.batch_invariant and isinstance(getattr(runner, "inner", runner), TorchRunner):
         runner = BatchInvariantRunner(runner)
@@ -133,24 +174,23 @@ def _load_generator(
         kind=kind,
         max_length=max_length,
         vocab_size=vocab_size,
-        dtype=get_activation_dtype(weight_format, options),
-        quantize=options.quantize,
+        dtype=get_activation_dtype(get_weight_format(options), options),
+        quantize=options.quantization,
         eos_token_ids=tuple(token for token in _eos_token_ids(model) if 0 <= token < vocab_size),
         bos_token_id=getattr(config, "bos_token_id", None),
         pad_token_id=getattr(config, "pad_token_id", None),
-        adapters=tuple(options.adapters),
+        adapters=tuple(options.lora_adapters),
     )
+    num_speculative_tokens = options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0)
     return LLMEngine(
         runner,
         metadata,
         tokenizer,
-        max_num_seqs=len(runner.block_tables),
-        max_num_batched_tokens=options.max_step_tokens,
-        prefix_cache=options.prefix_cache and not is_transformers,
-        # A foreign cache cannot take back a wrong guess.
-        num_speculative_tokens=0
-        if is_transformers
-        else options.speculate or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0),
+        max_num_seqs=runner.num_slots,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        prefix_cache=options.enable_prefix_caching and not is_transformers,
+        # The cache of a model's own code cannot take back a rejected token.
+        num_speculative_tokens=0 if is_transformers else num_speculative_tokens,
         proposer=proposer,
         grammar_compiler=GrammarCompiler(tokenizer, metadata.vocab_size, metadata.eos_token_ids)
         if is_available(tokenizer)
@@ -159,52 +199,250 @@ def _load_generator(
     )
 
 
-def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
-    """Start the other ranks; a live model goes to them through files."""
-    from thalweg.infer.parallel.workers import saved_to_tempdir, spawn_workers
+def choose_runner(
+    runners: Sequence[type[RunnerType]],
+    spec: DecoderSpec | EncoderSpec | None,
+    options: EngineConfig,
+    forced_runner: str | None = None,
+    undescribed: str = "",
+) -> type[RunnerType]:
+    """Return the first runner that supports a model, or the one of that name.
 
-    if not isinstance(model, nn.Module):
-        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(model, options))
-    with saved_to_tempdir(model) as folder:
-        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(folder, options))
+    ``undescribed``: why there is no ``spec``.  Raises UnsupportedModelError, with the reasons, where none does.
+    """
+    reasons: list[str] = []
+    for runner in runners:
+        if forced_runner not in (None, runner.name):
+            continue
+        reason = runner.supports(spec, options)
+        if reason is None:
+            if reasons or undescribed:
+                log.info("running by %s: %s", runner.__name__, "; ".join([*reasons, undescribed]).strip("; "))
+            return runner
+        reasons.append(reason)
+    if not reasons:
+        raise ValueError(f"there is no runner {forced_runner!r}: there are {', '.join(x.name for x in runners)}")
+    cause = f": {undescribed}" if undescribed else ""
+    raise UnsupportedModelError("; ".join(dict.fromkeys(reasons)) + cause)
+
+
+def _describe(model: Any, options: EngineConfig, kind: str) -> tuple[Any, str]:
+    """Return a model's description, or None and why there is none that gives the model's own logits.
+
+    With ``weight_offload`` it is verified when the runner is built, unless its packed weights have been before.
+    """
+    try:
+        if kind == "encoder":
+            encoder = build_encoder_spec(model)
+            verify_encoder(model, encoder)
+            return encoder, ""
+        decoder = build_decoder_spec(model)
+        if not options.weight_offload:
+            verify(model, decoder)
+        return decoder, ""
+    except UnsupportedModelError as reason:
+        return None, str(reason)
+
+
+def _make_runner(
+    model: Any,
+    options: EngineConfig,
+    forced_runner: str | None,
+    weights_id: Any,
+    draft_spec: DecoderSpec | None,
+) -> tuple[ModelRunner, int]:
+    """Return the runner of a model in this process, and its longest sequence."""
+    spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "decoder")
+    runner_type = choose_runner(DECODER_RUNNERS, spec, options, forced_runner, undescribed)
+    if spec is None:
+        max_length = get_max_length(model.config.get_text_config(), options.max_model_len)
+        return runner_type.build(RunnerRequest(model, None, options, max_length, options.max_num_seqs)), max_length
+    max_length = get_max_model_len(spec, options.max_model_len)
+    num_slots = options.max_num_seqs
+    if num_slots == 0:
+        from thalweg.infer.offload.weight_ring import throughput_batch_size
+
+        num_slots = throughput_batch_size(spec, get_weight_format(options), options, max_length)
+    num_blocks = _num_kv_blocks(spec, replace(options, max_num_seqs=num_slots), max_length, draft_spec)
+    lora = LoraManager(options.lora_adapters, model, spec) if options.lora_adapters else None
+    request = RunnerRequest(model, spec, options, max_length, num_slots, num_blocks, lora)
+    if not options.weight_offload:
+        return runner_type.build(request), max_length
+    return _build_offloaded(runner_type, request, weights_id), max_length
+
+
+def _build_offloaded(runner_type: type[RunnerType], request: RunnerRequest, weights_id: Any) -> ModelRunner:
+    """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
+    from thalweg.infer.offload.weight_ring import build_streamed_weights
+
+    assert isinstance(request.spec, DecoderSpec), "only described models are offloaded"
+    if runner_type is not CpuRunner:
+        verify(request.model, request.spec, cache_weights=False)
+        return runner_type.build(request)
+    weights = build_streamed_weights(request.spec, request.weight_format, request.config, weights_id)
+    try:
+        if not weights.file.complete:
+            verify(request.model, request.spec, cache_weights=False)
+        runner = runner_type.build(replace(request, weights=weights))
+        weights.finalize()
+    except BaseException:
+        weights.close()
+        raise
+    return runner
+
+
+def _make_parallel_runner(
+    model: Any, options: EngineConfig, forced_runner: str | None, workers: Any
+) -> tuple[ModelRunner, int]:
+    """Return rank 0's runner of a model of which each worker has a shard."""
+    from thalweg.infer.parallel.executor import RunnerConfig, kernel_gap, start_driver
+    from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
+
+    try:
+        parallel_config = ParallelConfig.from_options(options)
+        try:
+            decoder = build_decoder_spec(model)
+            verify(model, decoder, cache_weights=False)
+        except UnsupportedModelError as reason:
+            raise ValueError(f"a model sharded on several ranks needs a description: {reason}") from None
+        weight_format, kv_cache_dtype = get_weight_format(options), get_kv_cache_dtype(options)
+        max_length = get_max_model_len(decoder, options.max_model_len)
+        assert parallel_config.num_ranks == workers.num_ranks, "there are as many ranks as the options ask for"
+        stage_specs = [
+            shard_for_rank(decoder, rank, parallel_config)
+            for rank in range(0, parallel_config.num_ranks, parallel_config.ranks_per_stage)
+        ]
+        gap = kernel_gap(decoder, parallel_config, weight_format, kv_cache_dtype)
+        if gap and forced_runner == "cpu":
+            raise UnsupportedModelError(gap)
+        runners = (TorchRunner,) if gap else DECODER_RUNNERS[:2]
+        use_cpu_kernels = choose_runner(runners, decoder, options, forced_runner) is CpuRunner
+        # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
+        num_blocks = min(_num_kv_blocks(x, options, max_length, num_processes=workers.num_ranks) for x in stage_specs)
+        runner_config = RunnerConfig(
+            use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_num_seqs, max_length,
+            options.max_num_batched_tokens, parallel_config.tensor_parallel, parallel_config.pipeline_parallel,
+            parallel_config.expert_parallel,
+        )  # fmt: skip
+        return start_driver(decoder, runner_config, workers, options.device), max_length
+    except BaseException:
+        workers.close()
+        raise
+
+
+def _num_kv_blocks(
+    decoder: DecoderSpec,
+    options: EngineConfig,
+    max_length: int,
+    draft_spec: DecoderSpec | None = None,
+    num_processes: int = 1,
+) -> int:
+    """Return how many KV blocks the requested memory, or a fraction of what is free, holds.
+
+    ``draft_spec``: a draft model, whose keys and values take part of the same memory.  ``num_processes``: the
+    processes that share what is free, each with as many blocks.
+    """
+    kv_cache_dtype = get_kv_cache_dtype(options)
+    element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)
+    scale_bytes = 4 if kv_cache_dtype == "int8" else 0
+    layers = [*decoder.layers, *(() if draft_spec is None else draft_spec.layers)]
+    per_token = sum(
+        2 * a.num_kv_heads * (a.head_dim * element_size + scale_bytes) for a in (x.attention for x in layers)
+    )
+    per_block = per_token * _BLOCK_SIZE
+    blocks_per_seq = -(-max_length // _BLOCK_SIZE) * (1 if decoder.encoder is None else 2)
+    if options.kv_cache_bytes is not None:
+        blocks = options.kv_cache_bytes // per_block
+        if blocks < 1:
+            raise ValueError(f"kv_cache_bytes of {options.kv_cache_bytes} bytes does not hold a block ({per_block})")
+        return blocks
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if torch.device(options.device).type == "cuda":
+        free = torch.cuda.mem_get_info(options.device)[0]
+    return max(
+        blocks_per_seq,
+        min(blocks_per_seq * options.max_num_seqs, int(free * _MEMORY_FRACTION) // (num_processes * per_block)),
+    )
+
+
+@torch.inference_mode()
+def verify(model: Any, decoder: DecoderSpec, cache_weights: bool = True) -> None:
+    """Raise UnsupportedModelError unless the description gives the model's own logits."""
+    parameter = next(model.parameters())
+    tokens = torch.randint(decoder.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.tensor([tokens], device=parameter.device)
+    extra_inputs = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
+    with eval_mode(model):
+        expected = model(input_ids=ids, return_dict=True, **extra_inputs).logits[0].float()
+    reference = TorchRunner(
+        decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK_SIZE,
+        device=parameter.device, cache_weights=cache_weights,
+    )  # fmt: skip
+    batch = ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS), block_tables=[[0]])
+    if decoder.encoder is not None:
+        reference.run_encoder([EncoderInput(0, tokens, blocks=[1])])
+        batch.tokens, batch.encoder_block_tables, batch.encoder_seq_lens = tokens[::-1], [[1]], [NUM_PROBE_TOKENS]
+    actual = reference.run(batch)
+    is_moe = any(isinstance(layer.mlp, MoESpec) for layer in decoder.layers)
+    check_logits_close(actual, expected, parameter.dtype, is_moe=is_moe)
+
+
+def verify_encoder(model: Any, encoder: EncoderSpec) -> None:
+    """Raise UnsupportedModelError unless the description gives the model's own last states."""
+    parameter = next(model.parameters())
+    probe = (torch.arange(NUM_PROBE_TOKENS) * 7 % encoder.vocab_size).tolist()
+    reference = TorchEncoder(
+        encoder, dtype=parameter.dtype, device=parameter.device, max_length=NUM_PROBE_TOKENS,
+        max_num_batched_tokens=NUM_PROBE_TOKENS,
+    )  # fmt: skip
+    expected = compute_hidden_states(model, probe)
+    check_logits_close(reference.run([EncoderInput(0, probe)]), expected, parameter.dtype)
+
+
+def _check_same_vocab(tokenizer: Any, draft_tokenizer: Any, draft_name: str) -> None:
+    if tokenizer is not None and draft_tokenizer is not None and tokenizer.get_vocab() != draft_tokenizer.get_vocab():
+        raise ValueError(f"draft_model: {draft_name} has another vocabulary than the model: take one of its family")
 
 
 def _build_draft_spec(draft_model: Any, model_kind: str, options: EngineConfig) -> DecoderSpec:
     """Describe a draft model; ValueError where it cannot be one."""
-    if model_kind != "causal" or get_model_kind(draft_model) != "causal" or options.stream:
-        raise ValueError("draft: only a causal model in memory can have one, and it must be causal itself")
+    if model_kind != "causal" or get_model_kind(draft_model) != "causal" or options.weight_offload:
+        raise ValueError("draft_model: only a causal model in memory can have one, and it must be causal itself")
     draft_spec = build_decoder_spec(draft_model)
-    _verify_spec(draft_model, draft_spec)
+    verify(draft_model, draft_spec)
     return draft_spec
 
 
 def _make_proposer(
+    draft_model: Any,
     draft_spec: DecoderSpec,
     target_runner: ModelRunner,
     options: EngineConfig,
-    weight_format: str,
     max_length: int,
     vocab_size: int,
 ) -> DraftModelProposer:
-    """Return the guesser of a described draft model, with a cache like that of the runner it guesses for."""
+    """Return the proposer of a described draft model, with a cache of the same blocks as its target's."""
     if isinstance(target_runner, TransformersRunner):
-        raise ValueError("draft: a model that runs through its own code cannot take back wrong guesses")
+        raise ValueError("draft_model: a model that runs through its own code cannot take back rejected tokens")
     if draft_spec.max_length < max_length:
-        raise ValueError(f"draft: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_length")
-    _max_length(draft_spec, replace(options, max_length=max_length))  # refuses what the draft rotates otherwise
-    runner, _ = _make_runner(
-        draft_spec, options, weight_format, None, max_length=max_length, num_blocks=target_runner.num_blocks
+        raise ValueError(
+            f"draft_model: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_model_len"
+        )
+    draft_options = replace(options, max_model_len=max_length)
+    runner_type = choose_runner(DECODER_RUNNERS[:2], draft_spec, draft_options)
+    request = RunnerRequest(
+        draft_model, draft_spec, draft_options, max_length, options.max_num_seqs, target_runner.num_blocks
     )
     return DraftModelProposer(
-        runner,
-        max_num_batched_tokens=options.max_step_tokens,
+        runner_type.build(request),
+        max_num_batched_tokens=options.max_num_batched_tokens,
         vocab_size=vocab_size,
         draft_vocab_size=draft_spec.vocab_size,
     )
 
 
 def _decoder_start_ids(model: Any) -> tuple[int, ...]:
-    """Return what a model that listens begins to speak with."""
+    """Return the first decoder tokens of an encoder-decoder model."""
     configs = [getattr(model, "generation_config", None), model.config]
     ids = []
     for names in (("decoder_start_token_id", "bos_token_id"), ("forced_bos_token_id",)):
@@ -221,264 +459,3 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
     return ()
-
-
-def _choose_runner(
-    model: Any,
-    options: EngineConfig,
-    weight_format: str,
-    forced_runner: str | None,
-    weights_id: Any,
-    draft_spec: DecoderSpec | None,
-    workers: Any,
-) -> tuple[ModelRunner, int]:
-    if workers is not None:
-        try:
-            return _make_parallel_runner(model, options, weight_format, forced_runner, workers)
-        except BaseException:
-            workers.close()
-            raise
-    reasons = []
-    if forced_runner in (None, "native", "eager"):
-        try:
-            decoder = build_decoder_spec(model)
-            if options.stream:
-                return _make_offloaded_runner(model, decoder, options, weight_format, forced_runner, weights_id)
-            _verify_spec(model, decoder)
-            lora = LoraManager(options.adapters, model, decoder) if options.adapters else None
-            return _make_runner(decoder, options, weight_format, forced_runner, draft_spec=draft_spec, lora=lora)
-        except UnsupportedModelError as reason:
-            if forced_runner is not None:
-                raise
-            reasons.append(str(reason))
-    if options.stream:
-        raise ValueError(f"streamed weights need a described model: {'; '.join(reasons)}")
-    if options.adapters:
-        raise ValueError(f"adapters need a described model: {'; '.join(reasons)}")
-    if options.kv_cache_dtype in ("int8", "fp8"):
-        raise ValueError(f"a cache in {options.kv_cache_dtype} needs a described model: {'; '.join(reasons)}")
-    if options.quantize:
-        if torch.device(options.device).type != "cpu":
-            raise ValueError(f"{options.quantize} weights need a described model: {'; '.join(reasons)}")
-        from thalweg.infer.quantization.modules import quantized_copy
-
-        model = quantized_copy(model, options.quantize)
-    log.info("running the model through its own code: %s", "; ".join(reasons) or "as asked")
-    max_length = get_max_length(model.config.get_text_config(), options.max_length)
-    return TransformersRunner(model, num_slots=options.max_batch, max_length=max_length), max_length
-
-
-def _make_runner(
-    decoder: DecoderSpec,
-    options: EngineConfig,
-    weight_format: str,
-    forced_runner: str | None,
-    *,
-    max_length: int | None = None,
-    num_blocks: int | None = None,
-    draft_spec: DecoderSpec | None = None,
-    lora: LoraManager | None = None,
-) -> tuple[ModelRunner, int]:
-    max_length = max_length or _max_length(decoder, options)
-    kv_cache_dtype = _kv_cache_dtype(options, weight_format)
-    num_blocks = num_blocks or _num_kv_blocks(decoder, options, max_length, kv_cache_dtype, draft_spec)
-    on_cpu = torch.device(options.device).type == "cpu"
-    if forced_runner != "eager" and on_cpu and weight_format != "fp16":
-        try:
-            from thalweg.infer.runners.cpu_runner import CpuRunner
-
-            runner = CpuRunner(
-                decoder,
-                weight_format=weight_format,
-                num_blocks=num_blocks,
-                num_slots=options.max_batch,
-                max_length=max_length,
-                max_num_batched_tokens=options.max_step_tokens,
-                kv_cache_dtype=kv_cache_dtype,
-                lora=lora,
-            )
-            return runner, max_length
-        except UnsupportedModelError as reason:
-            if forced_runner == "native":
-                raise
-            log.info("running on torch's operators: %s", reason)
-    runner = TorchRunner(
-        quantize_experts(decoder, weight_format) if on_cpu else decoder,
-        dtype=get_compute_dtype(weight_format, on_cpu),
-        num_blocks=num_blocks,
-        num_slots=options.max_batch,
-        max_length=max_length,
-        block_size=_BLOCK_SIZE,
-        device=options.device,
-        make_linear=linear_packer(weight_format) if on_cpu else None,
-        kv_cache_dtype=kv_cache_dtype,
-        lora=lora,
-    )
-    return runner, max_length
-
-
-def _make_parallel_runner(
-    model: Any, options: EngineConfig, weight_format: str, forced_runner: str | None, workers: Any
-) -> tuple[ModelRunner, int]:
-    """Return rank 0's runner of a model that the peers have a part in."""
-    from thalweg.infer.parallel.executor import RunnerConfig, kernel_gap, start_driver
-    from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
-
-    parallel_config = ParallelConfig.from_options(options)
-    try:
-        decoder = build_decoder_spec(model)
-        _verify_spec(model, decoder, cache_weights=False)
-        max_length = _max_length(decoder, options)
-    except UnsupportedModelError as reason:
-        raise ValueError(f"parts of a model on several ranks need a described one: {reason}") from None
-    kv_cache_dtype = _kv_cache_dtype(options, weight_format)
-    assert parallel_config.num_ranks == workers.size, "there are as many ranks as the options ask for"
-    stage_specs = [
-        shard_for_rank(decoder, rank, parallel_config)
-        for rank in range(0, parallel_config.num_ranks, parallel_config.ranks_per_stage)
-    ]
-    unsupported_reason = kernel_gap(decoder, parallel_config, weight_format, kv_cache_dtype)
-    on_cpu = torch.device(options.device).type == "cpu"
-    use_cpu_kernels = forced_runner != "eager" and on_cpu and weight_format != "fp16" and not unsupported_reason
-    if not use_cpu_kernels:
-        if forced_runner == "native":
-            raise UnsupportedModelError(unsupported_reason or "the native kernels are not for this")
-        log.info("running on torch's operators: %s", unsupported_reason or "as asked")
-    # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
-    num_blocks = min(
-        _num_kv_blocks(x, options, max_length, kv_cache_dtype, num_processes=workers.size) for x in stage_specs
-    )
-    runner_config = RunnerConfig(
-        use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_batch, max_length, options.max_step_tokens, parallel_config.tensor_parallel,
-        parallel_config.pipeline_parallel, parallel_config.expert_parallel,
-    )  # fmt: skip
-    return start_driver(decoder, runner_config, workers, options.device), max_length
-
-
-def _max_length(decoder: DecoderSpec, options: EngineConfig) -> int:
-    """Return the longest sequence; relative positions have no end of their own."""
-    is_unbounded = decoder.encoder is not None and decoder.position_embeddings is None
-    model_max = max(decoder.max_length, options.max_length or 0) if is_unbounded else decoder.max_length
-    max_length = min(options.max_length or model_max, model_max)
-    rope_limits = [x.attention.rope.max_valid_length for x in decoder.layers if x.attention.rope is not None]
-    rope_limit = min((x for x in rope_limits if x), default=max_length)
-    if max_length > rope_limit:
-        raise UnsupportedModelError(f"positions that change with lengths above {rope_limit}, which max_length may set")
-    return max_length
-
-
-def _make_offloaded_runner(
-    model: Any,
-    decoder: DecoderSpec,
-    options: EngineConfig,
-    weight_format: str,
-    forced_runner: str | None,
-    weights_id: Any,
-) -> tuple[ModelRunner, int]:
-    """Return a runner whose weights pass by (``stream.py``), or come from the model's own tensors."""
-    from thalweg.infer.offload.weight_ring import build_streamed_weights, throughput_batch_size
-    from thalweg.infer.runners.cpu_runner import CpuRunner, check_supported
-
-    max_length = _max_length(decoder, options)
-    num_slots = options.max_batch or throughput_batch_size(decoder, weight_format, options, max_length)
-    kv_cache_dtype = _kv_cache_dtype(options, weight_format)
-    num_blocks = _num_kv_blocks(decoder, replace(options, max_batch=num_slots), max_length, kv_cache_dtype)
-    shape: dict[str, Any] = {"num_blocks": num_blocks, "num_slots": num_slots, "max_length": max_length}
-    try:
-        if forced_runner == "eager" or options.device != "cpu" or weight_format == "fp16":
-            raise UnsupportedModelError("the native kernels are not for this")
-        check_supported(decoder, weight_format, kv_cache_dtype)
-    except UnsupportedModelError as reason:
-        if forced_runner == "native":
-            raise
-        if options.quantize:
-            raise ValueError(f"{options.quantize} weights cannot be streamed here: {reason}") from None
-        log.info("streaming through torch's operators: %s", reason)
-        dtype = get_compute_dtype(weight_format, torch.device(options.device).type == "cpu")
-        _verify_spec(model, decoder, cache_weights=False)
-        torch_runner = TorchRunner(
-            decoder,
-            dtype=dtype,
-            block_size=_BLOCK_SIZE,
-            device=options.device,
-            cache_weights=False,
-            kv_cache_dtype=kv_cache_dtype,
-            **shape,
-        )
-        return torch_runner, max_length
-    weights = build_streamed_weights(decoder, weight_format, options, weights_id)
-    try:
-        if not weights.file.complete:
-            _verify_spec(model, decoder, cache_weights=False)
-        cpu_runner = CpuRunner(
-            decoder, weight_format=weight_format, max_num_batched_tokens=options.max_step_tokens, kv_cache_dtype=kv_cache_dtype, weights=weights, **shape,
-        )  # fmt: skip
-        weights.finalize()
-    except BaseException:
-        weights.close()
-        raise
-    return cpu_runner, max_length
-
-
-def _kv_cache_dtype(options: EngineConfig, weight_format: str) -> str:
-    """Return what keys and values are kept as."""
-    if options.kv_cache_dtype != "auto":
-        return options.kv_cache_dtype
-    return weight_format if weight_format in ("fp32", "fp16") else "bf16"
-
-
-def _num_kv_blocks(
-    decoder: DecoderSpec,
-    options: EngineConfig,
-    max_length: int,
-    kv_cache_dtype: str,
-    draft_spec: DecoderSpec | None = None,
-    num_processes: int = 1,
-) -> int:
-    """Return how many KV blocks the memory asked for, or a share of what is free, holds.
-
-    ``beside``: a draft model, whose keys and values take part of the same memory.  ``num_processes``: the processes
-    that share what is free, each with as many blocks.
-    """
-    element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)
-    scale_bytes = 4 if kv_cache_dtype == "int8" else 0
-    layers = [*decoder.layers, *(() if draft_spec is None else draft_spec.layers)]
-    per_token = sum(
-        2 * a.num_kv_heads * (a.head_dim * element_size + scale_bytes) for a in (x.attention for x in layers)
-    )
-    per_block = per_token * _BLOCK_SIZE
-    blocks_per_seq = -(-max_length // _BLOCK_SIZE) * (1 if decoder.encoder is None else 2)
-    if options.kv_memory is not None:
-        blocks = options.kv_memory // per_block
-        if blocks < 1:
-            raise ValueError(f"kv_memory of {options.kv_memory} bytes does not hold a block ({per_block})")
-        return blocks
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if torch.device(options.device).type == "cuda":
-        free = torch.cuda.mem_get_info(options.device)[0]
-    return max(
-        blocks_per_seq,
-        min(blocks_per_seq * options.max_batch, int(free * _MEMORY_FRACTION) // (num_processes * per_block)),
-    )
-
-
-@torch.inference_mode()
-def _verify_spec(model: Any, decoder: DecoderSpec, cache_weights: bool = True) -> None:
-    """Raise Unsupported unless the description gives the model's own logits."""
-    parameter = next(model.parameters())
-    tokens = torch.randint(decoder.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
-    ids = torch.tensor([tokens], device=parameter.device)
-    extra_inputs = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
-    with eval_mode(model):
-        expected = model(input_ids=ids, return_dict=True, **extra_inputs).logits[0].float()
-    reference = TorchRunner(
-        decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK_SIZE,
-        device=parameter.device, cache_weights=cache_weights,
-    )  # fmt: skip
-    if decoder.encoder is not None:
-        reference.encoder_block_tables[0, 0], reference.encoder_seq_lens[0] = 1, NUM_PROBE_TOKENS
-        reference.run_encoder([EncoderInput(0, tokens)])
-        tokens = tokens[::-1]
-    actual = reference.run(ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS)))
-    is_moe = any(isinstance(layer.mlp, MoESpec) for layer in decoder.layers)
-    check_logits_close(actual, expected, parameter.dtype, is_moe=is_moe)

@@ -1,9 +1,11 @@
-"""A file for each family, whose ``decoder(model)`` or ``encoder(model)`` describes a Hugging Face model."""
+"""A file for each family, whose ``build_decoder`` or ``build_encoder`` describes a Hugging Face model."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+import torch
 
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, UnsupportedModelError
 
@@ -22,17 +24,24 @@ ENCODERS = {
     "bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "camembert": "bert", "distilbert": "bert",
     "electra": "bert", "t5": "t5", "mt5": "t5", "umt5": "t5",
 }  # fmt: skip
-"""The same for models that only listen."""
+"""The same for encoders."""
 
 
 def build_decoder_spec(model: Any) -> DecoderSpec:
-    """Describe a live Hugging Face model that generates, or raise Unsupported."""
-    return _build_spec(model, DECODERS, "decoder")
+    """Describe a live Hugging Face model that generates; UnsupportedModelError where it cannot be."""
+    return _build_spec(model, DECODERS, "build_decoder")
 
 
 def build_encoder_spec(model: Any) -> EncoderSpec:
-    """Describe a live Hugging Face model that only listens, or raise Unsupported."""
-    return _build_spec(model, ENCODERS, "encoder")
+    """Describe a live Hugging Face encoder; UnsupportedModelError where it cannot be."""
+    return _build_spec(model, ENCODERS, "build_encoder")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the host or a device: no property of the model, so no reason for a slower runner."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)  # as torch's CPU allocator says it
 
 
 def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
@@ -44,7 +53,7 @@ def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
         return getattr(importlib.import_module(f"thalweg.infer.models.{module_name}"), builder)(model)
     except UnsupportedModelError:
         raise
-    # A variant with other parts than the family's usual ones:
+    # A variant with other modules than the family's usual ones:
     except (
         AttributeError,
         AssertionError,
@@ -54,6 +63,8 @@ def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
         ValueError,
         RuntimeError,
     ) as error:
+        if is_out_of_memory(error):
+            raise
         raise UnsupportedModelError(
-            f"a {model_type} model with unusual parts: {type(error).__name__} {error}"
+            f"a {model_type} model with unusual modules: {type(error).__name__} {error}"
         ) from error

@@ -49,8 +49,10 @@ _POSITIONS_FROM_ZERO = ("bert", "electra")
 def _build_layer(layer: Any, c: Any) -> DecoderLayerSpec:
     self_attention, out = layer.attention.self, layer.attention.output
     attention = AttentionSpec(
-        num_heads=c.num_attention_heads, num_kv_heads=c.num_attention_heads, head_dim=self_attention.attention_head_size,
-        qkv=build_linear(self_attention.query, self_attention.key, self_attention.value), out=build_linear(out.dense), scale=self_attention.attention_head_size**-0.5,
+        num_heads=c.num_attention_heads, num_kv_heads=c.num_attention_heads,
+        head_dim=self_attention.attention_head_size,
+        qkv=build_linear(self_attention.query, self_attention.key, self_attention.value), out=build_linear(out.dense),
+        scale=self_attention.attention_head_size**-0.5,
     )  # fmt: skip
     mlp = MLPSpec(
         build_linear(layer.intermediate.dense),

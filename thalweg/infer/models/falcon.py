@@ -39,7 +39,8 @@ def build_decoder(model: Any) -> DecoderSpec:
         is_ordered = c.multi_query and not c.new_decoder_architecture
         attention = AttentionSpec(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim,
-            qkv=fused if is_ordered else permute_outputs(fused, _qkv_permutation(num_heads, num_kv_heads, dim)), out=build_linear(a.dense),
+            qkv=fused if is_ordered else permute_outputs(fused, _qkv_permutation(num_heads, num_kv_heads, dim)),
+            out=build_linear(a.dense),
             scale=dim**-0.5, rope=rope,
         )  # fmt: skip
         up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)

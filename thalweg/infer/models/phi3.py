@@ -26,7 +26,8 @@ def build_decoder(model: Any) -> DecoderSpec:
         a = block.self_attn
         attention = AttentionSpec(
             num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=a.head_dim,
-            qkv=build_linear(a.qkv_proj), out=build_linear(a.o_proj), scale=a.scaling, rope=rope, sliding_window=get_sliding_window(a, c),
+            qkv=build_linear(a.qkv_proj), out=build_linear(a.o_proj), scale=a.scaling, rope=rope,
+            sliding_window=get_sliding_window(a, c),
         )  # fmt: skip
         up, down = build_linear(block.mlp.gate_up_proj), build_linear(block.mlp.down_proj)
         mlp = MLPSpec(up, down, activation_name(c.hidden_act), gated=True)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thalweg.infer.config import EngineConfig
+
 
 class UnsupportedModelError(ValueError):
     """The family's file does not know this variant: the model runs through its own modelling code."""
@@ -24,8 +26,8 @@ class UnsupportedModelError(ValueError):
 class LinearSpec:
     """y = x @ weight.T + bias.
 
-    A weight that is stacked or reordered out of the model's own ones is put together each time it is asked
-    for: describing copies nothing, and a model that lies in a file stays there.
+    A weight that is stacked or reordered out of the model's own ones is built each time it is read: describing
+    copies nothing, and a model that lies in a file stays there.
     """
 
     def __init__(
@@ -102,14 +104,14 @@ class RelativePositionBias:
     """Turns j - i, for a key j and a query i, into numbers of buckets."""
 
     def build_table(self, max_distance: int) -> Tensor:
-        """Return fp32 (heads, 2 * reach + 16): the bias of key j before query i at ``reach + j - i``."""
+        """Return fp32 (heads, 2 * max_distance + 16): the bias of key j for query i at ``max_distance + j - i``."""
         distance = torch.arange(-max_distance, max_distance + 16)
         return self.weight.float()[self.to_bucket(distance)].t().contiguous()
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Self-attention; ``qkv`` has heads * dim, then twice kv_heads * dim outputs."""
+    """Self-attention; ``qkv`` has num_heads * head_dim, then twice num_kv_heads * head_dim outputs."""
 
     num_heads: int
     num_kv_heads: int
@@ -129,9 +131,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class CrossAttentionSpec:
-    """Attention to what the encoder said: x += out(attend(q(norm(x)), kv(source))), then ``after``.
+    """Attention to the encoder states: x += out(attend(q(norm(x)), kv(states))), then ``residual_norm``.
 
-    Heads are as wide and as many as the layer's self-attention has, whose blocks keep its keys and values.
+    Heads are as wide and as many as the layer's self-attention has, whose blocks hold its keys and values.
     """
 
     norm: NormSpec | None
@@ -169,7 +171,7 @@ class MoESpec:
     shared_expert_gate: Tensor | None = None
     """(1, width): its sigmoid scales the shared expert."""
     first_expert: int = 0
-    """Which of the router's experts ``up`` and ``down`` begin with, where they are a part of all."""
+    """Which of the router's experts ``up`` and ``down`` begin with, where they are a shard of all."""
     packed_experts: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] | None = None
     """Each expert's two products, where a runner has packed them; ``up`` and ``down`` are empty then."""
 
@@ -181,9 +183,11 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class DecoderLayerSpec:
-    """x += post1(attention(norm1(x))); cross; x += post2(mlp(norm2(x))).  ``parallel``: both read the same x.
+    """x += post_attn_norm(attention(attn_norm(x))); cross; x += post_mlp_norm(mlp(mlp_norm(x))).
 
-    ``attn_residual_norm`` and ``mlp_residual_norm`` normalise x itself behind each sum, as the first transformers did.
+    ``parallel_residual``: both read the same x.
+
+    ``attn_residual_norm`` and ``mlp_residual_norm`` normalise x itself after each sum, as the first transformers did.
     """
 
     attn_norm: NormSpec | None
@@ -217,7 +221,7 @@ class EncoderSpec:
     the second.  -1: there is none."""
 
     def position_ids(self, tokens: Tensor) -> Tensor:
-        """Return which rows of ``positions`` the tokens of a sequence have."""
+        """Return which rows of ``position_embeddings`` the tokens of a sequence have."""
         if self.pad_token_id < 0:
             return torch.arange(len(tokens), device=tokens.device)
         not_pad = (tokens != self.pad_token_id).long()
@@ -226,7 +230,7 @@ class EncoderSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A causal language model, or the speaking half of one that listens to an ``encoder``."""
+    """A causal language model, or the decoder of a model with an ``encoder``."""
 
     vocab_size: int
     hidden_size: int
@@ -244,6 +248,31 @@ class DecoderSpec:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
+def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) -> int:
+    """Return the longest sequence for a described model, of at most the tokens requested (``max_model_len``).
+
+    Relative positions, and an encoder's without learned ones, have no end of their own.
+    """
+    if isinstance(spec, EncoderSpec):
+        length = spec.max_length if requested is None else requested
+        return length if spec.position_embeddings is None else min(length, spec.max_length)
+    is_unbounded = spec.encoder is not None and spec.position_embeddings is None
+    model_max = max(spec.max_length, requested or 0) if is_unbounded else spec.max_length
+    return min(requested or model_max, model_max)
+
+
+def length_unsupported_reason(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+    """Return why a description does not hold for the longest sequence, or None where it does."""
+    if spec is None:
+        return None
+    max_length = get_max_model_len(spec, config.max_model_len)
+    rope_limits = [x.attention.rope.max_valid_length for x in spec.layers if x.attention.rope is not None]
+    rope_limit = min((x for x in rope_limits if x), default=max_length)
+    if max_length > rope_limit:
+        return f"positions that change with lengths above {rope_limit}, which max_model_len may set"
+    return None
+
+
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -251,7 +280,7 @@ _ACTIVATIONS = {
 
 
 def activation_name(name: Any) -> str:
-    """Return our name of one of Hugging Face's activations, or raise Unsupported."""
+    """Return our name of one of Hugging Face's activations, or raise UnsupportedModelError."""
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(f"activation {name!r}")
     return _ACTIVATIONS[name]

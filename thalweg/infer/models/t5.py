@@ -1,4 +1,4 @@
-"""T5, T5 1.1 and FLAN-T5, mT5, UMT5: they listen to a source and speak."""
+"""T5, T5 1.1 and FLAN-T5, mT5, UMT5: encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _scales_outputs(c: Any) -> bool:
 
 
 def build_encoder(model: Any) -> EncoderSpec:
-    """Describe the listening half, of any model that has one."""
+    """Describe the encoder, of any model that has one."""
     c, stack = model.config, model.encoder
     return EncoderSpec(
         vocab_size=c.vocab_size,
@@ -70,12 +70,14 @@ def _build_layers(stack: Any, c: Any) -> list[DecoderLayerSpec]:
         a = first.SelfAttention
         if a.has_relative_attention_bias:  # in T5 the first layer's holds for all
             bucket = partial(
-                _relative_position_bucket, num_buckets=c.relative_attention_num_buckets, bidirectional=not stack.is_decoder,
+                _relative_position_bucket, num_buckets=c.relative_attention_num_buckets,
+                bidirectional=not stack.is_decoder,
                 max_distance=c.relative_attention_max_distance,
             )  # fmt: skip
             relative = RelativePositionBias(a.relative_attention_bias.weight.detach(), bucket)
         attention = AttentionSpec(
-            num_heads=c.num_heads, num_kv_heads=c.num_heads, head_dim=c.d_kv, qkv=build_linear(a.q, a.k, a.v), out=build_linear(a.o),
+            num_heads=c.num_heads, num_kv_heads=c.num_heads, head_dim=c.d_kv, qkv=build_linear(a.q, a.k, a.v),
+            out=build_linear(a.o),
             scale=1.0, relative_bias=relative,
         )  # fmt: skip
         last = block.layer[-1]

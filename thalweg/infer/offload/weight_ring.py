@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
 from thalweg.infer.offload.packed_file import PackedWeightsFile, tensor_bytes
 from thalweg.infer.runners.packed_weights import (
@@ -43,7 +44,6 @@ from thalweg.infer.runners.packed_weights import (
     lm_head_format,
     packed_bytes,
 )
-from thalweg.infer.types import EngineConfig
 from thalweg.ops import cpu_kernels
 from thalweg.ops.linear.autotune_cache import get_cache_dir
 from thalweg.plan.spec.cluster import available_host_memory, local_cluster
@@ -309,15 +309,15 @@ class StreamedWeights(_FileWeights):
 def build_streamed_weights(
     decoder: DecoderSpec, weight_format: str, options: EngineConfig, weights_id: Any
 ) -> MmapWeights | StreamedWeights:
-    """Return weights in a file, as ``options.stream`` asks; the runner that uses them puts them there.
+    """Return weights in a file, as ``options.weight_offload`` asks; the runner that uses them puts them there.
 
     ``key``: what the model was loaded from, or None for a live one.
     """
-    folder = Path(options.stream_folder) if options.stream_folder else _default_folder()
+    folder = Path(options.weight_offload_dir) if options.weight_offload_dir else _default_folder()
     weights_id = None if weights_id is None else [weights_id, weight_format]
-    if options.stream == "cpu":
+    if options.weight_offload == "cpu":
         return MmapWeights(decoder, weight_format, folder, weights_id)
-    return StreamedWeights(decoder, weight_format, folder, weights_id, options.stream_memory)
+    return StreamedWeights(decoder, weight_format, folder, weights_id, options.weight_offload_bytes)
 
 
 def _default_folder() -> Path:
@@ -348,12 +348,12 @@ def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: Eng
     per_token = sum(2 * x.attention.num_kv_heads * x.attention.head_dim for x in decoder.layers)
     speed = machine.peak_flops(torch.float32 if weight_format == "fp32" else torch.bfloat16)
     free = available_host_memory() or 2**32
-    rate = machine.host_memory_bandwidth if options.stream == "cpu" else machine.disk_read_bandwidth
+    rate = machine.host_memory_bandwidth if options.weight_offload == "cpu" else machine.disk_read_bandwidth
     return optimal_batch_size(
         read_bytes=sum(packed_bytes(x.out_features, x.in_features, weight_format) for x in all_linears),
         read_rate=rate,
         macs=sum(x.out_features * x.in_features for x in all_linears),
-        mac_rate=speed / 2 * (2 if options.quantize else 1),  # integer products run at twice bf16's rate
+        mac_rate=speed / 2 * (2 if options.quantization else 1),  # integer products run at twice bf16's rate
         sequence_bytes=per_token * max_length * (4 if weight_format == "fp32" else 2),
-        kv_memory=options.kv_memory or int(_MEMORY_FRACTION * free),
+        kv_memory=options.kv_cache_bytes or int(_MEMORY_FRACTION * free),
     )

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator, ShmShape, create_memfd
 from thalweg.infer.parallel.workers import WorkerChannel, WorkerDiedError, WorkerGroup, peer_closed
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, write_block_tables
 from thalweg.infer.runners.torch_runner import TorchRunner
-from thalweg.infer.types import EngineConfig
 
 _BLOCK_SIZE = 16
 
@@ -66,13 +66,7 @@ class DriverRunner:
 
     def __init__(self, inner: ModelRunner, comm: ShmCommunicator, workers: WorkerGroup) -> None:
         self.inner, self.comm, self.workers = inner, comm, workers
-        self.num_blocks, self.block_size, self.block_tables = (
-            inner.num_blocks,
-            inner.block_size,
-            inner.block_tables,
-        )
-        self.encoder_block_tables, self.encoder_seq_lens = inner.encoder_block_tables, inner.encoder_seq_lens
-        self.lora_ids = inner.lora_ids
+        self.num_blocks, self.block_size, self.num_slots = inner.num_blocks, inner.block_size, inner.num_slots
         self.weight_bytes = getattr(inner, "weight_bytes", None)
         fds = [line.sock.fileno() for line in workers.channels]
         self._finalizer = weakref.finalize(self, _close_driver, comm, workers)
@@ -118,6 +112,7 @@ class DriverRunner:
         if self.comm.aborted:
             raise WorkerDiedError(self.workers.failure_message())
         rows = list(batch.logit_indices)
+        write_block_tables(self.comm.block_tables, batch, self.block_size)  # in the memory that the ranks share
         self.workers.broadcast({"op": name, "tokens": batch.tokens, "spans": batch.spans, "rows": rows})
 
     def _raise_if_aborted(self) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MLPSpec, MoESpec
-from thalweg.infer.types import EngineConfig
 
 _VOCAB_UNIT = 32  # columns of a packed panel
 
@@ -34,7 +34,9 @@ class ParallelConfig:
     @staticmethod
     def from_options(options: EngineConfig) -> ParallelConfig:
         """Return those that options ask for."""
-        return ParallelConfig(options.tensor_parallel, options.pipeline_parallel, options.expert_parallel)
+        return ParallelConfig(
+            options.tensor_parallel_size, options.pipeline_parallel_size, options.expert_parallel_size
+        )
 
     @property
     def ranks_per_stage(self) -> int:

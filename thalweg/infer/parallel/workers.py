@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thalweg.infer.types import EngineConfig
+from thalweg.infer.config import EngineConfig
 
 _LENGTH = struct.Struct("!I")
 _HANGUP_EVENTS = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
@@ -179,8 +179,8 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> WorkerGroup:
             f"{num_ranks} ranks are to run one model on {options.device}: start a process for each GPU"
             f" (thalweg run --nproc {num_ranks}), each of which calls init_inference"
         )
-    num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel // num_ranks)  # stages take turns
-    worker_options = replace(options, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1)
+    num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel_size // num_ranks)  # stages take turns
+    worker_options = replace(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
     channels: list[WorkerChannel] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:

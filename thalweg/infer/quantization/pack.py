@@ -34,7 +34,7 @@ def quantize_experts(decoder: DecoderSpec, weight_format: str) -> DecoderSpec:
 
     def quantize(m: MoESpec) -> MoESpec:
         packed_experts = [(pack(LinearSpec(up)), pack(LinearSpec(down))) for up, down in zip(m.up, m.down, strict=True)]
-        return replace(m, up=m.up.new_empty(0), down=m.down.new_empty(0), packed=packed_experts)
+        return replace(m, up=m.up.new_empty(0), down=m.down.new_empty(0), packed_experts=packed_experts)
 
     layers = [replace(x, mlp=quantize(x.mlp)) if isinstance(x.mlp, MoESpec) else x for x in decoder.layers]
     return replace(decoder, layers=layers)

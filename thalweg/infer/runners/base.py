@@ -1,31 +1,29 @@
-"""What one step computes, and who computes it.
+"""What one step computes, and which runner computes it.
 
-A step is a flat row of tokens, cut into spans: each span is a piece of one sequence, a whole prompt, a part
-of one or the latest token.  A sequence owns a slot, a row of ``tables`` that names its KV blocks in order.
+A step is a flat row of tokens in spans: each span is a whole prompt of one sequence, a chunk of one, or its
+latest token.  A sequence owns a slot, which a runner may key state of its own by, and KV blocks
+that come with each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import index
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-
-def to_token_ids(prompt: Any) -> list[int]:
-    """Return a prompt as numbers, whatever kind of them it is made of; ValueError where it is not."""
-    try:
-        return [index(token) for token in prompt]
-    except TypeError as error:
-        raise ValueError(
-            f"the prompt must be token ids, whole numbers ({error}): encode text by the tokenizer first"
-        ) from None
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.lora import LoraManager
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
+from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
+from thalweg.infer.runners.packed_weights import WeightStore
 
 
 class QuerySpan(NamedTuple):
-    """``count`` tokens of the sequence in ``slot``, the first of them at position ``start``."""
+    """``num_tokens`` tokens of the sequence in ``slot``, the first of them at position ``start``."""
 
     slot: int
     start: int
@@ -33,19 +31,43 @@ class QuerySpan(NamedTuple):
 
 
 class EncoderInput(NamedTuple):
-    """What the sequence in ``slot`` listens to, whole."""
+    """The whole encoder prompt of the sequence in ``slot``, and the blocks for its keys and values."""
 
     slot: int
     tokens: Sequence[int]
+    blocks: Sequence[int] = ()
+    lora_id: int = -1
 
 
 @dataclass
 class ModelInput:
-    """The tokens of all spans one after the other, and the rows whose logits are wanted."""
+    """The tokens of all spans one after the other, and the rows whose logits are wanted.
+
+    What belongs to a span stands in lists of its own, an entry for each span; a list is empty where no span needs it.
+    """
 
     tokens: list[int]
     spans: list[QuerySpan]
     logit_indices: Sequence[int]
+    block_tables: list[list[int]] = field(default_factory=list)
+    """The KV blocks of each span's sequence, in order of their positions."""
+    encoder_block_tables: list[list[int]] = field(default_factory=list)
+    """The same for its encoder prompt."""
+    encoder_seq_lens: list[int] = field(default_factory=list)
+    """The lengths of the encoder prompts."""
+    lora_ids: list[int] = field(default_factory=list)
+    """Which adapter each span's sequence has, -1 for none."""
+
+
+def write_block_tables(tables: np.ndarray, batch: ModelInput, block_size: int) -> None:
+    """Copy the blocks of a step's spans into a runner's own tables (slots, blocks).
+
+    Only where they may be new: a span of one token in the middle of a block goes on in the block of the token before.
+    """
+    for span, blocks in zip(batch.spans, batch.block_tables, strict=bool(batch.block_tables)):
+        if span.num_tokens > 1 or span.start % block_size == 0:
+            end = -(-(span.start + span.num_tokens) // block_size)
+            tables[span.slot, :end] = blocks[:end]
 
 
 class ModelRunner(Protocol):
@@ -54,34 +76,26 @@ class ModelRunner(Protocol):
     num_blocks: int
     """Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks."""
     block_size: int
-    block_tables: Any
-    """A numpy int32 array (slots, blocks of the longest sequence) that the scheduler writes."""
-
-    encoder_block_tables: Any
-    """The same for sources, whose blocks come from the same cache; no rows where the model has no encoder."""
-
-    encoder_seq_lens: Any
-    """A numpy int64 array (slots,) that the scheduler writes: the lengths of their sequences' sources."""
-    lora_ids: Any
-    """A numpy int64 array (slots,): which adapter a slot's sequence has, -1 for none."""
+    num_slots: int
+    """Sequences that may have a slot at the same time."""
 
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute sources, where the model has an encoder; their slots' tables are written."""
+        """Compute encoder prompts and store the keys and values of cross attention in their blocks."""
         ...
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Compute, store keys and values; return fp32 logits (len(rows), vocab), valid until the next run."""
+        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), valid until the next run."""
         ...
 
     def argmax(self) -> tuple[list[int], list[float]] | None:
-        """Return the most likely token of each row of the last run and its logit, where that is at hand.
+        """Return the most likely token of each row of the last run and its logit, or None where it is not computed.
 
         Of several equal ones the first; a logit that is NaN stands for a row that holds one.
         """
         ...
 
     def free_slot(self, slot: int) -> None:
-        """Forget what the slot's sequence has left outside of the blocks."""
+        """Drop what the slot's sequence keeps outside of the blocks."""
         ...
 
     def hidden_states(self, batch: ModelInput) -> Tensor:
@@ -91,3 +105,57 @@ class ModelRunner(Protocol):
     def close(self) -> None:
         """Free the weights and the cache."""
         ...
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """A model for which a runner is built, with all that has been decided about it."""
+
+    model: Any
+    """The live Hugging Face model."""
+    spec: DecoderSpec | EncoderSpec | None
+    """Its description; None where there is none that gives the model's own logits."""
+    config: EngineConfig
+    max_model_len: int
+    num_slots: int = 0
+    num_blocks: int = 0
+    lora: LoraManager | None = None
+    weights: WeightStore | None = None
+    """Where the packed weights are, unless in memory."""
+
+    @property
+    def weight_format(self) -> str:
+        """What weights become: fp32, bf16, fp16, int8 or int4."""
+        return get_weight_format(self.config)
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """What keys and values are stored as."""
+        return get_kv_cache_dtype(self.config)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the model runs on the processor."""
+        return torch.device(self.config.device).type == "cpu"
+
+
+class RunnerType(Protocol):
+    """A class of runners, as ``loader/load.py`` chooses among them: the first that supports a model builds it."""
+
+    name: ClassVar[str]
+
+    @staticmethod
+    def supports(spec: Any, config: EngineConfig) -> str | None:
+        """Return why such a runner cannot run a model as the config asks, or None where it can.
+
+        ``spec``: the model's description, None where there is none.
+        """
+        ...
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> Any:
+        """Return the runner.  Errors, out of memory too, are errors: no other runner is tried."""
+        ...
+
+
+UNDESCRIBED = "the model is not described"

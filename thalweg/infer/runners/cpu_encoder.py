@@ -1,38 +1,61 @@
-"""A stack in which every token sees its whole sequence, on a tape of native kernels.
+"""An encoder, whose tokens attend to their whole sequence, as a program of CPU kernels.
 
 Several sequences are computed together, one after the other in the rows, none of them padded.  A layer's keys
-and values matter only until its attention is done, so all layers keep theirs in the same blocks; only what a
-listening decoder is told goes into the blocks of its own pool.
+and values matter only until its attention is done, so all layers share the same blocks; only the keys and
+values of a decoder's cross attention go into the blocks of its own cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, EncoderSpec
-from thalweg.infer.runners.base import EncoderInput
-from thalweg.infer.runners.cpu_program import ProgramBuilder, without_positions
+from thalweg.infer.precision import get_weight_format
+from thalweg.infer.runners.base import EncoderInput, RunnerRequest
+from thalweg.infer.runners.cpu_program import ProgramBuilder, cpu_unsupported_reason, without_positions
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore
 from thalweg.ops import cpu_kernels
 
 CrossTargets = Sequence[tuple[CrossAttentionSpec | None, AttentionSpec, tuple[Tensor, Tensor, int]]]
-"""For each layer of a decoder: its cross attention, the self-attention that has the same shape, and the pool
-of keys and values with its stripe."""
+"""For each layer of a decoder: its cross attention, the self-attention of the same shape, and the cache
+region of keys and values with its stripe."""
 
 
 class CpuEncoder:
-    """Runs an :class:`EncoderSpec` with weights in ``form``: up to ``most`` sequences, ``max_tokens`` tokens.
+    """Runs an :class:`EncoderSpec` with weights in ``weight_format``: up to ``max_num_seqs`` sequences.
 
-    ``told``: cross attentions to compute keys and values for; ``tables`` (slots, blocks) names their blocks.
-    ``adapter_of``: which of the ``adapters`` each slot has.
+    ``cross_targets``: cross attentions to compute keys and values for; ``block_tables`` (slots, blocks) names
+    their blocks, by slot, and is written with each input's.
     """
+
+    name: ClassVar[str] = "cpu"
+
+    @staticmethod
+    def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the CPU kernels cannot run an encoder, or None."""
+        return cpu_unsupported_reason(spec, config, _kv_dtype(get_weight_format(config)))
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> CpuEncoder:
+        """Return the runner of a described encoder."""
+        assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
+        return cls(
+            request.spec,
+            weight_format=request.weight_format,
+            kv_cache_dtype=_kv_dtype(request.weight_format),
+            max_length=request.max_model_len,
+            max_num_batched_tokens=max(request.config.max_num_batched_tokens, request.max_model_len),
+            max_num_seqs=request.num_slots,
+        )
 
     def __init__(
         self,
@@ -47,7 +70,6 @@ class CpuEncoder:
         cross_targets: CrossTargets = (),
         block_tables: np.ndarray | None = None,
         lora: LoraManager | None = None,
-        lora_ids: np.ndarray | None = None,
     ) -> None:
         self.hidden_size, self.max_length, self.max_num_batched_tokens = (
             encoder.hidden_size,
@@ -59,13 +81,15 @@ class CpuEncoder:
         self._scratch_block_tables = np.zeros((max_num_seqs, -(-max_length // cpu_kernels.BLOCK_SIZE)), dtype=np.int32)
         self._block_tables = block_tables
         program = _EncoderProgram(
-            self._weights, encoder, weight_format, kv_cache_dtype=kv_cache_dtype, max_tokens=max_num_batched_tokens, max_length=max_length,
-            num_blocks=max_num_batched_tokens // cpu_kernels.BLOCK_SIZE + max_num_seqs, block_tables=self._scratch_block_tables, cross_targets=cross_targets, cross_block_tables=block_tables,
+            self._weights, encoder, weight_format, kv_cache_dtype=kv_cache_dtype, max_tokens=max_num_batched_tokens,
+            max_length=max_length,
+            num_blocks=max_num_batched_tokens // cpu_kernels.BLOCK_SIZE + max_num_seqs,
+            block_tables=self._scratch_block_tables, cross_targets=cross_targets, cross_block_tables=block_tables,
             lora=lora,
         )  # fmt: skip
         self._embedded, self._final, self.weight_bytes = program.embedded, program.final, program.weight_bytes
         self._tokens, self._positions, _, _ = program.inputs
-        self._lora_ids, self._row_lora_ids = lora_ids, program.row_lora_ids.numpy()
+        self._has_lora, self._row_lora_ids = lora is not None, program.row_lora_ids.numpy()
         self._np_inputs = [
             t.numpy() for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
         ]
@@ -79,7 +103,7 @@ class CpuEncoder:
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states, fp32 (tokens, width), sequence by sequence; valid until the next run.
 
-        What a decoder is told goes into the blocks of each source's slot.
+        The keys and values of cross attention go into the blocks of each input's slot.
         """
         tokens, positions, table_offsets, last_visible, cross_table_offsets, counts = self._np_inputs
         offset = block = 0
@@ -87,7 +111,7 @@ class CpuEncoder:
             length = len(encoder_input.tokens)
             span = slice(offset, offset + length)
             assert length <= self.max_length and offset + length <= self.max_num_batched_tokens, (
-                "the caller keeps to the room"
+                "the caller keeps to the limits"
             )
             blocks = -(-length // cpu_kernels.BLOCK_SIZE)
             self._scratch_block_tables[number, :blocks] = np.arange(block, block + blocks)
@@ -99,8 +123,9 @@ class CpuEncoder:
             table_offsets[span] = number * self._scratch_block_tables.strides[0]
             if self._block_tables is not None:
                 cross_table_offsets[span] = encoder_input.slot * self._block_tables.strides[0]
-            if self._lora_ids is not None:
-                self._row_lora_ids[span] = self._lora_ids[encoder_input.slot]
+                self._block_tables[encoder_input.slot, : len(encoder_input.blocks)] = encoder_input.blocks
+            if self._has_lora:
+                self._row_lora_ids[span] = encoder_input.lora_id
             offset, block = offset + length, block + blocks
         counts[:] = offset
         e = self._encoder
@@ -110,7 +135,7 @@ class CpuEncoder:
         if self._position_embeddings is not None:
             rows = self._positions[:offset]
             if e.pad_token_id >= 0:
-                rows = torch.cat([e.position_ids(torch.tensor(list(source.tokens))) for source in inputs])
+                rows = torch.cat([e.position_ids(torch.tensor(list(x.tokens))) for x in inputs])
             x = x.float() + self._position_embeddings[rows]
         self._embedded[:offset] = x
         for program in self._programs:
@@ -124,8 +149,13 @@ class CpuEncoder:
         self.__dict__.clear()
 
 
+def _kv_dtype(weight_format: str) -> str:
+    """Return what an encoder's keys and values are stored as: they live for one layer, so never in fewer bits."""
+    return "fp32" if weight_format == "fp32" else "bf16"
+
+
 class _EncoderProgram(ProgramBuilder):
-    """Lays an encoder down, and what follows it for a decoder."""
+    """Builds the program of an encoder, and of the cross attention's keys and values for a decoder."""
 
     def __init__(
         self,
@@ -143,7 +173,8 @@ class _EncoderProgram(ProgramBuilder):
         lora: LoraManager | None,
     ) -> None:
         super().__init__(
-            weights, weight_format, hidden_size=e.hidden_size, max_tokens=max_tokens, max_length=max_length, kv_cache_dtype=kv_cache_dtype, tables_address=block_tables.ctypes.data,
+            weights, weight_format, hidden_size=e.hidden_size, max_tokens=max_tokens, max_length=max_length,
+            kv_cache_dtype=kv_cache_dtype, tables_address=block_tables.ctypes.data,
             lora=lora,
         )  # fmt: skip
         self.refs += [block_tables, cross_block_tables]
@@ -163,7 +194,7 @@ class _EncoderProgram(ProgramBuilder):
             self.final = self.keep_alive(cpu_kernels.allocate_rows(max_tokens, e.hidden_size))
             self.norm_into(e.final_norm, self.x, self.final)
         if cross_block_tables is not None:
-            rows = self.norm_and_quantize(None, self.final, weight_format, "told")
+            rows = self.norm_and_quantize(None, self.final, weight_format, "cross")
             for cross, attention, kv_region in cross_targets:
                 if cross is not None:
                     self._write_cross_kv(cross, rows, attention, kv_region, cross_block_tables.ctypes.data)
@@ -181,9 +212,9 @@ class _EncoderProgram(ProgramBuilder):
         kv_region: tuple[Tensor, Tensor, int],
         cross_tables_address: int,
     ) -> None:
-        """Compute keys and values of the source for a layer of a decoder, and store them."""
+        """Compute the encoder states' keys and values for a layer of a decoder, and store them."""
         kv = self.buffer("kv", cross.kv.out_features)
         self.linear(rows, cross.kv, kv, self.weight_format)
         kv_spec = replace(a, rope=None, q_norm=None, k_norm=None)
-        shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), heads=0)
+        shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), num_heads=0)
         self.rope_and_store_kv(shape, kv_spec, kv, *kv_region, cross_tables_address, self.cross_table_offsets)

@@ -1,7 +1,7 @@
-"""What is laid down on a tape, and the parts that decoders and encoders share.
+"""Builds programs of CPU kernels: the parts that decoders and encoders share.
 
-A layout packs weights, allocates buffers and names kernels, one call after the other; :meth:`Layout.lay`
-makes tapes of them.  Buffers have room for ``tokens`` rows; how many a step has stands in ``counts``.
+A builder packs weights, allocates buffers and emits kernel calls one after the other; :meth:`ProgramBuilder.build`
+compiles them into programs.  Buffers have ``max_tokens`` rows; ``counts`` holds how many a step uses.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager, LoraWeights
 from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
     DecoderLayerSpec,
+    DecoderSpec,
+    EncoderSpec,
     LinearSpec,
     MLPSpec,
+    MoESpec,
     NormSpec,
 )
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
+from thalweg.infer.precision import get_weight_format
+from thalweg.infer.runners.base import UNDESCRIBED
 from thalweg.infer.runners.packed_weights import WeightStore
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import EvictableMemory
@@ -30,10 +36,48 @@ from thalweg.storage_io.evictable_memory import EvictableMemory
 OPERAND_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
 
-class ProgramBuilder:
-    """Lays a stack of layers down as instructions.
+def cpu_unsupported_reason(
+    spec: DecoderSpec | EncoderSpec | None, config: EngineConfig, kv_cache_dtype: str
+) -> str | None:
+    """Return why the CPU kernels cannot run a described model as the config asks, or None."""
+    if torch.device(config.device).type != "cpu":
+        return f"the CPU kernels do not run on {config.device}"
+    weight_format = get_weight_format(config)
+    if weight_format == "fp16":
+        return "the CPU kernels have no fp16"
+    if spec is None:
+        return UNDESCRIBED
+    return kernels_unsupported_reason(spec, weight_format, kv_cache_dtype)
 
-    ``reach``: the longest sequence; ``tables``: address of the block tables of self-attention.
+
+def kernels_unsupported_reason(spec: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str) -> str | None:
+    """Return why this processor or this model does not suit the kernels, or None."""
+    for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
+        if reason := cpu_kernels.unsupported_reason(name):
+            return reason
+    if kv_cache_dtype not in cpu_kernels.KV_DTYPE_BYTES:
+        return f"a cache in {kv_cache_dtype}"
+    encoder = spec.encoder if isinstance(spec, DecoderSpec) else None
+    sizes = [spec.hidden_size] if encoder is None else [spec.hidden_size, encoder.hidden_size]
+    for layer in [*spec.layers, *(encoder.layers if encoder is not None else ())]:
+        if isinstance(layer.mlp, MoESpec):
+            return "a mixture of experts"
+        a = layer.attention
+        sizes += [a.head_dim, layer.mlp.down.in_features]
+        if (a.q_norm is not None) != (a.k_norm is not None):
+            return "a norm on queries or keys alone"
+        if a.q_norm is not None and a.q_norm.norm_type != "rms":
+            return "layer norms on queries and keys"
+        cross = layer.cross_attention
+        if cross is not None and cross.kv.out_features != 2 * a.num_kv_heads * a.head_dim:
+            return "cross attention with other heads than self-attention"
+    return "a width that is no multiple of 16" if any(size % 16 for size in sizes) else None
+
+
+class ProgramBuilder:
+    """Turns a stack of layers into instructions.
+
+    ``max_length``: the longest sequence; ``tables_address``: of the block tables of self-attention.
     """
 
     def __init__(
@@ -51,7 +95,7 @@ class ProgramBuilder:
         num_threads: int = 0,
     ) -> None:
         self.num_threads = num_threads
-        self.comm = None if comm is None or comm.world_size == 1 else comm  # whose parts are to be added up
+        self.comm = None if comm is None or comm.world_size == 1 else comm  # whose partial results are summed
         self.lora, self.row_lora_ids = lora, torch.full((max_tokens,), -1, dtype=torch.int64)
         self.weight_format, self.max_tokens, self.kv_cache_dtype, self.max_length = (
             weight_format,
@@ -75,16 +119,16 @@ class ProgramBuilder:
         self._relative_biases: dict[int, Tensor] = {}
         self.current_segment: list[cpu_kernels.Instruction] = []
         self.segments = [self.current_segment]
-        self.num_matmuls = 0  # on the present tape
-        self.scratch = torch.zeros(256, cpu_kernels.round_up(max_length, 16))
+        self.num_matmuls = 0  # in the current segment
+        self.scratch = torch.zeros(cpu_kernels.MAX_THREADS, cpu_kernels.round_up(max_length, 16))  # a row a thread
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
-        """Keep a tensor as long as the tapes live."""
+        """Keep a tensor as long as the programs live."""
         self.refs.append(tensor)
         return tensor
 
     def emit_call(self, kernel: str, *arguments: Any) -> None:
-        """Lay a call down."""
+        """Append a call."""
         self.current_segment.append(cpu_kernels.Instruction(kernel, arguments))
 
     def padded_vector(self, values: Tensor | None, size: int) -> Tensor:
@@ -95,7 +139,7 @@ class ProgramBuilder:
         return self.keep_alive(out)
 
     def operand_buffer(self, width: int, weight_format: str, label: str) -> cpu_kernels.ActivationBuffer:
-        """Return the buffer of that name for rows that meet weights of a form."""
+        """Return the buffer of that name for rows that meet weights of a format."""
         key = (width, OPERAND_KINDS[weight_format], label)
         if key not in self._operands:
             y = self.keep_alive(cpu_kernels.allocate_rows(self.max_tokens, width))
@@ -113,7 +157,7 @@ class ProgramBuilder:
     def norm_and_quantize(
         self, norm: NormSpec | None, x: Tensor, weight_format: str, label: str = ""
     ) -> cpu_kernels.ActivationBuffer:
-        """Normalise rows of x (or pass them on) and make them ready for weights of a form."""
+        """Normalise rows of x (or pass them on) and quantize them for weights of a format."""
         rows = self.operand_buffer(x.shape[1], weight_format, label)
         self._emit_norm(norm, x, rows)
         return rows
@@ -143,7 +187,7 @@ class ProgramBuilder:
         weight_format: str,
         accumulate: bool = False,
     ) -> None:
-        """Multiply with a layer's weights; ``add``: to what is in ``out``."""
+        """Multiply with a layer's weights; ``accumulate``: add to what is in ``out``."""
         for packed in self.weights.pack(layer, weight_format):
             if packed.starts_segment and self.num_matmuls:
                 self.current_segment, self.num_matmuls = [], 0
@@ -156,7 +200,8 @@ class ProgramBuilder:
             columns = out[:, packed.start :]
             self.emit_call(
                 self.kernels.gemm(weight_format),
-                rows.operand, packed.weight_address, columns, self.count_address, cpu_kernels.round_up(rows.width), panels,
+                rows.operand, packed.weight_address, columns, self.count_address, cpu_kernels.round_up(rows.width),
+                panels,
                 rows.operand_stride, out.stride(0) * 4, self.padded_vector(bias, outputs), columns if accumulate else 0,
                 rows.scale, packed.scale_address, *rows.sum_args(weight_format),
             )  # fmt: skip
@@ -171,7 +216,7 @@ class ProgramBuilder:
         out: Tensor,
         outputs: int,
     ) -> None:
-        """Add to the product what each row's adapter says."""
+        """Add each row's LoRA product."""
         k, columns = cpu_kernels.round_up(rows.width, 16), cpu_kernels.round_up(outputs, 16)
         table = self.keep_alive(torch.zeros(len(lora_weights), 3, dtype=torch.int64))
         largest = max(len(pair[0]) for pair in lora_weights if pair is not None)
@@ -199,7 +244,7 @@ class ProgramBuilder:
         post_norm: NormSpec | None,
         residual_norm: NormSpec | None,
     ) -> None:
-        """x += layer(rows), through a norm ``post`` where there is one; then x through ``after``."""
+        """x += post_norm(layer(rows)); then x = residual_norm(x)."""
         width = self.x.shape[1]
         if self.comm is None and post_norm is None and width % 32 == 0:  # whole panels fit into the rows of x
             self.linear(rows, layer, self.x, self.weight_format, accumulate=True)
@@ -224,16 +269,17 @@ class ProgramBuilder:
         self.emit_call(self.kernels.barrier(), *comm.barrier_args())
         self.emit_call(
             self.kernels.reduce_sum(),
-            out, out.stride(0) * 4, partials, partials.stride(1) * 4, partials.stride(0) * 4, comm.world_size, self.count_address,
+            out, out.stride(0) * 4, partials, partials.stride(1) * 4, partials.stride(0) * 4, comm.world_size,
+            self.count_address,
             cpu_kernels.round_up(layer.out_features, 16),
         )  # fmt: skip
 
     def emit_layer(
         self, layer: DecoderLayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False
     ) -> None:
-        """Lay a layer down whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
+        """Emit a layer whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
 
-        ``last``: from its attention on, go on with the rows that are wanted.
+        ``is_last``: from its attention on, compute only the rows whose logits are wanted.
         """
         a, m, weight_format = layer.attention, layer.mlp, self.weight_format
         assert isinstance(m, MLPSpec), "mixtures have runners of their own"
@@ -262,11 +308,11 @@ class ProgramBuilder:
     def cross_attention(
         self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
     ) -> None:
-        """Attend to a source; decoders do."""
+        """Attend to the encoder states; decoders do."""
         raise NotImplementedError
 
     def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
-        """Go on with the rows that are wanted, of queries and of everything else; decoders do."""
+        """Keep only the rows whose logits are wanted; decoders do."""
         raise NotImplementedError
 
     @property
@@ -275,10 +321,11 @@ class ProgramBuilder:
         raise NotImplementedError
 
     def rope_and_store_kv(
-        self, shape: cpu_kernels.AttentionShape, a: AttentionSpec, qkv: Tensor, keys: Tensor, values: Tensor, stripe: int,
+        self, shape: cpu_kernels.AttentionShape, a: AttentionSpec, qkv: Tensor, keys: Tensor, values: Tensor,
+        stripe: int,
         tables_address: int, table_offsets: Tensor,
     ) -> None:  # fmt: skip
-        """Rotate queries and keys; store keys and values in the blocks of ``tables``."""
+        """Rotate queries and keys; store keys and values in the blocks of the block tables."""
         cos, sin = self._rope_table(a)
         q_norm = self.padded_vector(None if a.q_norm is None else a.q_norm.weight, a.head_dim)
         k_norm = self.padded_vector(None if a.k_norm is None else a.k_norm.weight, a.head_dim)
@@ -312,7 +359,8 @@ class ProgramBuilder:
         )
 
     def paged_attention(
-        self, shape: cpu_kernels.AttentionShape, queries: Tensor, keys: Tensor, values: Tensor, stripe: int, bias: Tensor,
+        self, shape: cpu_kernels.AttentionShape, queries: Tensor, keys: Tensor, values: Tensor, stripe: int,
+        bias: Tensor,
         tables_address: int, table_offsets: Tensor, last_visible: Tensor,
     ) -> Tensor:  # fmt: skip
         """Let tokens attend to the blocks of any tables."""
@@ -338,17 +386,19 @@ class ProgramBuilder:
         """Return the shape of an attention."""
         num_pairs = 0 if a.rope is None else a.rope.cos.shape[1]
         return cpu_kernels.AttentionShape(
-            num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, scale=a.scale, kv_dtype=self.kv_cache_dtype,
+            num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, scale=a.scale,
+            kv_dtype=self.kv_cache_dtype,
             bf16_pairs=not cpu_kernels.unsupported_reason("bf16"),
             rotary_dim=2 * num_pairs, rotary_interleaved=a.rope is not None and a.rope.interleaved,
-            qk_norm=a.q_norm is not None, sliding_window=a.sliding_window, softcap=a.softcap, alibi=a.alibi_slopes is not None,
+            qk_norm=a.q_norm is not None, sliding_window=a.sliding_window, softcap=a.softcap,
+            alibi=a.alibi_slopes is not None,
             bias_span=0 if a.relative_bias is None else self.max_length,
         )  # fmt: skip
 
     def allocate_kv(
         self, num_blocks: int, attention_specs: Sequence[AttentionSpec]
     ) -> tuple[EvictableMemory, list[tuple[Tensor, Tensor, int]]]:
-        """Return memory, and in it each layer's room for keys and values with the bytes from one stripe of
+        """Return memory, and in it each layer's region for keys and values with the bytes from one stripe of
         blocks to the next.
 
         One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
@@ -376,7 +426,7 @@ class ProgramBuilder:
         return self._rope_tables[key]
 
     def build(self, *programs: list[list[cpu_kernels.Instruction]]) -> list[list[cpu_kernels.Program]]:
-        """Compile the kernels and return the tapes of each part's segments."""
+        """Compile the kernels and return the programs of each part's segments."""
         library = self.kernels.compile()
         refs = [*self.refs, self.inputs, self.counts, self.x, self.embedded, self.scratch, library]
         return [
@@ -385,8 +435,8 @@ class ProgramBuilder:
 
 
 def without_positions(shape: cpu_kernels.AttentionShape, scale: float) -> cpu_kernels.AttentionShape:
-    """Return heads of the same shape and cache without anything that depends on positions."""
+    """Return the same shape and cache dtype without anything that depends on positions."""
     return replace(
-        shape, scale=scale, rotary=0, interleaved=False, qk_norm=False, window=0, softcap=0.0, alibi=False,
-        reach=0,
+        shape, scale=scale, rotary_dim=0, rotary_interleaved=False, qk_norm=False, sliding_window=0, softcap=0.0,
+        alibi=False, bias_span=0,
     )  # fmt: skip

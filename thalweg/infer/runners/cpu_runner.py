@@ -1,81 +1,92 @@
-"""The fast runner on CPUs: a whole step of the model is one call of a tape of native kernels.
+"""The fast runner on CPUs: a whole step of the model is one call of a program of CPU kernels.
 
-At load the weights are packed (``ops/use_cpu_kernels/panels.py``) and the model is laid down once as a list of kernel
-calls on preallocated buffers (``program.py``); a step fills in tokens, positions and block tables and runs the
-list.  Nothing in it depends on how many tokens there are or whose they are, so that prompts, pieces of
-prompts and decoding tokens mix freely, and a token's result is the same, bit for bit, in any company.
+At load the weights are packed (``ops/cpu_kernels/packing.py``) and the model becomes a list of kernel calls
+on preallocated buffers (``cpu_program.py``); a step fills in tokens, positions and block tables and runs the
+list.  Nothing in it depends on how many tokens there are or whose they are, so that prompts, chunks of prompts
+and decoding tokens mix freely, and a token's result is the same, bit for bit, in any batch.
 
 Activations between layers are fp32.  What meets a packed weight is fp32, bf16 or int8 with a scale per row.
 
-A model that listens has a second tape (``encode.py``): it computes a source once and stores, layer by layer,
-the keys and values that cross attention reads, in blocks of the same pool.
+An encoder-decoder model has a second program (``cpu_encoder.py``): it computes an encoder prompt once and
+stores, layer by layer, the keys and values that cross attention reads, in blocks of the same cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import (
     AttentionSpec,
     CrossAttentionSpec,
     DecoderSpec,
     EncoderSpec,
-    MoESpec,
     UnsupportedModelError,
+    length_unsupported_reason,
 )
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
-from thalweg.infer.runners.base import EncoderInput, ModelInput
+from thalweg.infer.precision import get_kv_cache_dtype
+from thalweg.infer.runners.base import EncoderInput, ModelInput, RunnerRequest
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
-from thalweg.infer.runners.cpu_program import ProgramBuilder, without_positions
+from thalweg.infer.runners.cpu_program import (
+    ProgramBuilder,
+    cpu_unsupported_reason,
+    kernels_unsupported_reason,
+    without_positions,
+)
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore, lm_head_format
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import PagePrefaulter
 
 
 def check_supported(decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str = "fp32") -> None:
-    """Raise Unsupported unless this processor and this model suit the kernels."""
-    for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
-        if why := cpu_kernels.unsupported_reason(name):
-            raise UnsupportedModelError(why)
-    if kv_cache_dtype not in cpu_kernels.KV_DTYPE_BYTES:
-        raise UnsupportedModelError(f"a cache in {kv_cache_dtype}")
-    encoder = decoder.encoder if isinstance(decoder, DecoderSpec) else None
-    sizes = [decoder.hidden_size] if encoder is None else [decoder.hidden_size, encoder.hidden_size]
-    for layer in [*decoder.layers, *(encoder.layers if encoder is not None else ())]:
-        if isinstance(layer.mlp, MoESpec):
-            raise UnsupportedModelError("a mixture of experts")
-        a = layer.attention
-        sizes += [a.head_dim, layer.mlp.down.in_features]
-        if (a.q_norm is not None) != (a.k_norm is not None):
-            raise UnsupportedModelError("a norm on queries or keys alone")
-        if a.q_norm is not None and a.q_norm.norm_type != "rms":
-            raise UnsupportedModelError("layer norms on queries and keys")
-        if (
-            layer.cross_attention is not None
-            and layer.cross_attention.kv.out_features != 2 * a.num_kv_heads * a.head_dim
-        ):
-            raise UnsupportedModelError("cross attention with other heads than self-attention")
-    if any(size % 16 for size in sizes):
-        raise UnsupportedModelError("a width that is no multiple of 16")
+    """Raise UnsupportedModelError unless this processor and this model suit the kernels."""
+    if reason := kernels_unsupported_reason(decoder, weight_format, kv_cache_dtype):
+        raise UnsupportedModelError(reason)
 
 
 class CpuRunner:
-    """Runs a :class:`DecoderSpec` with weights in ``form``: fp32, bf16, int8 or int4 (the head then in int8).
+    """Runs a :class:`DecoderSpec` with weights in ``weight_format``: fp32, bf16, int8 or int4 (the head then in int8).
 
-    ``cache``: what keys and values are kept as, a name of ``use_cpu_kernels.KV_DTYPE_BYTES``.
-    ``weights`` keeps them (by default in memory).  ``adapters``: what slots may name in
-    ``adapter_of``.  The decoder's embedding is read row by row where it lies.
-    ``team``: the ranks with which this one, which has a shard of the decoder, adds up its parts.
-    ``threads``: 0 for as many as torch has.
+    ``kv_cache_dtype``: what keys and values are stored as, a name of ``cpu_kernels.KV_DTYPE_BYTES``.
+    ``weights`` stores the packed weights (by default in memory).  ``lora``: the adapters that ``lora_ids`` name.
+    The decoder's embedding is read row by row where it lies.  ``comm``: the ranks with which this one, which has
+    a shard of the decoder, sums its partial results.  ``num_threads``: 0 for as many as torch has.
     """
 
+    name: ClassVar[str] = "cpu"
     block_size = cpu_kernels.BLOCK_SIZE
+
+    @staticmethod
+    def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the CPU kernels cannot run a model, or None."""
+        return cpu_unsupported_reason(spec, config, get_kv_cache_dtype(config)) or length_unsupported_reason(
+            spec, config
+        )
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> CpuRunner:
+        """Return the runner of a described model."""
+        assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
+        return cls(
+            request.spec,
+            weight_format=request.weight_format,
+            num_blocks=request.num_blocks,
+            num_slots=request.num_slots,
+            max_length=request.max_model_len,
+            max_num_batched_tokens=request.config.max_num_batched_tokens,
+            kv_cache_dtype=request.kv_cache_dtype,
+            weights=request.weights,
+            lora=request.lora,
+        )
 
     def __init__(
         self,
@@ -102,10 +113,10 @@ class CpuRunner:
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         shape = (num_slots, -(-max_length // self.block_size))
         self.comm, self.num_threads = comm, num_threads
+        # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.  Ranks share theirs.
         self.block_tables = np.zeros(shape, dtype=np.int32) if comm is None else comm.block_tables
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
-        self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
-        self.lora_ids = np.full(num_slots, -1, dtype=np.int64)
+        self.num_slots = num_slots
         self._has_lora = lora is not None
         self._max_num_batched_tokens = max_num_batched_tokens
         self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
@@ -133,20 +144,22 @@ class CpuRunner:
                 for x, pool in zip(decoder.layers, program.kv_regions, strict=True)
             ]
             self._encoder = CpuEncoder(
-                decoder.encoder, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype, max_length=max_length, max_num_seqs=num_slots,
-                max_num_batched_tokens=max(max_num_batched_tokens, max_length), weights=self._weights, cross_targets=cross_targets, block_tables=self.encoder_block_tables,
-                lora=lora, lora_ids=self.lora_ids,
+                decoder.encoder, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype, max_length=max_length,
+                max_num_seqs=num_slots,
+                max_num_batched_tokens=max(max_num_batched_tokens, max_length), weights=self._weights,
+                cross_targets=cross_targets, block_tables=self.encoder_block_tables,
+                lora=lora,
             )  # fmt: skip
 
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute sources and store what the layers' cross attention reads."""
-        assert self._encoder is not None, "only a model with an encoder has sources"
+        """Compute encoder prompts and store the keys and values of cross attention."""
+        assert self._encoder is not None, "only a model with an encoder has encoder prompts"
         self._encoder.run(inputs)
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.rows), vocab), overwritten by the next run."""
+        """Return fp32 logits (len(batch.logit_indices), vocab), overwritten by the next run."""
         comm = self.comm
         self._prepare_inputs(batch)
         self._weights.run(self._body, 0)
@@ -177,7 +190,7 @@ class CpuRunner:
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        all_rows = ModelInput(batch.tokens, batch.spans, range(len(batch.tokens)))
+        all_rows = replace(batch, logit_indices=range(len(batch.tokens)))
         self._prepare_inputs(all_rows)
         self._weights.run([*self._body, *self._head], 0)
         count, comm = len(batch.tokens), self.comm
@@ -191,28 +204,34 @@ class CpuRunner:
     def _prepare_inputs(self, batch: ModelInput) -> None:
         tokens, positions, table_offsets, logit_indices, counts = self._np_inputs
         count = len(batch.tokens)
-        assert 0 < count <= self._max_num_batched_tokens, "the scheduler keeps steps within the buffers"
+        assert 0 < count <= self._max_num_batched_tokens, "the scheduler's steps fit into the buffers"
         tokens[:count] = batch.tokens
         stride = self.block_tables.strides[0]
         offset = 0
-        for slot, start, length in batch.spans:
+        for number, (slot, start, length) in enumerate(batch.spans):
             if length == 1:
                 positions[offset] = start
                 table_offsets[offset] = slot * stride
             else:
                 positions[offset : offset + length] = np.arange(start, start + length)
                 table_offsets[offset : offset + length] = slot * stride
+            if self._has_lora:
+                self._row_lora_ids[offset : offset + length] = batch.lora_ids[number] if batch.lora_ids else -1
+            if self._encoder is not None:
+                encoder_table_offsets, encoder_last_positions = self._np_encoder_inputs
+                encoder_table_offsets[offset : offset + length] = slot * self.encoder_block_tables.strides[0]
+                encoder_last_positions[offset : offset + length] = batch.encoder_seq_lens[number] - 1
             offset += length
+            # A token in the middle of a block goes on in the block of the token before it: its row is known.
             if length > 1 or start % cpu_kernels.BLOCK_SIZE == 0:
-                block = int(self.block_tables[slot, (start + length - 1) // cpu_kernels.BLOCK_SIZE])
+                last = (start + length - 1) // cpu_kernels.BLOCK_SIZE
+                if batch.block_tables and self.comm is None:
+                    self.block_tables[slot, : last + 1] = batch.block_tables[number][: last + 1]
+                if self._encoder is not None:
+                    blocks = batch.encoder_block_tables[number]
+                    self.encoder_block_tables[slot, : len(blocks)] = blocks
+                block = int(self.block_tables[slot, last])
                 self._page_warmer.prefault_to(block // cpu_kernels.BLOCKS_PER_STRIPE)
-        if self._has_lora:
-            self._row_lora_ids[:count] = self.lora_ids[table_offsets[:count] // stride]
-        if self._encoder is not None:
-            slots = table_offsets[:count] // stride
-            encoder_table_offsets, encoder_last_positions = self._np_encoder_inputs
-            encoder_table_offsets[:count] = slots * self.encoder_block_tables.strides[0]
-            encoder_last_positions[:count] = self.encoder_seq_lens[slots] - 1
         num_rows = len(batch.logit_indices)
         logit_indices[:num_rows] = batch.logit_indices
         counts[0], counts[1] = count, num_rows
@@ -239,7 +258,7 @@ class CpuRunner:
 
 
 class _DecoderProgram(ProgramBuilder):
-    """Lays a decoder down: the tape of its body, and that of its head."""
+    """Builds a decoder's two programs: its layers, and its head."""
 
     def __init__(
         self,
@@ -252,7 +271,8 @@ class _DecoderProgram(ProgramBuilder):
         lora: LoraManager | None,
     ) -> None:
         super().__init__(
-            runner._weights, weight_format, hidden_size=d.hidden_size, max_tokens=max_num_batched_tokens, max_length=max_length, kv_cache_dtype=kv_cache_dtype,
+            runner._weights, weight_format, hidden_size=d.hidden_size, max_tokens=max_num_batched_tokens,
+            max_length=max_length, kv_cache_dtype=kv_cache_dtype,
             tables_address=runner.block_tables.ctypes.data, lora=lora, comm=runner.comm, num_threads=runner.num_threads,
         )  # fmt: skip
         self.input_lora_ids = self.keep_alive(self.row_lora_ids)
@@ -264,7 +284,7 @@ class _DecoderProgram(ProgramBuilder):
         self.encoder_inputs = [
             self.keep_alive(torch.zeros(max_num_batched_tokens, dtype=torch.int64)) for _ in range(2)
         ]
-        # Each token's source: its table as an offset in bytes, and its last position.
+        # Each token's encoder prompt: its table as an offset in bytes, and its last position.
         self._encoder_table_offsets, self._encoder_last_positions = self.encoder_inputs
         memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
         self.page_warmer = PagePrefaulter(memory, chunk_bytes=self.kv_regions[0][2])
@@ -298,7 +318,7 @@ class _DecoderProgram(ProgramBuilder):
     def cross_attention(
         self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
     ) -> None:
-        """Attend to the source, whose keys and values lie in the layer's own pool."""
+        """Attend to the encoder prompt, whose keys and values lie in the layer's own cache."""
         shape = without_positions(self.attention_shape(a), cross.scale)
         queries = self.buffer("cross", cross.q.out_features)
         self.linear(
@@ -308,7 +328,8 @@ class _DecoderProgram(ProgramBuilder):
             self.weight_format,
         )
         attended = self.paged_attention(
-            shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address, self._encoder_table_offsets,
+            shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address,
+            self._encoder_table_offsets,
             self._encoder_last_positions,
         )  # fmt: skip
         self.linear_residual(
@@ -319,9 +340,9 @@ class _DecoderProgram(ProgramBuilder):
         )
 
     def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
-        """Go on with the rows whose logits are wanted: the last layer's keys and values are all there.
+        """Keep only the rows whose logits are wanted: the last layer's keys and values are all stored.
 
-        Returns their queries; everything else of the layout is theirs from now on.
+        Returns their queries; every later call works on these rows alone.
         """
         queries = self.keep_alive(torch.zeros(self.max_tokens, cpu_kernels.round_up(width, 16)))
         x = self.keep_alive(torch.zeros_like(self.x))

@@ -1,10 +1,9 @@
 """Where a runner's packed weights lie, seen from the runner.
 
-For each linear layer a runner hands the weights over and gets back, for one or several ranges of outputs,
-addresses that stand for them in its calls.  Where the weights of a range belong to another segment than those
-before, a new tape begins; at each step the runner has the tapes of all segments run in order.  Whether the
-bytes have been there all along or arrive just in time is not its business: ``InMemoryWeights`` keeps them in memory,
-``stream.py`` brings them from a file.
+For each linear layer a runner passes the weights and gets, for one or several ranges of outputs, the addresses
+for its calls.  Where the weights of a range belong to another segment than those before, a new program begins;
+at each step the store runs the programs of all segments in order.  Whether the bytes are always in memory
+(:class:`InMemoryWeights`) or read from a file just in time (``offload/weight_ring.py``) is the store's business.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ class PackedWeight:
 
 
 class WeightStore(Protocol):
-    """Keeps packed weights."""
+    """Stores packed weights."""
 
     def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Take the next layer's weights; yield its ranges of outputs in order."""
         ...
 
     def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
-        """Run the tapes of segments ``first`` and on, each when its weights are there."""
+        """Run the programs of the segments from ``first_segment``, each when its weights are in memory."""
         ...
 
     def skip(self, first_segment: int) -> None:
-        """The segments from ``first`` to the last are not needed this time."""
+        """The segments from ``first_segment`` on do not run in this step."""
         ...
 
     def close(self) -> None:
@@ -57,9 +56,9 @@ class WeightStore(Protocol):
 
 
 def layer_linears(layer: DecoderLayerSpec) -> list[LinearSpec]:
-    """Return a layer's linear layers in the order in which a runner lays them down."""
+    """Return a layer's linear layers in the order in which a program runs them."""
     a, m, cross = layer.attention, layer.mlp, layer.cross_attention
-    assert isinstance(m, MLPSpec), "mixtures have runners of their own"
+    assert isinstance(m, MLPSpec), "mixtures of experts run by torch operators"
     if layer.parallel_residual:
         return [a.qkv, m.up, a.out, m.down]
     return [a.qkv, a.out, *(() if cross is None else (cross.q, cross.out)), m.up, m.down]
@@ -68,9 +67,9 @@ def layer_linears(layer: DecoderLayerSpec) -> list[LinearSpec]:
 def all_linears(
     spec: DecoderSpec | EncoderSpec, weight_format: str, include_moe: bool = False
 ) -> list[tuple[LinearSpec, str]]:
-    """Return all linear layers of a model whose weights are in a form, each with its own form.
+    """Return all linear layers of a model for a weight format, each with its own format.
 
-    ``mixtures``: of layers with a mixture, those of the attention.
+    ``include_moe``: of layers with a mixture of experts, those of the attention.
     """
     linears = []
     for layer in spec.layers:
@@ -91,7 +90,7 @@ def all_linears(
 
 
 def lm_head_format(weight_format: str) -> str:
-    """Return the form of the head for weights in a form: int4 keeps it in int8."""
+    """Return the format of the head for a weight format: with int4 it is int8."""
     return "int8" if weight_format == "int4" else weight_format
 
 
@@ -133,12 +132,12 @@ class InMemoryWeights:
         yield PackedWeight(0, layer.out_features, base + starts["weight"], scale, nbytes)
 
     def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
-        """Run the tapes."""
+        """Run the programs."""
         for program in programs:
             program.run()
 
     def skip(self, first_segment: int) -> None:
-        """Nothing is under way."""
+        """Nothing is being read."""
 
     def close(self) -> None:
         """Drop the memory."""

@@ -3,7 +3,7 @@ sequence.
 
 No blocks are shared and nothing is batched; what it gives is exactly the model's own result, for families
 that ``models/`` does not describe.  The model sees what ``generate`` would show it: a prompt in one piece,
-whatever pieces the scheduler cuts it into (rotations that change with the length, and states that take a
+whatever chunks the scheduler makes of it (rotations that change with the length, and states that take a
 prompt only at their beginning, depend on it), then token by token.
 """
 
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
 from thalweg.infer.precision import eval_mode
-from thalweg.infer.runners.base import EncoderInput, ModelInput
+from thalweg.infer.quantization.modules import quantized_copy
+from thalweg.infer.runners.base import EncoderInput, ModelInput, RunnerRequest
 
 _DEFAULT_MAX_LENGTH = 2048  # the longest sequence of a model that names none, unless asked otherwise
 _MAX_LENGTH_KEYS = (
@@ -40,15 +42,29 @@ class _SlotState:
 class TransformersRunner:
     """Runs a live model; ``num_slots`` sequences of ``max_length`` at most."""
 
+    name: ClassVar[str] = "transformers"
     block_size = 16
+
+    @staticmethod
+    def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the model's own code cannot do what the config asks, or None."""
+        if config.weight_offload:
+            return "weight_offload needs a described model"
+        if config.lora_adapters:
+            return "lora_adapters need a described model"
+        if config.kv_cache_dtype in ("int8", "fp8"):
+            return f"a cache in {config.kv_cache_dtype} needs a described model"
+        return _quantization_unsupported_reason(config)
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> TransformersRunner:
+        """Return the runner of a live model, its linear layers packed in a copy where the config asks."""
+        return cls(_quantized(request), num_slots=request.num_slots, max_length=request.max_model_len)
 
     def __init__(self, model: Any, *, num_slots: int, max_length: int) -> None:
         blocks_per_slot = -(-max_length // self.block_size)
         self.num_blocks = num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
-        self.block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
-        self.encoder_block_tables = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
-        self.encoder_seq_lens = np.zeros(num_slots, dtype=np.int64)
-        self.lora_ids = np.full(num_slots, -1, dtype=np.int64)
+        self.num_slots = num_slots
         self._model: Any = model
         self._is_recurrent = bool(getattr(model, "_is_stateful", False))
         parameters = inspect.signature(model.forward).parameters
@@ -61,7 +77,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Let the model's encoder compute sources."""
+        """Let the model's encoder compute encoder prompts."""
         device = next(self._model.parameters()).device
         for encoder_input in inputs:
             tokens = torch.tensor([list(encoder_input.tokens)], device=device)
@@ -73,14 +89,14 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.rows), vocab)."""
+        """Return fp32 logits (len(batch.logit_indices), vocab)."""
         rows = self._forward(batch, lambda out: out["logits"][0], output_hidden_states=False)
         return torch.stack([rows[row] for row in batch.logit_indices]) if rows else torch.empty(0, 0)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        all_rows = ModelInput(batch.tokens, batch.spans, range(len(batch.tokens)))
+        all_rows = replace(batch, logit_indices=range(len(batch.tokens)))
         rows = self._forward(all_rows, lambda out: out["hidden_states"][-1][0], output_hidden_states=True)
         return torch.stack([rows[row] for row in all_rows.logit_indices])
 
@@ -93,9 +109,9 @@ class TransformersRunner:
             state = self._slot_states[slot]
             state.tokens += batch.tokens[offset : offset + count]
             indices = [row for row in range(offset, offset + count) if row in requested]
-            if indices:  # without, the tokens wait for those behind them
+            if indices:  # without, the tokens wait for those after them
                 rows = torch.cat([get_rows(out) for out in self._advance(slot, state, output_hidden_states)])
-                # Of tokens that waited, and are wanted no more, there are rows in front.
+                # The rows of tokens that waited come first and are not wanted.
                 outputs |= {row: rows[row - offset - count].float() for row in indices}
             offset += count
         return outputs
@@ -128,17 +144,17 @@ class TransformersRunner:
         if output_hidden_states:
             model_inputs["output_hidden_states"] = True
         model_inputs |= {"use_cache": True, **state.cache}
-        if self._accepted_args is not None:  # a model of somebody's own, which takes less than others do
+        if self._accepted_args is not None:  # custom modelling code that takes fewer arguments
             model_inputs = {name: value for name, value in model_inputs.items() if name in self._accepted_args}
         with eval_mode(self._model):
             out = self._model(**model_inputs)
-        if isinstance(out, tuple):  # without names, so without a memory: it sees everything anew each time
+        if isinstance(out, tuple):  # no names, so no cache: it computes all tokens each time
             out = {"logits": out[0]}
         state.cache = {name: out[name] for name in _CACHE_KEYS if out.get(name) is not None}
         return out
 
     def argmax(self) -> None:
-        """Nothing is at hand: the sampler looks for it."""
+        """It is not computed here: the sampler does it."""
 
     def free_slot(self, slot: int) -> None:
         """Drop the slot's cache."""
@@ -150,6 +166,56 @@ class TransformersRunner:
         self._slot_states.clear()
         self._encoder_outputs.clear()
         self._model = None
+
+
+class TransformersEncoder:
+    """Runs a live encoder by its own code, one sequence at a time."""
+
+    name: ClassVar[str] = "transformers"
+
+    @staticmethod
+    def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
+        """Return why the model's own code cannot do what the config asks, or None."""
+        return _quantization_unsupported_reason(config)
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> TransformersEncoder:
+        """Return the runner of a live model."""
+        max_num_batched_tokens = max(request.config.max_num_batched_tokens, request.max_model_len)
+        return cls(_quantized(request), max_num_batched_tokens=max_num_batched_tokens)
+
+    def __init__(self, model: Any, *, max_num_batched_tokens: int) -> None:
+        self._model, self.max_num_batched_tokens = model, max_num_batched_tokens
+
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states."""
+        return torch.cat([compute_hidden_states(self._model, x.tokens) for x in inputs])
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._model = None
+
+
+@torch.inference_mode()
+def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
+    encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
+    ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    with eval_mode(encoder):
+        out = encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
+    return out.last_hidden_state[0].float()
+
+
+def _quantization_unsupported_reason(config: EngineConfig) -> str | None:
+    if config.quantization and torch.device(config.device).type != "cpu":
+        return f"{config.quantization} weights on {config.device} need a described model"
+    return None
+
+
+def _quantized(request: RunnerRequest) -> Any:
+    """Return the live model, or a copy with packed linear layers."""
+    quantization = request.config.quantization
+    return request.model if quantization is None else quantized_copy(request.model, quantization)
 
 
 def get_max_length(config: Any, requested: int | None) -> int:

@@ -1,28 +1,28 @@
-"""Guesses by a smaller model with the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft tokens from a smaller model with the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft's keys and values lie in a cache of its own that is cut as the large model's: the same block
-numbers, the same tables, so the scheduler knows of one cache only.  How far a sequence's tokens are in it is
-the sequence's ``num_draft_computed``; what is missing (a whole prompt at first, a token or two later) is computed before
-the first guess, then each guess takes one step of the draft for all sequences together.
+The draft model has a KV cache of its own with the same block numbers and the same tables as the target's, so
+the scheduler knows of one cache only.  A sequence's ``num_draft_computed`` counts its tokens in that cache;
+what is missing (a whole prompt at first, a token or two later) is computed before the first draft token, then
+each draft token takes one step of the draft model for all sequences together.
 
-The draft draws as the large model will, with the same number in [0, 1) for a position (``sampler.py``):
-guesses are right far more often than by chance, and a right one is what would have been drawn anyway.
+The draft model draws as the target will, with the same number in [0, 1) for a position (``sampler.py``): its
+tokens are accepted far more often than by chance, and an accepted one is what would have been drawn anyway.
 """
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 from thalweg.infer.engine.sampler import sample_draft_token
-from thalweg.infer.engine.sequence import Sequence
+from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 
 
 class DraftModelProposer:
-    """Guesses by ``runner``, which takes ``max_tokens`` at a time, among the model's ``vocab`` tokens.
+    """Runs the draft model by ``runner``, ``max_num_batched_tokens`` at a time.
 
-    ``known``: how many tokens the draft has; others, of a model whose table is longer, are shown to it as 0.
+    ``vocab_size`` is the target's.  Target tokens from ``draft_vocab_size`` on, which the draft model has no
+    embedding for, are shown to it as 0.
     """
 
     def __init__(
@@ -36,13 +36,12 @@ class DraftModelProposer:
         )
 
     def num_proposals(self, sequence: Sequence, limit: int) -> int:
-        """As many as may be."""
+        """Return the limit."""
         return limit
 
-    def propose(self, requests: list[tuple[Sequence, int]], block_tables: np.ndarray) -> list[list[int]]:
-        """Run the draft once for each guess, all sequences together."""
+    def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Run the draft model once for each token, all sequences together."""
         for sequence, _ in requests:
-            self._runner.block_tables[sequence.slot] = block_tables[sequence.slot]
             sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
         rows = self._prefill_missing([sequence for sequence, _ in requests])
         proposals: list[list[int]] = [[] for _ in requests]
@@ -57,7 +56,9 @@ class DraftModelProposer:
                     QuerySpan(requests[p][0].slot, len(requests[p][0].tokens) + len(proposals[p]) - 1, 1)
                     for p in active
                 ]
-                rows = self._runner.run(ModelInput([proposals[p][-1] for p in active], spans, range(len(active))))
+                block_tables = [requests[p][0].blocks for p in active]
+                tokens = [proposals[p][-1] for p in active]
+                rows = self._runner.run(ModelInput(tokens, spans, range(len(active)), block_tables))
         for (sequence, count), proposed in zip(requests, proposals, strict=True):
             assert len(proposed) == count
             sequence.num_draft_computed = len(sequence.tokens) + count - 1
@@ -73,6 +74,7 @@ class DraftModelProposer:
                 remaining = self._max_num_batched_tokens - len(batch.tokens)
                 chunk = sequence.tokens[sequence.num_draft_computed : sequence.num_draft_computed + remaining]
                 batch.spans.append(QuerySpan(sequence.slot, sequence.num_draft_computed, len(chunk)))
+                batch.block_tables.append(sequence.blocks)
                 batch.tokens += (
                     chunk if max(chunk) < self._draft_vocab_size else [t * (t < self._draft_vocab_size) for t in chunk]
                 )
@@ -92,5 +94,5 @@ class DraftModelProposer:
         return {number: logits[at].clone() for at, number in enumerate(sequence_indices)}
 
     def close(self) -> None:
-        """Free the draft."""
+        """Free the draft model."""
         self._runner.close()

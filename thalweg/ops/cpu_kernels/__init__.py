@@ -30,7 +30,7 @@ if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
         packed_nbytes,
         round_up,
     )
-    from thalweg.ops.cpu_kernels.program import Program, openmp_available
+    from thalweg.ops.cpu_kernels.program import MAX_THREADS, Program, openmp_available
 
     _HAVE_LLVMLITE = True
 else:
@@ -40,6 +40,7 @@ __all__ = [
     "BLOCKS_PER_STRIPE",
     "BLOCK_SIZE",
     "KV_DTYPE_BYTES",
+    "MAX_THREADS",
     "WEIGHT_FORMATS",
     "ActivationBuffer",
     "AttentionShape",

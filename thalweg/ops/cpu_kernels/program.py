@@ -20,6 +20,8 @@ from torch import Tensor
 from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, KERNEL, PTR, VOID, JitModule, KernelBuilder
 
 WORDS_PER_INSTRUCTION = 20
+MAX_THREADS = 256
+"""Threads that run a program at most: kernels with scratch memory of their own have a row for each thread."""
 _SPINS = 4000  # a few microseconds; then the core is offered to whoever else needs it
 
 
@@ -135,7 +137,7 @@ class Program:
 
     def run(self) -> None:
         """Run all instructions; returns when they are done.  The interpreter lock is free meanwhile."""
-        self._launch(self._address, self._num_threads or torch.get_num_threads())
+        self._launch(self._address, min(self._num_threads or torch.get_num_threads(), MAX_THREADS))
 
 
 def data_ptr_or_zero(tensor: Tensor | None) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from thalweg.infer.types import EngineConfig
+from thalweg.infer.config import EngineConfig
 from thalweg.serve.app import build_app
 from thalweg.serve.http.guard import BodyLimits, RequestGuard
 from thalweg.serve.openai.responses import AppState
@@ -54,7 +54,7 @@ def application(
         raise ImportError("Ray Serve is not installed: pip install 'ray[serve]'") from None
     engine = EngineConfig(**options)
     engine_spec = EngineSpec(model, engine, loader)
-    limits = PoolLimits(engine.max_batch + max_queue, request_seconds=600.0)
+    limits = PoolLimits(engine.max_num_seqs + max_queue, request_seconds=600.0)
     model_name, keys, apps = name or Path(model.rstrip("/")).name or model, tuple(api_keys), []
 
     def build() -> ASGIApp:

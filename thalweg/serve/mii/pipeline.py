@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from thalweg.infer.types import EngineConfig, EngineCore, Request, RequestOutput
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.types import EngineCore, Request, RequestOutput
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Response
 from thalweg.serve.openai.requests import (

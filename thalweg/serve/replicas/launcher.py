@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from thalweg.infer.types import EngineConfig, EngineCore
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.types import EngineCore
 from thalweg.serve.engine_process import EngineLoop
 
 LOADER = "thalweg.infer:load_engine"
