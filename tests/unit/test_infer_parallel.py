@@ -194,7 +194,7 @@ def test_the_vocabulary_is_dealt_out_once(vocab: int, size: int) -> None:
 
 
 def test_a_degree_that_heads_do_not_allow_names_those_they_do() -> None:
-    with pytest.raises(ValueError, match="dealt out to 1, 2, 4"):
+    with pytest.raises(ValueError, match="divided by 1, 2, 4"):
         shard_stage(build_decoder_spec(tiny_decoder("llama")), 0, 3)
 
 
@@ -226,7 +226,7 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     plain.close()
     engine = load_engine(folder, options(**{degree: 2}))
     assert tokens(engine) == want
-    process: Any = engine.runner.peers._processes[0]
+    process: Any = engine.runner.workers._processes[0]
     engine.add(Request("last", PROMPTS[0], SamplingParams(temperature=0, max_tokens=80)))
     engine.step()
     os.kill(process.pid, signal.SIGKILL)
@@ -240,7 +240,7 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
 def test_a_dropped_engine_leaves_no_process() -> None:
     engine = thalweg.init_inference(tiny_decoder("llama"), mp_size=2, dtype="fp32", max_length=96)
     core: Any = engine.core
-    process = core.runner.peers._processes[0]
+    process = core.runner.workers._processes[0]
     tokens = torch.tensor([PROMPTS[0]])
     want = engine.module.generate(tokens, max_new_tokens=6, do_sample=False)
     assert torch.equal(engine.generate(tokens, max_new_tokens=6, do_sample=False), want)

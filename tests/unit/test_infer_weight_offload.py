@@ -77,8 +77,8 @@ def test_weights_in_a_file_give_the_same_tokens(kind: str, form: str, tmp_path: 
     plain.close()
     mapped = load_engine(model, options(tmp_path, stream="cpu", **fields))
     read = load_with_less(model, tmp_path, 0.5, **fields)
-    c = read.runner._weights.circuit
-    assert c.passing > 0 and c.memory < sum(c.sizes)
+    ring = read.runner._weights.ring
+    assert ring.num_streamed > 0 and ring.total_bytes < sum(ring.sizes)
     for engine in (mapped, read):
         assert tokens(engine) == want and tokens(engine) == want
         engine.close()
@@ -91,9 +91,9 @@ def test_a_segment_in_anothers_place_would_be_noticed(tmp_path: Path) -> None:
     model = tiny_decoder("llama", num_hidden_layers=6)
     engine = load_with_less(model, tmp_path, 0.5, dtype="fp32")
     want = tokens(engine)
-    file, c = engine.runner._weights.file, engine.runner._weights.circuit
-    passing, read = range(c.resident, len(c.sizes)), file.read
-    other = {s: t for s in passing for t in passing if s != t and c.sizes[s] == c.sizes[t]}
+    file, ring = engine.runner._weights.file, engine.runner._weights.ring
+    streamed, read = range(ring.num_resident, len(ring.sizes)), file.read
+    other = {s: t for s in streamed for t in streamed if s != t and ring.sizes[s] == ring.sizes[t]}
     assert other
     file.read = lambda segment, into: read(other.get(segment, segment), into)
     tokens(engine)  # what was read ahead is used up

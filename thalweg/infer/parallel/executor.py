@@ -253,7 +253,7 @@ def _build_runner(
 ) -> ModelRunner:
     common_args: dict[str, Any] = {
         "num_blocks": config.num_blocks, "num_slots": config.num_slots, "max_length": config.max_length,
-        "cache": config.kv_cache_dtype, "team": comm,
+        "kv_cache_dtype": config.kv_cache_dtype, "comm": comm,
     }  # fmt: skip
     if config.use_cpu_kernels:
         from thalweg.infer.runners.cpu_runner import CpuRunner
