@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from itertools import pairwise
@@ -15,14 +14,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import thalweg
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import start_worker
+from thalweg.infer.parallel.process_group import ParallelGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
-from thalweg.infer.parallel.workers import WorkerChannel, WorkerDiedError, WorkerGroup
 from thalweg.ops import cpu_kernels
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
@@ -52,26 +52,21 @@ def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
     return found
 
 
-def _be(model: Any, line: WorkerChannel, rank: int, size: int) -> None:
-    follower = start_worker(build_decoder_spec(model), line, rank, size, "cpu", 1)
-    assert follower.run()["op"] == "close"
-    follower.close()
+def _work(model: Any, group: ParallelGroup) -> None:
+    worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
+    with pytest.raises(WorkerDiedError):  # rank 0 has left
+        worker_loop.run()
+    worker_loop.close()
 
 
-def team(model: Any, tensor: int = 1, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
+def ranks(model: Any, tensor: int = 1, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
     """Return an engine whose other ranks are threads of this process, with shards of ``other``."""
-    lines, threads = [], []
-    asked = options(tensor_parallel=tensor, **fields)
-    size = asked.num_ranks
-    for rank in range(1, size):
-        ours, theirs = socket.socketpair()
-        lines.append(WorkerChannel(ours))
-
-        threads.append(
-            threading.Thread(target=_be, args=(other or model, WorkerChannel(theirs), rank, size), daemon=True)
-        )
-        threads[-1].start()
-    engine = load_engine(model, asked, runner=runner, workers=WorkerGroup(lines))
+    asked, store = options(tensor_parallel=tensor, **fields), HashStore()
+    groups = [ParallelGroup(connect_by_store(store), r, asked.num_ranks, num_threads=1) for r in range(asked.num_ranks)]
+    threads = [threading.Thread(target=_work, args=(other or model, group), daemon=True) for group in groups[1:]]
+    for thread in threads:
+        thread.start()
+    engine = load_engine(model, asked, runner=runner, workers=groups[0])
     engine.threads = threads  # type: ignore[attr-defined]
     return engine
 
@@ -94,7 +89,7 @@ def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
     plain = load_engine(model, options(), runner="cpu")
     want = tokens(plain)
     plain.close()
-    engine = team(model, size, "cpu")
+    engine = ranks(model, size, "cpu")
     assert tokens(engine) == want and tokens(engine) == want
     finish(engine)
 
@@ -106,7 +101,7 @@ def test_operators_and_mixtures_too(kind: str, size: int) -> None:
     plain = load_engine(model, options(), runner="torch")
     want = tokens(plain)
     plain.close()
-    engine = team(model, size, "torch")
+    engine = ranks(model, size, "torch")
     assert tokens(engine) == want
     finish(engine)
 
@@ -123,7 +118,7 @@ def test_stages_and_experts_give_one_process_s_tokens(kind: str, tensor: int, st
     model = tiny_decoder(kind)
     plain = load_engine(model, options())
     want, states = tokens(plain), plain.embed(PROMPTS)
-    engine = team(model, tensor, pipeline_parallel=stages, expert_parallel=experts)
+    engine = ranks(model, tensor, pipeline_parallel=stages, expert_parallel=experts)
     assert type(engine.runner.inner) is type(plain.runner)
     assert tokens(engine) == want and tokens(engine) == want
     torch.testing.assert_close(engine.embed(PROMPTS), states, rtol=1e-4, atol=1e-4)
@@ -169,7 +164,7 @@ def test_other_forms_stay_close(form: str) -> None:
         raise AssertionError
 
     whole = load_engine(model, options(max_step_tokens=64, **fields))
-    parts = team(model, 2, max_step_tokens=64, **fields)
+    parts = ranks(model, 2, max_step_tokens=64, **fields)
     exact = load_engine(model, options(max_step_tokens=64))
     a, b, truth = scores(whole), scores(parts), scores(exact)
     assert (b - truth).abs().mean() < 2 * (a - truth).abs().mean() + 1e-3
@@ -180,7 +175,7 @@ def test_other_forms_stay_close(form: str) -> None:
 def test_control_a_rank_of_another_model_is_seen() -> None:
     model = tiny_decoder("llama")
     plain = load_engine(model, options())
-    engine = team(model, 2, other=tiny_decoder("llama", seed=1))
+    engine = ranks(model, 2, other=tiny_decoder("llama", seed=1))
     assert tokens(engine) != tokens(plain)
     finish(engine)
 
@@ -206,7 +201,9 @@ def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="divide"):
         EngineConfig(tensor_parallel=2, expert_parallel=3)
     for degrees, said in (
-        (ParallelConfig(expert_parallel=2), "has no experts"), (ParallelConfig(pipeline_parallel=4), "has 3 layers"), (ParallelConfig(3), "1, 2, 4"),
+        (ParallelConfig(expert_parallel=2), "has no experts"),
+        (ParallelConfig(pipeline_parallel=4), "has 3 layers"),
+        (ParallelConfig(3), "1, 2, 4"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             shard_for_rank(build_decoder_spec(tiny_decoder("llama")), 0, degrees)
@@ -226,7 +223,7 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     plain.close()
     engine = load_engine(folder, options(**{degree: 2}))
     assert tokens(engine) == want
-    process: Any = engine.runner.workers._processes[0]
+    process: Any = engine.runner.group.processes[0]
     engine.add(Request("last", PROMPTS[0], SamplingParams(temperature=0, max_tokens=80)))
     engine.step()
     os.kill(process.pid, signal.SIGKILL)
@@ -240,7 +237,7 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
 def test_a_dropped_engine_leaves_no_process() -> None:
     engine = thalweg.init_inference(tiny_decoder("llama"), mp_size=2, dtype="fp32", max_length=96)
     core: Any = engine.core
-    process = core.runner.workers._processes[0]
+    process = core.runner.group.processes[0]
     tokens = torch.tensor([PROMPTS[0]])
     want = engine.module.generate(tokens, max_new_tokens=6, do_sample=False)
     assert torch.equal(engine.generate(tokens, max_new_tokens=6, do_sample=False), want)

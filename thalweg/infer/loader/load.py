@@ -112,7 +112,7 @@ def load_engine(
 
 def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
     """Start the other ranks; a live model goes to them through files."""
-    from thalweg.infer.parallel.workers import saved_to_tempdir, spawn_workers
+    from thalweg.infer.parallel.process_group import saved_to_tempdir, spawn_workers
 
     if not isinstance(model, nn.Module):
         return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(model, options))
