@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import start_worker
 from thalweg.infer.parallel.process_group import ParallelGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
+from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.ops import cpu_kernels
 
+with_llvm = pytest.mark.skipif(importlib.util.find_spec("llvmlite") is None, reason="llvmlite is not installed")
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
 kernels = pytest.mark.skipif(
     bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
@@ -178,6 +182,86 @@ def test_control_a_rank_of_another_model_is_seen() -> None:
     engine = ranks(model, 2, other=tiny_decoder("llama", seed=1))
     assert tokens(engine) != tokens(plain)
     finish(engine)
+
+
+def _run_in_ranks(size: int, body: Callable[[ParallelGroup], Any]) -> list[Any]:
+    """Run a function on the ranks of a group, which are threads; return their results."""
+    store, results = HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        group = ParallelGroup(connect_by_store(store), rank, size)
+        group.connect()
+        results[rank] = body(group)
+        group.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+_SHAPE = {"num_stages": 1, "max_num_batched_tokens": 3, "hidden_size": 48, "vocab_size": 100}
+
+
+@with_llvm
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_all_reduce_in_shared_memory_adds_up_in_the_order_of_ranks(size: int) -> None:
+    """Its kernels need no AVX-512; three sums in a row use each set of buffers again."""
+    values = torch.randn(3, size, 3, 48, generator=torch.Generator().manual_seed(0))
+
+    def body(group: ParallelGroup) -> list[torch.Tensor]:
+        comm, kernels, count = ShmCommunicator(group, **_SHAPE), cpu_kernels.KernelSet(), torch.tensor([3])
+        names = kernels.barrier(), kernels.reduce_sum()
+        compiled, found = kernels.compile(), []
+        for partial in values[:, group.rank]:
+            buffers, out = comm.next_reduce_buffers(), torch.zeros(3, 48)
+            buffers[comm.rank, :, :48] = partial
+            strides = buffers.stride(1) * 4, buffers.stride(0) * 4
+            calls = [
+                cpu_kernels.Instruction(names[0], comm.barrier_args),
+                cpu_kernels.Instruction(names[1], (out, 48 * 4, buffers, *strides, size, count.data_ptr(), 48)),
+            ]
+            cpu_kernels.build_program(calls, compiled, [comm, count], 1).run()
+            found.append(out)
+        return found
+
+    results = _run_in_ranks(size, body)
+    for number, partials in enumerate(values):
+        total = partials[0].clone()
+        for partial in partials[1:]:
+            total += partial
+        assert all(torch.equal(found[number], total) for found in results)
+
+
+@with_llvm
+def test_a_rank_that_leaves_ends_the_waiting_at_a_barrier() -> None:
+    def body(group: ParallelGroup) -> int | None:
+        comm, kernels = ShmCommunicator(group, **_SHAPE), cpu_kernels.KernelSet()
+        if group.rank == 1:
+            time.sleep(0.2)
+            comm.close()
+            return None
+        call = cpu_kernels.Instruction(kernels.barrier(), comm.barrier_args)
+        cpu_kernels.build_program([call], kernels.compile(), [comm], 1).run()
+        return comm.failed_rank
+
+    assert _run_in_ranks(2, body) == [1, None]
+
+
+def test_messages_of_any_length_arrive_in_order() -> None:
+    messages = [{"x": "a" * length, "n": [1, 2]} for length in (0, 1, 4060, 4077, 4078, 4079, 4100, 100_000)]
+
+    def body(group: ParallelGroup) -> list[dict[str, Any]]:
+        if group.rank == 0:
+            for message in messages:
+                group.broadcast(message)
+            return messages
+        return [group.receive() for _ in messages]
+
+    assert _run_in_ranks(3, body) == [messages] * 3
 
 
 @given(vocab=st.integers(1, 5000), size=st.integers(1, 9))

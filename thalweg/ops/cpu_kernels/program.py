@@ -133,7 +133,9 @@ class Program:
         base = -(-self._barrier.data_ptr() // 128) * 128
         self._state = torch.tensor([rows.data_ptr(), len(rows), base], dtype=torch.int64)
         self._address = self._state.data_ptr()
-        self._launch, self._num_threads = _load_runtime()[0], num_threads
+        # Two threads that come first together compile it twice: each program keeps the machine code that it runs.
+        self._launch, self._library = _load_runtime()
+        self._num_threads = num_threads
 
     def run(self) -> None:
         """Run all instructions; returns when they are done.  The interpreter lock is free meanwhile."""
