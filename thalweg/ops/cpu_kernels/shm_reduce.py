@@ -17,7 +17,7 @@ _SPINS = 2000
 BARRIER_ARGS = ("counters", "rank", "size", "aborted")
 """``counters``: address of the first rank's; ``aborted``: address of the word that ends all waiting."""
 REDUCE_SUM_ARGS = ("out", "out_stride", "inputs", "input_stride", "rank_stride", "size", "rows", "width")
-"""``inputs``: address of the first rank's rows; each rank's begin ``rank_stride`` bytes after those of the one before."""
+"""``inputs``: address of the first rank's rows; each next rank's begin ``rank_stride`` bytes later."""
 
 
 def emit_barrier(module: Any) -> str:
