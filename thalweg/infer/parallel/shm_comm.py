@@ -10,8 +10,9 @@ A rank writes its partial sum, waits at the barrier, and adds up all of them in 
 have the same bits.  The second set of buffers lets a fast rank write before a slow one has read: a set is used again
 only after a barrier in between.  Gathering logits copies nothing: each rank's product ends in its columns.
 
-Why not gloo: a decoded token needs two sums in each layer, and between them the kernels compute for some 50
-microseconds; a sum by gloo takes longer than that (results/parallel.md), and would end the program at each of them.
+Why not gloo: a decoded token needs two sums in each layer, each of which would end the kernels' program.  On two busy
+cores, of a Llama of 8 layers, 512 wide, the 16 sums of a token took gloo 5 ms at best, and the whole step with sums in
+shared memory 6 ms.
 
 The memory is a memfd without a name, which the stage's other ranks open through ``/proc``; it goes with its last
 process.
