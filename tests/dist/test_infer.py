@@ -10,7 +10,7 @@ import torch
 import thalweg
 from tests.harness import run_ranks
 from tests.unit.infer_models import tiny_decoder
-from thalweg.infer.parallel.workers import WorkerDiedError
+from thalweg.infer.parallel.process_group import WorkerDiedError
 
 DEGREES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tensor_parallel": {"tp_size": 2}}),
@@ -27,14 +27,14 @@ def _generate(rank: int, world: int) -> list[Any]:
         tokens = torch.tensor(PROMPT)
         got = engine.generate(tokens, max_new_tokens=8, do_sample=False)
         want = engine.module.generate(tokens, max_new_tokens=8, do_sample=False)
-        torch.manual_seed(rank)  # draws are rank 0's of each team
+        torch.manual_seed(rank)  # draws are rank 0's of each group
         drawn = engine.generate(tokens, max_new_tokens=8, do_sample=True)
         found.append((torch.equal(got, want), drawn.tolist()))
         engine.close()
     return found
 
 
-def test_two_teams_of_two_give_the_model_s_tokens_on_every_rank() -> None:
+def test_two_groups_of_two_give_the_model_s_tokens_on_every_rank() -> None:
     results = run_ranks(_generate, 4)
     assert all(equal for found in results for equal, _ in found)
     for number in range(len(DEGREES)):
@@ -47,7 +47,7 @@ def _die(rank: int, world: int) -> str:
     tokens = torch.tensor(PROMPT)
     engine.generate(tokens, max_new_tokens=2, do_sample=False)
     if rank == 1:
-        engine.close()  # the line is hung up as it would be by the rank's death
+        engine.close()  # it leaves the group as it would by its death
         return "left"
     begun = time.monotonic()
     try:

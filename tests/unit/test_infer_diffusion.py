@@ -92,10 +92,10 @@ def test_weights_from_a_disk_within_the_memory_asked_for(pipe: Any, tmp_path: Pa
     engine = thalweg.init_inference(pipe, {"zero": {"stage": 3, "offload_param": disk}})
     assert weights(pipe) < whole / 8 and not list(tmp_path.iterdir())
     assert np.array_equal(image(engine), want) and np.array_equal(image(engine), want)
-    passing = engine.passing
-    largest = max(part.nbytes for part in passing.parts)
-    assert passing.held <= passing.memory  # what is on its way for the next image
-    assert 0 < passing.peak_resident_bytes <= passing.memory + largest
+    offloader = engine.offloader
+    largest = max(unit.nbytes for unit in offloader.units)
+    assert offloader.resident_bytes <= offloader.max_bytes  # what is on its way for the next image
+    assert 0 < offloader.peak_resident_bytes <= offloader.max_bytes + largest
     engine.close()
     assert weights(pipe) >= whole and np.array_equal(image(pipe), want)
 
@@ -112,7 +112,7 @@ def test_a_component_that_fails_leaves_no_weights_behind(pipe: Any, tmp_path: Pa
     engine = thalweg.init_inference(pipe, stream="nvme", stream_folder=str(tmp_path), stream_memory=1 << 18)
     with pytest.raises(RuntimeError):
         pipe.unet(torch.randn(1, 4, 8, 8), 1, torch.randn(1, 3, 7))  # a text of another width
-    assert all(part.depth == 0 for part in engine.passing.parts)
+    assert all(unit.num_active_calls == 0 for unit in engine.offloader.units)
     assert image(engine).shape == (1, 16, 16, 3)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
-import socket
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import thalweg
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import start_worker
+from thalweg.infer.parallel.process_group import ParallelGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
-from thalweg.infer.parallel.workers import WorkerChannel, WorkerDiedError, WorkerGroup
+from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.ops import cpu_kernels
 
+with_llvm = pytest.mark.skipif(importlib.util.find_spec("llvmlite") is None, reason="llvmlite is not installed")
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
 kernels = pytest.mark.skipif(
     bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
@@ -52,26 +56,21 @@ def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
     return found
 
 
-def _be(model: Any, line: WorkerChannel, rank: int, size: int) -> None:
-    follower = start_worker(build_decoder_spec(model), line, rank, size, "cpu", 1)
-    assert follower.run()["op"] == "close"
-    follower.close()
+def _work(model: Any, group: ParallelGroup) -> None:
+    worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
+    with pytest.raises(WorkerDiedError):  # rank 0 has left
+        worker_loop.run()
+    worker_loop.close()
 
 
-def team(model: Any, tensor: int = 1, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
+def ranks(model: Any, tensor: int = 1, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
     """Return an engine whose other ranks are threads of this process, with shards of ``other``."""
-    lines, threads = [], []
-    asked = options(tensor_parallel=tensor, **fields)
-    size = asked.num_ranks
-    for rank in range(1, size):
-        ours, theirs = socket.socketpair()
-        lines.append(WorkerChannel(ours))
-
-        threads.append(
-            threading.Thread(target=_be, args=(other or model, WorkerChannel(theirs), rank, size), daemon=True)
-        )
-        threads[-1].start()
-    engine = load_engine(model, asked, runner=runner, workers=WorkerGroup(lines))
+    asked, store = options(tensor_parallel=tensor, **fields), HashStore()
+    groups = [ParallelGroup(connect_by_store(store), r, asked.num_ranks, num_threads=1) for r in range(asked.num_ranks)]
+    threads = [threading.Thread(target=_work, args=(other or model, group), daemon=True) for group in groups[1:]]
+    for thread in threads:
+        thread.start()
+    engine = load_engine(model, asked, runner=runner, workers=groups[0])
     engine.threads = threads  # type: ignore[attr-defined]
     return engine
 
@@ -94,7 +93,7 @@ def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
     plain = load_engine(model, options(), runner="cpu")
     want = tokens(plain)
     plain.close()
-    engine = team(model, size, "cpu")
+    engine = ranks(model, size, "cpu")
     assert tokens(engine) == want and tokens(engine) == want
     finish(engine)
 
@@ -106,7 +105,7 @@ def test_operators_and_mixtures_too(kind: str, size: int) -> None:
     plain = load_engine(model, options(), runner="torch")
     want = tokens(plain)
     plain.close()
-    engine = team(model, size, "torch")
+    engine = ranks(model, size, "torch")
     assert tokens(engine) == want
     finish(engine)
 
@@ -123,7 +122,7 @@ def test_stages_and_experts_give_one_process_s_tokens(kind: str, tensor: int, st
     model = tiny_decoder(kind)
     plain = load_engine(model, options())
     want, states = tokens(plain), plain.embed(PROMPTS)
-    engine = team(model, tensor, pipeline_parallel=stages, expert_parallel=experts)
+    engine = ranks(model, tensor, pipeline_parallel=stages, expert_parallel=experts)
     assert type(engine.runner.inner) is type(plain.runner)
     assert tokens(engine) == want and tokens(engine) == want
     torch.testing.assert_close(engine.embed(PROMPTS), states, rtol=1e-4, atol=1e-4)
@@ -169,7 +168,7 @@ def test_other_forms_stay_close(form: str) -> None:
         raise AssertionError
 
     whole = load_engine(model, options(max_step_tokens=64, **fields))
-    parts = team(model, 2, max_step_tokens=64, **fields)
+    parts = ranks(model, 2, max_step_tokens=64, **fields)
     exact = load_engine(model, options(max_step_tokens=64))
     a, b, truth = scores(whole), scores(parts), scores(exact)
     assert (b - truth).abs().mean() < 2 * (a - truth).abs().mean() + 1e-3
@@ -180,9 +179,89 @@ def test_other_forms_stay_close(form: str) -> None:
 def test_control_a_rank_of_another_model_is_seen() -> None:
     model = tiny_decoder("llama")
     plain = load_engine(model, options())
-    engine = team(model, 2, other=tiny_decoder("llama", seed=1))
+    engine = ranks(model, 2, other=tiny_decoder("llama", seed=1))
     assert tokens(engine) != tokens(plain)
     finish(engine)
+
+
+def _run_in_ranks(size: int, body: Callable[[ParallelGroup], Any]) -> list[Any]:
+    """Run a function on the ranks of a group, which are threads; return their results."""
+    store, results = HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        group = ParallelGroup(connect_by_store(store), rank, size)
+        group.connect()
+        results[rank] = body(group)
+        group.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+_SHAPE = {"num_stages": 1, "max_num_batched_tokens": 3, "hidden_size": 48, "vocab_size": 100}
+
+
+@with_llvm
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_all_reduce_in_shared_memory_adds_up_in_the_order_of_ranks(size: int) -> None:
+    """Its kernels need no AVX-512; three sums in a row use each set of buffers again."""
+    values = torch.randn(3, size, 3, 48, generator=torch.Generator().manual_seed(0))
+
+    def body(group: ParallelGroup) -> list[torch.Tensor]:
+        comm, kernels, count = ShmCommunicator(group, **_SHAPE), cpu_kernels.KernelSet(), torch.tensor([3])
+        names = kernels.barrier(), kernels.reduce_sum()
+        compiled, found = kernels.compile(), []
+        for partial in values[:, group.rank]:
+            buffers, out = comm.next_reduce_buffers(), torch.zeros(3, 48)
+            buffers[comm.rank, :, :48] = partial
+            strides = buffers.stride(1) * 4, buffers.stride(0) * 4
+            calls = [
+                cpu_kernels.Instruction(names[0], comm.barrier_args),
+                cpu_kernels.Instruction(names[1], (out, 48 * 4, buffers, *strides, size, count.data_ptr(), 48)),
+            ]
+            cpu_kernels.build_program(calls, compiled, [comm, count], 1).run()
+            found.append(out)
+        return found
+
+    results = _run_in_ranks(size, body)
+    for number, partials in enumerate(values):
+        total = partials[0].clone()
+        for partial in partials[1:]:
+            total += partial
+        assert all(torch.equal(found[number], total) for found in results)
+
+
+@with_llvm
+def test_a_rank_that_leaves_ends_the_waiting_at_a_barrier() -> None:
+    def body(group: ParallelGroup) -> int | None:
+        comm, kernels = ShmCommunicator(group, **_SHAPE), cpu_kernels.KernelSet()
+        if group.rank == 1:
+            time.sleep(0.2)
+            comm.close()
+            return None
+        call = cpu_kernels.Instruction(kernels.barrier(), comm.barrier_args)
+        cpu_kernels.build_program([call], kernels.compile(), [comm], 1).run()
+        return comm.failed_rank
+
+    assert _run_in_ranks(2, body) == [1, None]
+
+
+def test_messages_of_any_length_arrive_in_order() -> None:
+    messages = [{"x": "a" * length, "n": [1, 2]} for length in (0, 1, 4060, 4077, 4078, 4079, 4100, 100_000)]
+
+    def body(group: ParallelGroup) -> list[dict[str, Any]]:
+        if group.rank == 0:
+            for message in messages:
+                group.broadcast(message)
+            return messages
+        return [group.receive() for _ in messages]
+
+    assert _run_in_ranks(3, body) == [messages] * 3
 
 
 @given(vocab=st.integers(1, 5000), size=st.integers(1, 9))
@@ -194,7 +273,7 @@ def test_the_vocabulary_is_dealt_out_once(vocab: int, size: int) -> None:
 
 
 def test_a_degree_that_heads_do_not_allow_names_those_they_do() -> None:
-    with pytest.raises(ValueError, match="dealt out to 1, 2, 4"):
+    with pytest.raises(ValueError, match="divided by 1, 2, 4"):
         shard_stage(build_decoder_spec(tiny_decoder("llama")), 0, 3)
 
 
@@ -206,7 +285,9 @@ def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="divide"):
         EngineConfig(tensor_parallel=2, expert_parallel=3)
     for degrees, said in (
-        (ParallelConfig(expert_parallel=2), "has no experts"), (ParallelConfig(pipeline_parallel=4), "has 3 layers"), (ParallelConfig(3), "1, 2, 4"),
+        (ParallelConfig(expert_parallel=2), "has no experts"),
+        (ParallelConfig(pipeline_parallel=4), "has 3 layers"),
+        (ParallelConfig(3), "1, 2, 4"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             shard_for_rank(build_decoder_spec(tiny_decoder("llama")), 0, degrees)
@@ -226,7 +307,7 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     plain.close()
     engine = load_engine(folder, options(**{degree: 2}))
     assert tokens(engine) == want
-    process: Any = engine.runner.peers._processes[0]
+    process: Any = engine.runner.group.processes[0]
     engine.add(Request("last", PROMPTS[0], SamplingParams(temperature=0, max_tokens=80)))
     engine.step()
     os.kill(process.pid, signal.SIGKILL)
@@ -240,7 +321,7 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
 def test_a_dropped_engine_leaves_no_process() -> None:
     engine = thalweg.init_inference(tiny_decoder("llama"), mp_size=2, dtype="fp32", max_length=96)
     core: Any = engine.core
-    process = core.runner.peers._processes[0]
+    process = core.runner.group.processes[0]
     tokens = torch.tensor([PROMPTS[0]])
     want = engine.module.generate(tokens, max_new_tokens=6, do_sample=False)
     assert torch.equal(engine.generate(tokens, max_new_tokens=6, do_sample=False), want)

@@ -22,9 +22,12 @@ from tests.repo.source import ROOT
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.loader.hf import load_mmapped
+from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import AttentionSpec, DecoderLayerSpec, DecoderSpec, LinearSpec, MLPSpec
-from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile
-from thalweg.infer.offload.weight_ring import optimal_batch_size, plan_ring, split_into_segments
+from thalweg.infer.offload import packed_file
+from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, content_digest
+from thalweg.infer.offload.weight_ring import WeightRing, optimal_batch_size, plan_ring, split_into_segments
+from thalweg.infer.runners.packed_weights import layer_linears
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.disk import Disk
 
@@ -77,8 +80,8 @@ def test_weights_in_a_file_give_the_same_tokens(kind: str, form: str, tmp_path: 
     plain.close()
     mapped = load_engine(model, options(tmp_path, stream="cpu", **fields))
     read = load_with_less(model, tmp_path, 0.5, **fields)
-    c = read.runner._weights.circuit
-    assert c.passing > 0 and c.memory < sum(c.sizes)
+    ring = read.runner._weights.ring
+    assert ring.num_streamed > 0 and ring.total_bytes < sum(ring.sizes)
     for engine in (mapped, read):
         assert tokens(engine) == want and tokens(engine) == want
         engine.close()
@@ -91,9 +94,9 @@ def test_a_segment_in_anothers_place_would_be_noticed(tmp_path: Path) -> None:
     model = tiny_decoder("llama", num_hidden_layers=6)
     engine = load_with_less(model, tmp_path, 0.5, dtype="fp32")
     want = tokens(engine)
-    file, c = engine.runner._weights.file, engine.runner._weights.circuit
-    passing, read = range(c.resident, len(c.sizes)), file.read
-    other = {s: t for s in passing for t in passing if s != t and c.sizes[s] == c.sizes[t]}
+    file, ring = engine.runner._weights.file, engine.runner._weights.ring
+    streamed, read = range(ring.num_resident, len(ring.sizes)), file.read
+    other = {s: t for s in streamed for t in streamed if s != t and ring.sizes[s] == ring.sizes[t]}
     assert other
     file.read = lambda segment, into: read(other.get(segment, segment), into)
     tokens(engine)  # what was read ahead is used up
@@ -145,6 +148,78 @@ def test_a_damaged_file_is_an_error_never_a_wrong_token(tmp_path: Path, stream: 
         engine = load_engine(source, ask)
         assert tokens(engine) == want
         engine.close()
+
+
+def test_other_weights_of_the_same_size_and_time_have_another_digest(tmp_path: Path) -> None:
+    """As after cp --preserve, or an unpacked archive: the name, size and time of a file do not say what it holds."""
+    digests = []
+    for seed in (0, 1):
+        tiny_decoder("llama", seed=seed).save_pretrained(tmp_path)
+        for file in tmp_path.iterdir():
+            os.utime(file, ns=(10**18, 10**18))
+        digests.append(load_mmapped(tmp_path, EngineConfig())[1])
+    assert digests[0] != digests[1]
+    assert digests[1] == load_mmapped(tmp_path, EngineConfig())[1]
+
+
+def test_samples_of_a_large_file_tell_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "_WHOLE_DIGEST_BYTES", 1 << 20)
+    monkeypatch.setattr(packed_file, "_SAMPLE_BYTES", 1 << 10)
+    file = tmp_path / "model.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 255, (8 << 20,), dtype=torch.uint8, generator=generator)
+    digests = set()
+    for change in (slice(0, 0), slice(0, 1), slice(-1, None), slice(4 << 20, (4 << 20) + 20_000)):
+        changed = data.clone()
+        changed[change] += 1
+        file.write_bytes(changed.numpy().tobytes())
+        digests.add(content_digest([file]))
+    assert len(digests) == 4
+    file.write_bytes(data.numpy().tobytes())
+    assert content_digest([file]) in digests
+
+
+def pack_all(model: Any, folder: Path, source: str, weights_id: Any) -> WeightRing:
+    """Pack a model's weights as a runner does."""
+    decoder = build_decoder_spec(model)
+    ring = WeightRing(decoder, "int8", folder, weights_id, source=source, max_bytes=1 << 30)
+    try:
+        for layer in decoder.layers:
+            for linear in layer_linears(layer):
+                list(ring.pack(linear, "int8"))
+        list(ring.pack(decoder.lm_head, "int8"))
+    except BaseException:
+        ring.close()
+        raise
+    ring.finalize()
+    return ring
+
+
+@pytest.mark.parametrize("source", ["cpu", "nvme"])
+def test_a_file_that_was_packed_from_another_model_is_refused(tmp_path: Path, source: str) -> None:
+    """Whatever its name says: the sample of its weights is compared."""
+    model, other = tiny_decoder("llama"), tiny_decoder("llama", seed=1)
+    pack_all(model, tmp_path, source, "same").close()
+    again = pack_all(model, tmp_path, source, "same")
+    assert again.file.complete
+    again.close()
+    with pytest.raises(CorruptFileError, match="other weights than this model's: delete it"):
+        pack_all(other, tmp_path, source, "same")
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    pack_all(other, tmp_path, source, "same").close()
+
+
+def test_memory_that_is_not_prefaulted_is_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    from thalweg.storage_io import evictable_memory
+
+    memory = evictable_memory.EvictableMemory(1 << 21)
+    with caplog.at_level("INFO", logger="thalweg"):
+        memory.populate(0, 1 << 20)
+        assert not caplog.records  # negative control
+        monkeypatch.setattr(evictable_memory, "_POPULATE_WRITE", 9999)  # advice that no system knows
+        memory.populate(0, 1 << 20)
+    assert "not prefaulted (Invalid argument)" in caplog.text
 
 
 def test_an_error_of_the_disk_is_an_error_of_the_step(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Pipelines of the library diffusers (Stable Diffusion and others) with the options of ``init_inference``.
 
-The pipeline stays what it is: its components are cast, compiled, packed or let pass by in place, and closing
+The pipeline stays what it is: its components are cast, compiled, packed or offloaded in place, and closing
 the engine puts them back (but for the dtype).  In fp32 images have the bits that they had; a stream changes
 nothing, whatever the dtype.
 """
@@ -79,7 +79,7 @@ def load_pipeline(folder: str | Path, dtype: str | None) -> Any:
 class DiffusionEngine:
     """``engine(prompt, ...)`` is ``pipeline(prompt, ...)``; attributes are the pipeline's own.
 
-    ``module`` is the pipeline, ``passing`` what streams its weights, if anything does.
+    ``module`` is the pipeline, ``offloader`` what streams its weights, if anything does.
     """
 
     def __init__(self, pipeline: Any, options: DiffusionOptions) -> None:

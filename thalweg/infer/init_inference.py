@@ -18,7 +18,7 @@ from thalweg.infer.loader.hf import get_model_kind, load_mmapped, load_model, lo
 from thalweg.infer.loader.load import load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import WorkerLoop, broadcast_result, start_worker
-from thalweg.infer.parallel.workers import WorkerGroup, is_launched, join_launched_group, spawn_workers
+from thalweg.infer.parallel.process_group import ParallelGroup, is_launched, join_launched_group, spawn_workers
 from thalweg.utils.dtypes import dtype_name, parse_dtype
 from thalweg.utils.log import get_logger
 
@@ -67,18 +67,15 @@ class InferenceEngine(nn.Module):
                 assert isinstance(core, LLMEngine)
                 self.core = core
 
-    def _find_workers(self, model_path: Any) -> WorkerGroup | None:
+    def _find_workers(self, model_path: Any) -> ParallelGroup | None:
         """Start or find the other tensor-parallel ranks, or become one of their workers."""
         num_ranks = self.options.num_ranks
         if not is_launched(num_ranks):
             return spawn_workers(model_path, self.options) if num_ranks > 1 and model_path is not None else None
-        joined = join_launched_group(num_ranks)
-        if isinstance(joined, WorkerGroup):
-            return joined
-        channel, local_rank = joined
-        self._worker_loop = start_worker(
-            build_decoder_spec(self.module), channel, local_rank, num_ranks, self.options.device
-        )
+        group = join_launched_group(num_ranks)
+        if group.rank == 0:
+            return group
+        self._worker_loop = start_worker(build_decoder_spec(self.module), group, self.options.device)
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,9 @@ import torch
 from torch import Tensor
 
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
+from thalweg.utils.log import get_logger
 
+log = get_logger(__name__)
 HUGE_PAGE = 2 << 20
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _POPULATE_WRITE = 23  # of madvise(2)
@@ -86,15 +88,17 @@ class EvictableMemory:
     def populate(self, offset: int, nbytes: int) -> None:
         """Let pages come that hold the range, as if each were written to; what they hold stays.
 
-        Other threads of the interpreter go on meanwhile.  Nothing happens where the system cannot (Linux has
-        had it since 5.14) or has no pages left.
+        Other threads of the interpreter go on meanwhile.  Where the system cannot (Linux has had it since 5.14) or has
+        no pages left, a line in the log says so, and pages come with the first touch.
         """
         start = offset // PAGE * PAGE
         stop = min(round_up(offset + nbytes), self.num_bytes)
         if stop > start and sys.platform.startswith("linux"):
-            call = ctypes.CDLL(None).madvise
+            call = ctypes.CDLL(None, use_errno=True).madvise
             call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-            call(self._base + start, stop - start, _POPULATE_WRITE)
+            if call(self._base + start, stop - start, _POPULATE_WRITE):
+                reason = os.strerror(ctypes.get_errno())
+                log.info("%d bytes are not prefaulted (%s): the first use of each page waits", stop - start, reason)
 
     def move_pages(self, source: int, target: int, nbytes: int) -> bool:
         """Give the pages of ``source`` to ``target`` (offsets; whole pages), whose own are lost.

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from thalweg.infer.config import EngineConfig
+from thalweg.infer.offload.packed_file import content_digest
 from thalweg.infer.quantization.checkpoints import (
     check_all_loaded,
     get_quant_method,
@@ -127,15 +128,14 @@ _T5_LIKE = ("t5", "mt5", "umt5")  # their AutoModel is both halves
 
 
 def load_mmapped(model: str | Path, options: EngineConfig) -> tuple[Any, Any]:
-    """Return a model whose parameters are its safetensors files, mapped, and what identifies these files.
+    """Return a model whose parameters are its safetensors files, mapped, and a digest of these files' contents.
 
     The parameters keep the files' dtypes; reading them takes page cache, never memory of this process.  A
-    model without such files is loaded, and has no identity.
+    model without such files is loaded, and has no digest.
     """
     files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if not files:
         return load_model(model, options), None
     # In their own dtype, Hugging Face's loader takes tensors as the mapped files give them.
     loaded = load_model(model, replace(options, dtype="auto", device="cpu"))
-    stats = [(path, path.stat()) for path in (*files, Path(model) / "config.json")]
-    return loaded, [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return loaded, content_digest([*files, Path(model) / "config.json"])

@@ -112,7 +112,7 @@ def load_engine(
 
 def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
     """Start the other ranks; a live model goes to them through files."""
-    from thalweg.infer.parallel.workers import saved_to_tempdir, spawn_workers
+    from thalweg.infer.parallel.process_group import saved_to_tempdir, spawn_workers
 
     if not isinstance(model, nn.Module):
         return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(model, options))
@@ -273,13 +273,13 @@ def _make_runner(
 
 def _build_offloaded(runner_type: type[RunnerType], request: RunnerRequest, weights_id: Any) -> ModelRunner:
     """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
-    from thalweg.infer.offload.weight_ring import build_streamed_weights
+    from thalweg.infer.offload.weight_ring import build_weight_ring
 
     assert isinstance(request.spec, DecoderSpec), "only described models are offloaded"
     if runner_type is not CpuRunner:
         verify(request.model, request.spec, cache_weights=False)
         return runner_type.build(request)
-    weights = build_streamed_weights(request.spec, request.weight_format, request.config, weights_id)
+    weights = build_weight_ring(request.spec, request.weight_format, request.config, weights_id)
     try:
         if not weights.file.complete:
             verify(request.model, request.spec, cache_weights=False)

@@ -1,12 +1,14 @@
-"""Weights of any modules that pass by: each part has its own only while it computes.
+"""Offload of any modules' weights: each unit has its parameters in memory only while it computes.
 
-The picture.  Modules are cut into parts (blocks, or what is left over) that are called one after the other.
-A part's parameters lie in a file or in the host's memory; a hook before its forward brings them, one behind
-drops them.  Who came after whom the last time is remembered, and what comes next is fetched meanwhile, as
-much as the memory allows: a denoiser's parts come in the same order at every step.
+The picture.  Modules are cut into units (blocks, or what is left over) that are called one after the other.  A unit's
+parameters are a segment of a file (``packed_file.py``) or lie in the host's pinned memory; a hook before its forward
+fetches them, one behind evicts them.  The order of the last calls is remembered, and what comes next is fetched
+meanwhile, as much as the memory allows: a denoiser's units come in the same order at every step.
 
-Where the host computes and the weights stay on the host, they are views of the mapped file: nothing is moved,
-and the system may drop what it needs room for.
+The file has the same two sources as the ring of a decoder (``weight_ring.py``).  From the page cache, where the host
+computes, parameters are views of the mapped file: nothing is moved, and the system may drop what it needs room for.
+From the disk they are read past the page cache.  The slots of the ring do not fit here: the order is known only from
+the calls, which may change, and each time a unit is fetched its parameters are new tensors.
 
 Numbers are not touched: results have the same bits.
 """
@@ -22,11 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thalweg.ops.linear.autotune_cache import get_cache_dir
+from thalweg.infer.offload.packed_file import PackedWeightsFile, default_weights_folder
 from thalweg.plan.spec.cluster import available_host_memory
 from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.storage_io.io_threads import IoFuture
-from thalweg.storage_io.swap_file import SwapFile
 
 _ALIGNMENT = 64
 _MEMORY_FRACTION = 0.25  # of the free memory, where nobody says how much
@@ -34,7 +35,7 @@ _MIN_UNITS_IN_MEMORY = 4  # parts in memory at a time, at least: one computes, o
 
 
 class ParamLocation(NamedTuple):
-    """A parameter of a module, and where it lies among its part's bytes."""
+    """A parameter of a module, and where it lies among its unit's bytes."""
 
     module: nn.Module
     name: str
@@ -44,7 +45,7 @@ class ParamLocation(NamedTuple):
     requires_grad: bool
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return it out of its part's bytes."""
+        """Return it out of its unit's bytes."""
         nbytes = self.shape.numel() * self.dtype.itemsize
         return buffer[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
 
@@ -60,8 +61,8 @@ class OffloadUnit:
     module: nn.Module
     params: list[ParamLocation]
     nbytes: int
-    offset: int = 0
-    """Where its bytes begin in the file."""
+    segment: int = 0
+    """Of the file."""
     host_buffer: Tensor | None = None
     num_active_calls: int = 0
     """How many calls of it are under way."""
@@ -69,7 +70,7 @@ class OffloadUnit:
 
 @dataclass
 class _PendingFetch:
-    """A part's bytes on their way."""
+    """A unit's bytes on their way."""
 
     buffer: Tensor
     future: IoFuture | None = None
@@ -89,8 +90,8 @@ class _PendingFetch:
 class ModuleOffloader:
     """Takes the parameters of ``roots`` out of memory until :meth:`close`.
 
-    ``tier``: ``cpu`` or ``nvme``, where they are kept; ``folder``: below which the file is; ``memory``: bytes
-    of weights on ``device`` at a time, besides the largest part.
+    ``offload_device``: ``cpu`` or ``nvme``, where they are kept; ``folder``: for the file; ``max_bytes``: of weights on
+    ``device`` at a time, besides the largest unit.
     """
 
     def __init__(
@@ -113,34 +114,39 @@ class ModuleOffloader:
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         on_host = self.device.type == "cpu"
         self._is_mapped = offload_device == "cpu" and on_host
-        self._file: SwapFile | None = None
+        self._file: PackedWeightsFile | None = None
         if offload_device == "nvme" or on_host:
-            total = sum(round_up(part.nbytes) for part in self.units)
-            self._file = SwapFile(_resolve_folder(folder), max(total, PAGE))
-        for part in self.units:
-            self._offload(part)
-        if not self._is_mapped:
-            self_ref: weakref.ref[ModuleOffloader] = weakref.ref(self)
-            for part in self.units:
-                self._hooks += [
-                    part.module.register_forward_pre_hook(_pre_forward_hook(self_ref, part)),
-                    part.module.register_forward_hook(_post_forward_hook(self_ref, part), always_call=True),
-                ]
+            sizes = [round_up(unit.nbytes) for unit in self.units]
+            self._file = PackedWeightsFile(folder or default_weights_folder(), sizes)
+        for segment, unit in enumerate(self.units):
+            unit.segment = segment
+            self._offload(unit)
+        if self._file is not None:
+            self._file.finalize()
+        if self._is_mapped:
+            assert self._file is not None, "what is mapped is in the file"
+            for unit, mapped in zip(self.units, self._file.map(), strict=True):
+                _assign_params(unit, mapped)
+            return
+        if self._file is not None:
+            self._file.drop_page_cache()
+        self_ref: weakref.ref[ModuleOffloader] = weakref.ref(self)
+        for unit in self.units:
+            self._hooks += [
+                unit.module.register_forward_pre_hook(_pre_forward_hook(self_ref, unit)),
+                unit.module.register_forward_hook(_post_forward_hook(self_ref, unit), always_call=True),
+            ]
 
     def _offload(self, unit: OffloadUnit) -> None:
-        """Move a part's parameters to where they are kept."""
+        """Move a unit's parameters to where they are kept."""
         buffer = _page_aligned(unit.nbytes)
         for param in unit.params:
             param.view(buffer).copy_(getattr(param.module, param.name).detach())
         if self._file is None:
             unit.host_buffer = buffer.pin_memory()
-            return self._set_placeholders(unit)
-        unit.offset = self._file.allocate(unit.nbytes)
-        self._file.write(unit.offset, buffer).wait()
-        if not self._is_mapped:
-            return self._set_placeholders(unit)
-        mapped = self._file.view(unit.offset, (unit.nbytes,), torch.uint8)
-        return _assign_params(unit, mapped)
+        else:
+            self._file.write(unit.segment, 0, buffer)
+        self._set_placeholders(unit)
 
     def _set_placeholders(self, unit: OffloadUnit) -> None:
         for param in unit.params:  # shape, dtype and device stay: code asks for them
@@ -149,7 +155,7 @@ class ModuleOffloader:
     # Calls
 
     def fetch(self, unit: OffloadUnit) -> None:
-        """Let a part have its parameters."""
+        """Let a unit have its parameters."""
         unit.num_active_calls += 1
         if unit.num_active_calls > 1:
             return
@@ -183,11 +189,11 @@ class ModuleOffloader:
                 buffer = unit.host_buffer.to(self.device, non_blocking=True)
                 return _PendingFetch(buffer, event=self._copy_stream.record_event())
         assert self._file is not None, "what is not on the host is in the file"
-        buffer = _page_aligned(unit.nbytes)
-        return _PendingFetch(buffer, future=self._file.read(unit.offset, buffer))
+        buffer = _page_aligned(round_up(unit.nbytes))
+        return _PendingFetch(buffer, future=self._file.read(unit.segment, buffer))
 
     def _cancel_prefetch(self) -> None:
-        """Something else came than last time: drop what is on its way."""
+        """The order is another than last time: drop what is on its way."""
         for unit, pending_fetch in self._pending.items():
             pending_fetch.wait(self.device)
             self.resident_bytes -= unit.nbytes
@@ -209,18 +215,6 @@ class ModuleOffloader:
             self._file.close()
 
 
-def _resolve_folder(requested: str | Path | None) -> str | Path:
-    """Return a folder on a disk, which that for temporary files often is not."""
-    if requested is not None:
-        return requested
-    base = get_cache_dir()
-    if base is None:
-        raise ValueError("there is no cache directory for streamed weights: set stream_folder")
-    made = base / "weights"
-    made.mkdir(parents=True, exist_ok=True)
-    return made
-
-
 def _pre_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit) -> Any:
     def hook(module: nn.Module, arguments: Any) -> None:
         offloader = offloader_ref()
@@ -240,7 +234,7 @@ def _post_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: Offloa
 
 
 def _partition(root: nn.Module, max_bytes: int) -> list[OffloadUnit]:
-    """Return the parts of a module: the largest modules in it of up to ``most`` bytes that are called.
+    """Return the units of a module: the largest modules in it of up to ``max_bytes`` that are called.
 
     The root is never one, as it may be used by other methods than ``forward``.
     """
@@ -268,7 +262,7 @@ def _partition(root: nn.Module, max_bytes: int) -> list[OffloadUnit]:
         for parameter in module.parameters():
             num_users[id(parameter)] = num_users.get(id(parameter), 0) + 1
     units = (OffloadUnit(module, *_locate_params(module, num_users)) for module in modules)
-    return [part for part in units if part.params]
+    return [unit for unit in units if unit.params]
 
 
 def _locate_params(module: nn.Module, num_users: dict[int, int]) -> tuple[list[ParamLocation], int]:

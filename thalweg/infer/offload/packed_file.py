@@ -1,11 +1,16 @@
 """Packed weights in a file: written once, block by block, then mapped or read piece by piece.
 
 The file is a safetensors file with one tensor of bytes for each segment, ``segment.0`` and on, each from a
-page boundary to another, so that it may be mapped and run from as it lies, or read past the page cache.  The
-metadata say what it was made from and hold a checksum (CRC-32) of each segment.
+page boundary to another, so that it may be mapped and run from as it lies, or read past the page cache: these are
+the two sources of offloaded weights.  The metadata say what it was made from and hold a checksum (CRC-32) of each
+segment.
 
-A file with a key is found again by the next engine that packs the same model in the same form.  It gets its
-name when it is complete, never before.  A file without a key never has a name, and goes with its engine.
+A file with a ``weights_id`` is found again by the next engine that packs the same model in the same format.  It gets
+its name when it is complete, never before.  A file without one never has a name, and goes with its engine.
+
+What is verified of a file that is found: its description, with the digest of the files that it was packed from
+(:func:`content_digest`), and its length; the checksum of each segment, when it is first read; and the packed weights
+themselves by a sample (:meth:`.weight_ring.WeightRing.pack`).
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,22 +32,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.ops.linear.autotune_cache import get_cache_dir
 from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.storage_io.disk import Disk
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
-_FORMAT = "thalweg packed weights 1"
+_FORMAT = "thalweg packed weights 2"
 _TRANSFER_BYTES = 4 << 20  # bytes of one transfer
 _NUM_THREADS = 4
 _HUGE_PAGE = 2 << 20  # bytes of a huge page
+_WHOLE_DIGEST_BYTES = 64 << 20  # a file of up to so many bytes is digested whole
+_SAMPLE_BYTES = 64 << 10  # of each sample of a larger one
+_NUM_SAMPLES = 1024
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return flat uint8 memory as bytes."""
     data: Any = tensor.numpy()
     return memoryview(data)
+
+
+def default_weights_folder() -> Path:
+    """Return the folder for weights where nobody names one; ValueError where there is no cache directory."""
+    base = get_cache_dir()
+    if base is None:
+        raise ValueError("there is no cache directory for offloaded weights: set weight_offload_dir")
+    return base / "weights"
+
+
+def content_digest(files: Iterable[Path]) -> str:
+    """Return a digest of files' names, sizes and contents.
+
+    A file of up to 64 MiB is read whole.  Of a larger one 1,024 samples of 64 KiB are read, from its first byte, which
+    in a safetensors file is the table of tensors, to its last: training changes nearly every weight, so other weights
+    have other samples.  A change of a few bytes by hand may lie between them.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            if size <= _WHOLE_DIGEST_BYTES:
+                ranges = [(start, _SAMPLE_BYTES) for start in range(0, size, _SAMPLE_BYTES)]
+            else:
+                last = size - _SAMPLE_BYTES
+                ranges = [(last * i // (_NUM_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_NUM_SAMPLES)]
+            for start, length in ranges:
+                digest.update(os.pread(file.fileno(), length, start))
+    return digest.hexdigest()
 
 
 class CorruptFileError(RuntimeError):
@@ -52,8 +91,8 @@ class CorruptFileError(RuntimeError):
 class PackedWeightsFile:
     """Segments of ``sizes`` bytes (whole pages) below ``folder``.
 
-    ``key``: what the weights were made from, or None for a file that nobody is to find again.  ``complete``
-    tells whether it was found; else write every segment, then :meth:`seal`.  Raises ValueError where the
+    ``weights_id``: what the weights were made from, or None for a file that nobody is to find again.  ``complete``
+    tells whether it was found; else write every segment, then :meth:`finalize`.  Raises ValueError where the
     folder cannot be used.
     """
 
@@ -71,7 +110,6 @@ class PackedWeightsFile:
         self._segment_offsets = [self._header_bytes + start for start in accumulate(self.sizes, initial=0)]
         self._temp_path: Path | None = None
         self._checksums: list[int] = []
-        self._maps: list[mmap.mmap] = []
         self._verified: set[int] = set()
         self._prefaulted: set[int] = set()
         handle = None if self.path is None else self._open_existing(self.path)
@@ -169,11 +207,13 @@ class PackedWeightsFile:
             view, at = view[done:], at + done
 
     def finalize(self) -> None:
-        """Write the header, and give the file its name."""
+        """Say that every segment is written: a file with a ``weights_id`` gets its header and its name."""
         if self.complete:
             return
-        for segment in range(len(self.sizes)):
-            self._checksums.append(self._checksum(segment))
+        if self.path is None:  # nobody else reads it
+            self.complete, self._verified = True, set(range(len(self.sizes)))
+            return
+        self._checksums = [self._checksum(segment) for segment in range(len(self.sizes))]
         tensors = {
             f"segment.{i}": {
                 "dtype": "U8",
@@ -191,10 +231,10 @@ class PackedWeightsFile:
         assert len(header) <= length, "room for the header"
         padded_header = length.to_bytes(8, "little") + header.ljust(length)
         self._disk.pwritev(self._fd, [memoryview(padded_header)], 0)
-        if self.path is not None and self._temp_path is not None:
-            os.fsync(self._fd)
-            os.replace(self._temp_path, self.path)
-            self._temp_path = None
+        assert self._temp_path is not None, "a file that is to have a name has none yet"
+        os.fsync(self._fd)
+        os.replace(self._temp_path, self.path)
+        self._temp_path = None
         self.complete = True
         self._verified = set(range(len(self.sizes)))
 
@@ -212,19 +252,27 @@ class PackedWeightsFile:
 
     # Reading
 
-    def map(self) -> list[int]:
-        """Map the file, check it, and return each segment's address.  The mapping lives until ``close``."""
+    def map(self) -> list[Tensor]:
+        """Map the file, verify it, and return each segment's bytes, where the page cache has them."""
         mapping = mmap.mmap(self._fd, self._segment_offsets[-1], access=mmap.ACCESS_COPY)
-        self._maps.append(mapping)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # what is not cached yet then comes as huge pages
+            try:  # what is not cached yet then comes as huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-        base = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+            except OSError as error:
+                log.info("no huge pages for %s (%s): reading it takes more page faults", self.name, error.strerror)
         view = memoryview(mapping)
         for segment in range(len(self.sizes)) if self.complete else ():
             start = self._segment_offsets[segment]
             self.verify(segment, view[start : start + self.sizes[segment]])
-        return [base + start for start in self._segment_offsets[:-1]]
+        return [
+            torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
+            for start, size in zip(self._segment_offsets, self.sizes, strict=False)
+        ]
+
+    def peek(self, segment: int, offset: int, nbytes: int) -> bytes:
+        """Return some bytes of a segment, through the page cache."""
+        assert offset + nbytes <= self.sizes[segment]
+        return os.pread(self._fd, nbytes, self._segment_offsets[segment] + offset)
 
     def read(self, segment: int, out: Tensor) -> IoFuture:
         """Begin to read a segment into page-aligned bytes, past the page cache where that is possible."""
@@ -264,9 +312,8 @@ class PackedWeightsFile:
         self._verified.add(segment)
 
     def close(self) -> None:
-        """Close the file; a file without a name, or one that was never sealed, is gone."""
+        """Close the file; a file without a name, or one that was never finalized, is gone.  Mappings stay."""
         self._finalizer()
-        self._maps.clear()
 
 
 def _release(disk: Disk, threads: IoThreadPool, handles: Sequence[int], temp_path: Path | None) -> None:

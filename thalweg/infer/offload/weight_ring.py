@@ -1,25 +1,26 @@
-"""ZeRO-Inference: weights that lie in a file and pass by layer by layer (Aminabadi et al. 2022, section 5).
+"""ZeRO-Inference: weights stay in a file and are read layer by layer (Aminabadi et al. 2022, section 5).
 
 The picture, for a model of 8 segments and memory for 4 of them::
 
-    file     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |      packed weights, as the kernels read them (packfile.py)
+    file     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |      packed weights, as the kernels read them (packed_file.py)
     memory   | 0 | a | b | c |                      segment 0 stays; a, b, c are a ring
     a step     0  1a  2b  3c  4a  5b ...            compute i, and read i + 3 into the slot that i has left
 
 A step takes the segments in a fixed order, the next step begins where this one ends, and the number of
 segments that are not resident is a multiple of the ring's slots: each segment has one address for good, and
-the runner's tapes are laid once.  The more sequences a step works on, the more tokens a byte read is worth.
+the runner's programs are built once.  The more sequences a step works on, the more tokens a byte read is worth.
 
 A segment is a layer, or less: at least two dozen make up a model, so that a ring of three holds an eighth.
 
-Two ways to get at the file:
+Two sources:
 
-- *mapped* (``stream="cpu"``): the kernels read the page cache itself.  Nothing is copied, several replicas
-  share the pages, and under pressure the system drops pages instead of killing anybody.
-- *read* (``stream="nvme"``): threads read ahead into the ring, past the page cache, which a model larger
+- the *page cache* (``weight_offload="cpu"``): every segment is resident in the mapped file, and the kernels read the
+  page cache itself.  Nothing is copied, several replicas share the pages, and under pressure the system drops pages
+  instead of killing anybody.
+- the *disk* (``weight_offload="nvme"``): threads read ahead into the ring, past the page cache, which a model larger
   than it would only churn.  Memory is bounded by what was asked for.
 
-Invariants: a slot is read into only after its tape has run; a tape runs only when its segment has arrived; an
+Invariants: a slot is read into only after its program has run; a program runs only when its segment has arrived; an
 error of the disk is an exception of the step that needed the bytes, never a wrong token.
 """
 
@@ -32,11 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
-from thalweg.infer.offload.packed_file import PackedWeightsFile, tensor_bytes
+from thalweg.infer.offload.packed_file import (
+    CorruptFileError,
+    PackedWeightsFile,
+    default_weights_folder,
+    tensor_bytes,
+)
 from thalweg.infer.runners.packed_weights import (
     PackedWeight,
     align_up,
@@ -45,13 +50,13 @@ from thalweg.infer.runners.packed_weights import (
     packed_bytes,
 )
 from thalweg.ops import cpu_kernels
-from thalweg.ops.linear.autotune_cache import get_cache_dir
 from thalweg.plan.spec.cluster import available_host_memory, local_cluster
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
 
 _RING_SIZES = (4, 3, 2)
+_SAMPLED_OUTPUTS = 32  # of each layer of a file that is found; whole panels
 _MIN_SEGMENTS = 24  # at least, of weights that are large enough to be cut
 _MIN_SEGMENT_BYTES = 1 << 16  # bytes of a segment worth a transfer
 _MEMORY_FRACTION = 0.25  # of the free memory, for weights, where nobody says how much
@@ -99,7 +104,7 @@ class RingPlan:
 
 
 def plan_ring(sizes: Sequence[int], max_bytes: int) -> RingPlan:
-    """Return the circuit that reads least in each step within ``memory`` bytes.
+    """Return the ring that reads least in each step within ``max_bytes``.
 
     Raises ValueError, naming the least that will do, where there is none.
     """
@@ -116,7 +121,7 @@ def plan_ring(sizes: Sequence[int], max_bytes: int) -> RingPlan:
     if not fitting:
         min_bytes = min((c.total_bytes for c in candidates), default=sum(sizes))
         raise ValueError(
-            f"stream_memory of {max_bytes} bytes is too little for weights that pass by: the least is {min_bytes}"
+            f"weight_offload_bytes of {max_bytes} bytes is too little for the ring: the least is {min_bytes}"
         )
     # Two buffers keep a disk busy only while nothing stalls, so a third is worth as much as it holds.
     return min(fitting, key=lambda c: (c.read_bytes + (c.num_slots == 2) * c.slot_bytes, -c.num_slots))
@@ -152,132 +157,113 @@ def split_into_segments(decoder: DecoderSpec, weight_format: str) -> tuple[list[
     return ranges, [round_up(size) for size in sizes]
 
 
-class _FileWeights:
-    """What both ways have in common: on the first load the weights are packed into the file."""
+class WeightRing:
+    """A model's packed weights in a file, each segment at an address that stays, for the programs of a runner.
 
-    program_per_segment = False
-    """Whether a segment has a tape of its own."""
+    On the first load they are packed into the file; ``weights_id``: what the model was loaded from, or None for a live
+    one.  ``source``: ``cpu`` (the page cache) or ``nvme`` (the disk).  ``max_bytes``: of weights in memory with
+    ``nvme``, None for a quarter of the free memory.
+    """
 
-    def __init__(self, decoder: DecoderSpec, weight_format: str, folder: Path, weights_id: Any) -> None:
+    def __init__(
+        self,
+        decoder: DecoderSpec,
+        weight_format: str,
+        folder: Path,
+        weights_id: Any = None,
+        *,
+        source: str,
+        max_bytes: int | None = None,
+    ) -> None:
         self._ranges, sizes = split_into_segments(decoder, weight_format)
         self.file = PackedWeightsFile(folder, sizes, weights_id)
         self._layer_index, self._current_segment, self._offset = 0, -1, 0
+        self._futures: dict[int, IoFuture] = {}
+        self._verified: set[int] = set()
+        self._is_mapped = source == "cpu"
+        try:
+            if self._is_mapped:  # every segment is resident, where the page cache has it
+                self.ring = RingPlan(tuple(sizes), len(sizes), 0)
+                self._buffers = self.file.map()
+                return
+            if max_bytes is None:
+                max_bytes = int(_MEMORY_FRACTION * (available_host_memory() or 2**32))
+                max_bytes = max(max_bytes, len(_RING_SIZES) * max(sizes))
+            self.ring = plan_ring(sizes, max_bytes)
+        except BaseException:
+            self.file.close()
+            raise
+        memory = EvictableMemory(self.ring.total_bytes)
+        self._buffers = [memory.tensor(self.ring.offset(s), (size,), torch.uint8) for s, size in enumerate(sizes)]
 
-    def _segment_address(self, segment: int) -> int:
-        """Return the address at which a segment lies, or will lie."""
-        raise NotImplementedError
+    # Packing
 
     def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
-        """Write the weights to the file, unless they are there; yield where they will be."""
+        """Write the weights to the file; yield where they will be in memory.
+
+        Of weights that an earlier engine has packed, the first outputs of each layer are packed once more and compared.
+        Raises CorruptFileError where the file has others.
+        """
         ranges = self._ranges[self._layer_index]
         self._layer_index += 1
         for start, stop, segment in ranges:
-            starts_segment = segment != self._current_segment
-            if starts_segment:
+            # Mapped segments need no waiting, so that a program may run over all of them.
+            starts_segment = segment != self._current_segment and not self._is_mapped
+            if segment != self._current_segment:
                 self._current_segment, self._offset = segment, 0
-            yield self._pack_range(
-                layer.slice_outputs(start, stop),
-                weight_format,
-                start,
-                stop,
-                starts_segment and self.program_per_segment,
-            )
+            yield self._pack_range(layer.slice_outputs(start, stop), weight_format, start, stop, starts_segment)
 
     def _pack_range(
         self, range_spec: LinearSpec, weight_format: str, start: int, stop: int, starts_segment: bool
     ) -> PackedWeight:
-        offsets, nbytes = {}, 0
-        for name, size in cpu_kernels.packed_nbytes(
-            range_spec.out_features, range_spec.in_features, weight_format
-        ).items():
+        offsets, nbytes, segment = {}, 0, self._current_segment
+        in_features = range_spec.in_features
+        shape = stop - start, in_features
+        for name, size in cpu_kernels.packed_nbytes(*shape, weight_format).items():
             offsets[name] = self._offset
             self._offset += align_up(size)
             nbytes += size
         if not self.file.complete:
             cursors = dict(offsets)
-            for block in cpu_kernels.iter_packed_blocks(
-                (range_spec.out_features, range_spec.in_features), range_spec.copy_rows, weight_format
-            ):
+            for block in cpu_kernels.iter_packed_blocks(shape, range_spec.copy_rows, weight_format):
                 for name, piece in block.items():
-                    self.file.write(self._current_segment, cursors[name], piece)
+                    self.file.write(segment, cursors[name], piece)
                     cursors[name] += piece.numel()
-        base = self._segment_address(self._current_segment)
+        elif start == 0:
+            num_rows = min(_SAMPLED_OUTPUTS, stop)
+            sample = range_spec.slice_outputs(0, num_rows)
+            block = next(cpu_kernels.iter_packed_blocks((num_rows, in_features), sample.copy_rows, weight_format))
+            if any(
+                self.file.peek(segment, offsets[name], piece.numel()) != bytes(tensor_bytes(piece))
+                for name, piece in block.items()
+            ):
+                raise CorruptFileError(
+                    f"{self.file.name} was packed from other weights than this model's: delete it to have it written"
+                    " anew"
+                )
+        base = self._buffers[segment].data_ptr()
         scale = base + offsets["scale"] if "scale" in offsets else 0
         return PackedWeight(start, stop, base + offsets["weight"], scale, nbytes, starts_segment)
 
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-
-class MmapWeights(_FileWeights):
-    """The kernels read the file where the page cache has it."""
-
-    def __init__(self, decoder: DecoderSpec, weight_format: str, folder: Path, weights_id: Any) -> None:
-        super().__init__(decoder, weight_format, folder, weights_id)
-        self._addresses = self.file.map()
-
-    def _segment_address(self, segment: int) -> int:
-        return self._addresses[segment]
-
     def finalize(self) -> None:
-        """All weights were put."""
-        self.file.finalize()
-
-    def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
-        """Run the tapes."""
-        for program in programs:
-            program.run()
-
-    def skip(self, first_segment: int) -> None:
-        """Nothing is under way."""
-
-
-class StreamedWeights(_FileWeights):
-    """Threads read the file into a ring, ahead of the tapes; ``circuit`` says what lies where."""
-
-    program_per_segment = True
-
-    def __init__(
-        self, decoder: DecoderSpec, weight_format: str, folder: Path, weights_id: Any, max_bytes: int | None
-    ) -> None:
-        super().__init__(decoder, weight_format, folder, weights_id)
-        if max_bytes is None:
-            max_bytes = int(_MEMORY_FRACTION * (available_host_memory() or 2**32))
-            max_bytes = max(max_bytes, len(_RING_SIZES) * max(self.file.sizes))
-        try:
-            self.ring = plan_ring(self.file.sizes, max_bytes)
-        except ValueError:
-            self.file.close()
-            raise
-        self._memory = EvictableMemory(self.ring.total_bytes)
-        self._futures: dict[int, IoFuture] = {}
-        self._verified: set[int] = set()
-
-    def _segment_address(self, segment: int) -> int:
-        return self._segment_buffer(segment).data_ptr()
-
-    def _segment_buffer(self, segment: int) -> Tensor:
-        offset = self.ring.offset(segment)
-        return self._memory.tensor(offset, (self.file.sizes[segment],), torch.uint8)
-
-    def finalize(self) -> None:
-        """All weights were put: fill the memory."""
+        """Every layer is packed: begin to read."""
         if not self.file.complete:
             self.file.finalize()
-            self.file.drop_page_cache()
-        ring = self.ring
-        for segment in range(min(ring.num_resident + ring.num_slots, len(ring.sizes))):
-            self._fetch(segment)
+            if not self._is_mapped:
+                self.file.drop_page_cache()
+        if not self._is_mapped:
+            for segment in range(min(self.ring.num_resident + self.ring.num_slots, len(self.ring.sizes))):
+                self._fetch(segment)
+
+    # Steps
 
     def _fetch(self, segment: int) -> None:
-        self._futures[segment] = self.file.read(segment, self._segment_buffer(segment))
+        self._futures[segment] = self.file.read(segment, self._buffers[segment])
 
     def _wait_segment(self, segment: int) -> None:
-        future = self._futures[segment]
-        future.wait()
+        self._futures[segment].wait()
         if segment not in self._verified:
-            self.file.verify(segment, tensor_bytes(self._segment_buffer(segment)))
+            self.file.verify(segment, tensor_bytes(self._buffers[segment]))
             self._verified.add(segment)
 
     def _release_segment(self, segment: int) -> None:
@@ -286,45 +272,38 @@ class StreamedWeights(_FileWeights):
             self._fetch(self.ring.next_in_slot(segment))
 
     def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
-        """Run each tape when its segment has arrived, then let another take its place."""
+        """Run each segment's program when the segment has arrived, then let another segment take its place."""
         for segment, program in enumerate(programs, first_segment):
+            if self._is_mapped:
+                program.run()
+                continue
             self._wait_segment(segment)
             program.run()
             self._release_segment(segment)
 
     def skip(self, first_segment: int) -> None:
         """Let the segments pass that this step does not need."""
-        for segment in range(first_segment, len(self.file.sizes)):
+        for segment in () if self._is_mapped else range(first_segment, len(self.ring.sizes)):
             self._wait_segment(segment)
             self._release_segment(segment)
 
     def close(self) -> None:
-        """Wait for what is under way; close the file."""
+        """Wait for reads under way; close the file."""
         for future in self._futures.values():
             future.wait_ignoring_errors()
         self._futures.clear()
-        super().close()
+        self.file.close()
 
 
-def build_streamed_weights(
-    decoder: DecoderSpec, weight_format: str, options: EngineConfig, weights_id: Any
-) -> MmapWeights | StreamedWeights:
-    """Return weights in a file, as ``options.weight_offload`` asks; the runner that uses them puts them there.
-
-    ``key``: what the model was loaded from, or None for a live one.
-    """
-    folder = Path(options.weight_offload_dir) if options.weight_offload_dir else _default_folder()
+def build_weight_ring(decoder: DecoderSpec, weight_format: str, options: EngineConfig, weights_id: Any) -> WeightRing:
+    """Return the ring that ``options.weight_offload`` asks for; the runner that uses it packs the weights."""
+    folder = Path(options.weight_offload_dir) if options.weight_offload_dir else default_weights_folder()
     weights_id = None if weights_id is None else [weights_id, weight_format]
-    if options.weight_offload == "cpu":
-        return MmapWeights(decoder, weight_format, folder, weights_id)
-    return StreamedWeights(decoder, weight_format, folder, weights_id, options.weight_offload_bytes)
-
-
-def _default_folder() -> Path:
-    base = get_cache_dir()
-    if base is None:
-        raise ValueError("there is no cache directory for streamed weights: set stream_folder")
-    return base / "weights"
+    assert options.weight_offload is not None, "only offloaded weights are in a ring"
+    return WeightRing(
+        decoder, weight_format, folder, weights_id,
+        source=options.weight_offload, max_bytes=options.weight_offload_bytes,
+    )  # fmt: skip
 
 
 def optimal_batch_size(

@@ -1,13 +1,12 @@
-"""Several processes that compute the steps of one engine: parts of layers, stages of them, experts.
+"""Several processes that compute the steps of one engine: shards of layers, stages of them, experts.
 
-The picture: rank 0 has the scheduler, the sampler and the callers, and a :class:`DriverRunner` for a runner.  For
-each step it tells the others which tokens to compute (a frame of JSON on a socket), and all ranks run their
-part (``shard.py``) and meet in shared memory (``team.py``), twice a layer and once for the logits, or wait
-for the states of the stage before theirs.  The others (``ranks.py``) are in :meth:`WorkerLoop.work` meanwhile.
+The picture: rank 0 has the scheduler, the sampler and the callers, and a :class:`DriverRunner` as its runner.  For each
+step it sends the others the tokens to compute and what has changed in the block tables; then all ranks run their shard
+(``shard.py``), add up partial results twice a layer, and pass activations from stage to stage (``communicator.py``).
+Between steps the others wait in :meth:`WorkerLoop.run`.
 
-Ends: each rank watches the sockets it has.  When one closes, it says so in the shared memory, waiting ends,
-and the step fails with an error that says which process ended and how.  A rank that rank 0 has started ends
-with its socket, so nothing is left behind by a SIGKILL.
+Ends (``process_group.py``): when a rank ends, all waiting ends with it, and the step fails with an error that says
+which process ended and how.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,10 +29,11 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError
+from thalweg.infer.parallel.communicator import StageCommunicator
+from thalweg.infer.parallel.process_group import ParallelGroup, TCPStore, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
-from thalweg.infer.parallel.shm_comm import ShmCommunicator, ShmShape, create_memfd
-from thalweg.infer.parallel.workers import WorkerChannel, WorkerDiedError, WorkerGroup, peer_closed
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, write_block_tables
+from thalweg.infer.parallel.shm_comm import ShmCommunicator
+from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.runners.torch_runner import TorchRunner
 
 _BLOCK_SIZE = 16
@@ -64,23 +63,21 @@ class RunnerConfig:
 class DriverRunner:
     """Rank 0's runner: tells the others what to compute, and computes its own shard."""
 
-    def __init__(self, inner: ModelRunner, comm: ShmCommunicator, workers: WorkerGroup) -> None:
-        self.inner, self.comm, self.workers = inner, comm, workers
+    def __init__(self, inner: ModelRunner, comm: StageCommunicator) -> None:
+        self.inner, self.comm, self.group = inner, comm, comm.group
         self.num_blocks, self.block_size, self.num_slots = inner.num_blocks, inner.block_size, inner.num_slots
         self.weight_bytes = getattr(inner, "weight_bytes", None)
-        fds = [line.sock.fileno() for line in workers.channels]
-        self._finalizer = weakref.finalize(self, _close_driver, comm, workers)
-        _monitor_peers(comm, weakref.ref(self), fds)
+        self._finalizer = weakref.finalize(self, comm.close)
 
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """No model that listens is shared out."""
+        """No model with an encoder runs on several ranks."""
         raise NotImplementedError
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits of the batch's rows.  Raises RankLost."""
+        """Return fp32 logits of the batch's rows.  Raises WorkerDiedError."""
         self._broadcast_step("run", batch)
         logits = self.inner.run(batch)
-        self._raise_if_aborted()
+        self._raise_if_failed()
         return logits
 
     def argmax(self) -> tuple[list[int], list[float]] | None:
@@ -91,13 +88,17 @@ class DriverRunner:
         """Return the final hidden states."""
         self._broadcast_step("hidden", batch)
         states = self.inner.hidden_states(batch)
-        self._raise_if_aborted()
+        self._raise_if_failed()
         return states
 
     @property
     def failure(self) -> str:
-        """Which rank is gone, or an empty text."""
-        return self.workers.failure_message() if self.comm.aborted and self._finalizer.alive else ""
+        """Which rank has ended, or an empty text."""
+        failed = self.comm.failed_rank
+        if failed is None or not self._finalizer.alive:
+            return ""
+        self.group.fail(failed)
+        return self.group.failure_message()
 
     def free_slot(self, slot: int) -> None:
         """Nothing is kept outside of the blocks."""
@@ -109,60 +110,62 @@ class DriverRunner:
         self.inner.close()
 
     def _broadcast_step(self, name: str, batch: ModelInput) -> None:
-        if self.comm.aborted:
-            raise WorkerDiedError(self.workers.failure_message())
-        rows = list(batch.logit_indices)
-        write_block_tables(self.comm.block_tables, batch, self.block_size)  # in the memory that the ranks share
-        self.workers.broadcast({"op": name, "tokens": batch.tokens, "spans": batch.spans, "rows": rows})
+        self._raise_if_failed()
+        # The workers keep the blocks of earlier steps: a token in the middle of a block goes on in the last one.
+        block_tables = [
+            list(blocks[: -(-(span.start + span.num_tokens) // self.block_size)])
+            if span.num_tokens > 1 or span.start % self.block_size == 0
+            else []
+            for span, blocks in zip(batch.spans, batch.block_tables, strict=True)
+        ]
+        self.group.broadcast({
+            "op": name, "tokens": batch.tokens, "spans": batch.spans, "rows": list(batch.logit_indices),
+            "block_tables": block_tables,
+        })  # fmt: skip
 
-    def _raise_if_aborted(self) -> None:
-        if self.comm.aborted:
-            raise WorkerDiedError(self.workers.failure_message())
-
-
-def _close_driver(comm: ShmCommunicator, workers: WorkerGroup) -> None:
-    with contextlib.suppress(WorkerDiedError, OSError):
-        workers.broadcast({"op": "close"})
-    workers.close()
-    comm.abort()
+    def _raise_if_failed(self) -> None:
+        if failure := self.failure:
+            raise WorkerDiedError(failure)
 
 
 class WorkerLoop:
     """Another rank's side: computes its shard when rank 0 says so."""
 
-    def __init__(self, runner: ModelRunner, comm: ShmCommunicator, channel: WorkerChannel) -> None:
-        self._runner, self._comm, self._channel = runner, comm, channel
-        _monitor_peers(comm, weakref.ref(self), [channel.sock.fileno()])
+    def __init__(self, runner: ModelRunner, comm: StageCommunicator, max_length: int) -> None:
+        self._runner, self._comm = runner, comm
+        self._block_tables = np.zeros((runner.num_slots, -(-max_length // runner.block_size)), dtype=np.int32)
 
     def run(self) -> dict[str, Any]:
-        """Compute steps until rank 0 says ``end`` or ``close``; returns that message.
+        """Compute steps until rank 0 sends a message of another kind; return it.
 
-        Raises RankLost when a rank is gone.
+        Raises WorkerDiedError when a rank has ended; so ends the loop when rank 0 closes the engine.
         """
         try:
             while True:
-                message = self._channel.receive()
+                message = self._comm.group.receive()
                 if message["op"] not in ("run", "hidden"):
                     return message
-                spans = [QuerySpan(*span) for span in message["spans"]]
-                batch = ModelInput(message["tokens"], spans, message["rows"])
+                spans, block_tables = [QuerySpan(*span) for span in message["spans"]], []
+                for span, blocks in zip(spans, message["block_tables"], strict=True):
+                    table = self._block_tables[span.slot]
+                    table[: len(blocks)] = blocks
+                    block_tables.append(table)
+                batch = ModelInput(message["tokens"], spans, message["rows"], block_tables)
                 (self._runner.run if message["op"] == "run" else self._runner.hidden_states)(batch)
         except BaseException:
-            self._comm.abort()
+            self._comm.close()
             raise
 
     def wait_result(self) -> Tensor:
         """Work until rank 0 has generated; return what it has, int64.  Raises what happened there."""
         message = self.run()
-        if message["op"] == "close":
-            raise WorkerDiedError("rank 0 has closed the engine")
         if message["error"]:
             raise RuntimeError(f"rank 0: {message['error']}")
         return torch.tensor(message["tokens"])
 
     def close(self) -> None:
-        """Hang up and free the shard."""
-        self._channel.close()
+        """Leave the group and free the shard."""
+        self._comm.close()
         self._runner.close()
 
 
@@ -172,67 +175,49 @@ def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     result: dict[str, Any] = {}
     while not isinstance(runner, DriverRunner) and hasattr(runner, "inner"):
         runner = runner.inner
-    if not isinstance(runner, DriverRunner) or runner.workers.is_spawned:
+    if not isinstance(runner, DriverRunner) or runner.group.is_spawned:
         yield result
         return
     try:
         yield result
     except BaseException as error:
         with contextlib.suppress(WorkerDiedError):  # those who are there still wait
-            runner.workers.broadcast({"op": "end", "error": f"{type(error).__name__}: {error}"})
+            runner.group.broadcast({"op": "end", "error": f"{type(error).__name__}: {error}"})
         raise
-    runner.workers.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
+    runner.group.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
 
 
-def start_driver(decoder: DecoderSpec, config: RunnerConfig, workers: WorkerGroup, device: str) -> DriverRunner:
-    """Return rank 0's runner of a decoder; every peer is in :func:`follow`."""
-    shape = ShmShape(
-        config.max_num_batched_tokens, decoder.hidden_size, decoder.vocab_size, config.num_slots, -(-config.max_length // _BLOCK_SIZE),
-        config.pipeline_parallel,
-    )  # fmt: skip
-    shm_fd = create_memfd()
+def start_driver(decoder: DecoderSpec, config: RunnerConfig, group: ParallelGroup, device: str) -> DriverRunner:
+    """Return rank 0's runner of a decoder, when every other rank is in :func:`start_worker`."""
     try:
-        comm = ShmCommunicator(0, config.parallel_config.ranks_per_stage, shape, shm_fd)
-        message = {"plan": asdict(config), "shape": asdict(shape)}
-        for rank, channel in enumerate(workers.channels, 1):
-            try:
-                channel.send(message)
-                channel.send_fd(shm_fd)
-            except OSError:
-                raise WorkerDiedError(workers.exit_cause(rank)) from None
-        inner = _build_runner(
-            shard_for_rank(decoder, 0, config.parallel_config), config, comm, device, workers.num_threads
-        )
-        for rank, answer in enumerate(workers.gather(), 1):
-            if answer.get("error"):
-                raise RuntimeError(f"inference rank {rank}: {answer['error']}")
+        group.connect()
+        group.broadcast({"config": asdict(config)})
+        runner, comm = _build_runner(decoder, config, group, device)
+        for rank in range(1, group.num_ranks):
+            if error := group.receive(rank)["error"]:
+                raise RuntimeError(f"inference rank {rank}: {error}")
     except BaseException:
-        workers.close()
+        group.close()
         raise
-    finally:
-        os.close(shm_fd)
-    return DriverRunner(inner, comm, workers)
+    return DriverRunner(runner, comm)
 
 
-def start_worker(
-    decoder: DecoderSpec, channel: WorkerChannel, rank: int, num_ranks: int, device: str, num_threads: int = 0
-) -> WorkerLoop:
-    """Return another rank's part of :func:`lead`."""
-    message = channel.receive()
-    shm_fd = channel.receive_fd()
-    config, shape = RunnerConfig(**message["plan"]), ShmShape(**message["shape"])
+def start_worker(decoder: DecoderSpec, group: ParallelGroup, device: str) -> WorkerLoop:
+    """Return another rank's counterpart of :func:`start_driver`."""
     try:
-        assert config.parallel_config.num_ranks == num_ranks, "the plan is for as many ranks as there are"
-        stage, rank_in_stage = divmod(rank, config.parallel_config.ranks_per_stage)
-        comm = ShmCommunicator(rank_in_stage, config.parallel_config.ranks_per_stage, shape, shm_fd, stage)
-        runner = _build_runner(shard_for_rank(decoder, rank, config.parallel_config), config, comm, device, num_threads)
-    except Exception as error:
-        channel.send({"error": f"{type(error).__name__}: {error}"})
+        group.connect()
+        config = RunnerConfig(**group.receive()["config"])
+        assert config.parallel_config.num_ranks == group.num_ranks, "rank 0 plans for as many ranks as there are"
+        try:
+            runner, comm = _build_runner(decoder, config, group, device)
+        except Exception as error:
+            group.send({"error": f"{type(error).__name__}: {error}"}, [0])
+            raise
+        group.send({"error": None}, [0])
+    except BaseException:
+        group.close()
         raise
-    finally:
-        os.close(shm_fd)
-    channel.send({"error": None})
-    return WorkerLoop(runner, comm, channel)
+    return WorkerLoop(runner, comm, config.max_length)
 
 
 def kernel_gap(decoder: DecoderSpec, parallel_config: ParallelConfig, weight_format: str, kv_cache_dtype: str) -> str:
@@ -249,22 +234,29 @@ def kernel_gap(decoder: DecoderSpec, parallel_config: ParallelConfig, weight_for
 
 
 def _build_runner(
-    decoder: DecoderSpec, config: RunnerConfig, comm: ShmCommunicator, device: str, num_threads: int
-) -> ModelRunner:
+    decoder: DecoderSpec, config: RunnerConfig, group: ParallelGroup, device: str
+) -> tuple[ModelRunner, StageCommunicator]:
+    sums_in_memory = config.use_cpu_kernels and config.parallel_config.ranks_per_stage > 1
+    comm = (ShmCommunicator if sums_in_memory else StageCommunicator)(
+        group, num_stages=config.pipeline_parallel, max_num_batched_tokens=config.max_num_batched_tokens,
+        hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size,
+    )  # fmt: skip
+    decoder = shard_for_rank(decoder, group.rank, config.parallel_config)
     common_args: dict[str, Any] = {
         "num_blocks": config.num_blocks, "num_slots": config.num_slots, "max_length": config.max_length,
-        "cache": config.kv_cache_dtype, "team": comm,
+        "kv_cache_dtype": config.kv_cache_dtype, "comm": comm,
     }  # fmt: skip
     if config.use_cpu_kernels:
         from thalweg.infer.runners.cpu_runner import CpuRunner
 
-        return CpuRunner(
+        runner: ModelRunner = CpuRunner(
             decoder,
             weight_format=config.weight_format,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            num_threads=num_threads,
+            num_threads=group.num_threads,
             **common_args,
         )
+        return runner, comm
     from thalweg.infer.quantization.pack import linear_packer, quantize_experts
 
     on_cpu = torch.device(device).type == "cpu"
@@ -274,39 +266,25 @@ def _build_runner(
     if config.weight_format in ("int8", "int4"):
         dtype = torch.float32
     make_linear = linear_packer(config.weight_format) if on_cpu else None
-    return TorchRunner(
+    runner = TorchRunner(
         decoder, dtype=dtype, block_size=_BLOCK_SIZE, device=device, make_linear=make_linear, **common_args
     )
-
-
-def _monitor_peers(comm: ShmCommunicator, owner: weakref.ref[Any], fds: Sequence[int]) -> None:
-    """Tell the team when a line is dead, for as long as its owner lives."""
-
-    def monitor() -> None:
-        while not comm.aborted:
-            dead = peer_closed(fds, 300)
-            if owner() is None:
-                return
-            if dead:
-                comm.abort()
-
-    threading.Thread(target=monitor, daemon=True, name="thalweg-team").start()
+    return runner, comm
 
 
 def main(argument: str) -> int:
-    """Be a rank that :func:`spawn_workers` has started."""
+    """Be a rank that :func:`.process_group.spawn_workers` has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fields = json.loads(argument)
-    torch.set_num_threads(fields["threads"])
-    options = EngineConfig(**fields["options"])
-    channel = WorkerChannel(socket.socket(fileno=fields["fd"]))
-    model = load_mmapped(fields["model"], options)[0]
-    with contextlib.suppress(WorkerDiedError):  # rank 0 is gone, and with it the reason to be
-        worker_loop = start_worker(
-            build_decoder_spec(model), channel, fields["rank"], fields["size"], "cpu", fields["threads"]
-        )
+    torch.set_num_threads(fields["num_threads"])
+    with contextlib.suppress(WorkerDiedError):  # rank 0 has ended or closed the engine: this rank has no other purpose
+        store = TCPStore("127.0.0.1", fields["port"], is_master=False)
+        model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
+        rank, num_ranks = fields["rank"], fields["num_ranks"]
+        group = ParallelGroup(connect_by_store(store), rank, num_ranks, num_threads=fields["num_threads"])
+        worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
         del model
-        assert worker_loop.run()["op"] == "close"
+        worker_loop.run()
     return 0
 
 

@@ -1,12 +1,12 @@
-"""One rank's part of a decoder.
+"""One rank's shard of a decoder.
 
-Three ways to cut, which go together.  *Stages* (``pipeline``): each has some of the layers, the first the
+Three ways to shard, which combine.  *Stages* (``pipeline``): each has some of the layers, the first the
 embedding, the last the head.  Within a stage *tensor* parallelism (Shoeybi et al. 2019, section 3): each rank
 has some of the heads with their rows of queries, keys and values, some of the inner units of each MLP or of
-every expert, and some of the vocabulary.  *Expert* parallelism deals whole experts out instead.
+every expert, and some of the vocabulary.  *Expert* parallelism gives each rank whole experts instead.
 
-What the output and down projections give are parts that must be added up over a stage's ranks, their bias on
-the first rank alone; norms, router, embedding and positions are on every rank.  Parts may differ in size: 25
+What the output and down projections give are partial sums, to be all-reduced over a stage's ranks, their bias on
+the first rank alone; norms, router, embedding and positions are on every rank.  Shards may differ in size: 25
 heads go to two ranks as 12 and 13.  With more ranks for experts than for heads, some have no heads at all.
 """
 
@@ -25,7 +25,7 @@ _VOCAB_UNIT = 32  # columns of a packed panel
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Into how many parts heads, layers and experts are cut."""
+    """How many ranks share heads, layers and experts."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -33,7 +33,7 @@ class ParallelConfig:
 
     @staticmethod
     def from_options(options: EngineConfig) -> ParallelConfig:
-        """Return those that options ask for."""
+        """Return the degrees that options ask for."""
         return ParallelConfig(
             options.tensor_parallel_size, options.pipeline_parallel_size, options.expert_parallel_size
         )
@@ -45,14 +45,14 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all."""
+        """Ranks in all."""
         return self.pipeline_parallel * self.ranks_per_stage
 
 
 def shard_for_rank(decoder: DecoderSpec, rank: int, parallel_config: ParallelConfig) -> DecoderSpec:
-    """Return what a rank has: that of place ``rank % places`` in stage ``rank // places``.
+    """Return a rank's shard: rank ``rank % ranks_per_stage`` of stage ``rank // ranks_per_stage``.
 
-    Raises ValueError, naming the degrees that work, where layers, heads or experts cannot be dealt out so.
+    Raises ValueError, naming the degrees that work, where layers, heads or experts cannot be divided so.
     """
     stage_index, rank_in_stage = divmod(rank, parallel_config.ranks_per_stage)
     moe_specs = [x.mlp for x in decoder.layers if isinstance(x.mlp, MoESpec)]
@@ -78,9 +78,9 @@ def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> D
     layers = decoder.layers[num_layers * stage_index // num_stages : num_layers * (stage_index + 1) // num_stages]
     spec = replace(decoder, layers=layers)
     if stage_index > 0:
-        spec = replace(spec, embed=decoder.embed[:0], embed_norm=None, positions=None)
+        spec = replace(spec, embed=decoder.embed[:0], embed_norm=None, position_embeddings=None)
     if stage_index < num_stages - 1:
-        spec = replace(spec, head=decoder.lm_head.slice_outputs(0, 0), norm=None)
+        spec = replace(spec, lm_head=decoder.lm_head.slice_outputs(0, 0), final_norm=None)
     return spec
 
 
@@ -91,10 +91,10 @@ def shard_stage(
     tensor_parallel: int | None = None,
     expert_parallel: int = 1,
 ) -> DecoderSpec:
-    """Return the part of ``rank`` out of ``size``; ``vocab`` stays the whole one's.
+    """Return the shard of ``rank`` of ``num_ranks``; ``vocab_size`` stays the whole model's.
 
-    ``tensor``: how many of the ranks have heads, by default all.  ``experts``: into how many parts the set of
-    experts is cut, 1 for parts of every expert.
+    ``tensor_parallel``: how many of the ranks have heads, by default all.  ``expert_parallel``: into how many
+    groups the experts are divided, 1 for a part of every expert on each rank.
     """
     tensor_parallel = tensor_parallel or num_ranks
     num_heads = min(x.attention.num_heads for x in decoder.layers)
@@ -103,7 +103,7 @@ def shard_stage(
             n for n in range(1, num_heads + 1) if all(_divides_heads(x.attention, n) for x in decoder.layers)
         ]
         raise ValueError(
-            f"tensor_parallel is {tensor_parallel}; this model's heads can be dealt out to "
+            f"tensor_parallel is {tensor_parallel}; this model's heads can be divided by "
             + ", ".join(map(str, valid_degrees))
         )
     head = decoder.lm_head
@@ -119,7 +119,7 @@ def shard_stage(
         )
         for layer in decoder.layers
     ]
-    return replace(decoder, layers=layers, head=head)
+    return replace(decoder, layers=layers, lm_head=head)
 
 
 def vocab_range(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -133,12 +133,20 @@ def _divides_heads(a: AttentionSpec, num_ranks: int) -> bool:
 
 
 def _shard_heads(a: AttentionSpec, rank: int, num_ranks: int, tensor_parallel: int) -> AttentionSpec:
-    """Return a rank's heads, where every ``size // tensor``-th rank has some."""
+    """Return a rank's heads, where every ``num_ranks // tensor_parallel``-th rank has some."""
     ranks_per_head_shard = num_ranks // tensor_parallel
     if rank % ranks_per_head_shard == 0:
         return _shard_attention(a, rank // ranks_per_head_shard, tensor_parallel)
     out = _slice_columns(a.out, 0, 0, rank)
-    return replace(a, heads=0, kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative=None)
+    return replace(
+        a,
+        num_heads=0,
+        num_kv_heads=0,
+        qkv=a.qkv.slice_outputs(0, 0),
+        out=out,
+        alibi_slopes=None,
+        relative_bias=None,
+    )
 
 
 def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSpec:
@@ -160,8 +168,8 @@ def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSp
     ]
     return replace(
         a,
-        heads=high - low,
-        kv_heads=last - first,
+        num_heads=high - low,
+        num_kv_heads=last - first,
         qkv=_slice_rows(a.qkv, ranges),
         out=_slice_columns(a.out, low * a.head_dim, high * a.head_dim, rank),
         alibi_slopes=None if a.alibi_slopes is None else a.alibi_slopes[low:high],
@@ -190,7 +198,7 @@ def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> M
     up = torch.cat([m.up[begin:end, low:high], m.up[begin:end, inner + low : inner + high]], 1)
     shared_expert = None if m.shared_expert is None else _shard_mlp(m.shared_expert, rank, num_ranks)
     down = m.down[begin:end, :, low:high].contiguous()
-    return replace(m, up=up, down=down, shared=shared_expert, first=m.first_expert + begin)
+    return replace(m, up=up, down=down, shared_expert=shared_expert, first_expert=m.first_expert + begin)
 
 
 def _intermediate_range(intermediate_size: int, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -255,5 +255,9 @@ def _dequantize_bitsandbytes(tensors: TensorMap, quant_config: Mapping[str, Any]
 
 
 _DEQUANTIZERS: dict[str, Callable[[TensorMap, Mapping[str, Any]], Tensor | None]] = {
-    "gptq": _dequantize_gptq, "awq": _dequantize_awq, "compressed-tensors": _dequantize_compressed_tensors, "fp8": _dequantize_fp8, "bitsandbytes": _dequantize_bitsandbytes,
-}  # fmt: skip
+    "gptq": _dequantize_gptq,
+    "awq": _dequantize_awq,
+    "compressed-tensors": _dequantize_compressed_tensors,
+    "fp8": _dequantize_fp8,
+    "bitsandbytes": _dequantize_bitsandbytes,
+}

@@ -44,7 +44,7 @@ def clone_sharing_weights(model: Any) -> Any:
 def quantize_linears(model: nn.Module, weight_format: str) -> list[tuple[nn.Module, str, nn.Module]]:
     """Exchange a model's linear layers on the CPU; returns (owner, name, old layer), for :func:`restore`.
 
-    ``form``: int8, or int4, with which the head is in int8.
+    ``weight_format``: int8, or int4, with which the head is in int8.
     """
     heads: Any = getattr(model, "get_output_embeddings", None)
     head = None if heads is None else heads()

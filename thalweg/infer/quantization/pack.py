@@ -13,7 +13,7 @@ from thalweg.ops.linear.packed import pack_linear
 
 
 def linear_packer(weight_format: str) -> Callable[[LinearSpec], Callable[[Tensor], Tensor]]:
-    """Return what packs a described layer for a form: fp32, bf16, fp16, int8, int4."""
+    """Return what packs a described layer in a format: fp32, bf16, fp16, int8, int4."""
 
     def pack(layer: LinearSpec) -> Callable[[Tensor], Tensor]:
         if layer.out_features == 0:  # a rank without a part of a small vocabulary
@@ -24,7 +24,7 @@ def linear_packer(weight_format: str) -> Callable[[LinearSpec], Callable[[Tensor
 
 
 def quantize_experts(decoder: DecoderSpec, weight_format: str) -> DecoderSpec:
-    """Return the decoder with the experts' weights packed, for int8 and int4; other forms as they are.
+    """Return the decoder with the experts' weights packed, for int8 and int4; other formats as they are.
 
     The packed ones alone are held then, so that a loaded model's own may be dropped.
     """

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,17 +56,6 @@ class ModelInput:
     """The lengths of the encoder prompts."""
     lora_ids: list[int] = field(default_factory=list)
     """Which adapter each span's sequence has, -1 for none."""
-
-
-def write_block_tables(tables: np.ndarray, batch: ModelInput, block_size: int) -> None:
-    """Copy the blocks of a step's spans into a runner's own tables (slots, blocks).
-
-    Only where they may be new: a span of one token in the middle of a block goes on in the block of the token before.
-    """
-    for span, blocks in zip(batch.spans, batch.block_tables, strict=bool(batch.block_tables)):
-        if span.num_tokens > 1 or span.start % block_size == 0:
-            end = -(-(span.start + span.num_tokens) // block_size)
-            tables[span.slot, :end] = blocks[:end]
 
 
 class ModelRunner(Protocol):

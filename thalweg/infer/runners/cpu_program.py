@@ -26,6 +26,7 @@ from thalweg.infer.models.spec import (
     MoESpec,
     NormSpec,
 )
+from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.precision import get_weight_format
 from thalweg.infer.runners.base import UNDESCRIBED
@@ -91,11 +92,13 @@ class ProgramBuilder:
         kv_cache_dtype: str,
         tables_address: int,
         lora: LoraManager | None = None,
-        comm: ShmCommunicator | None = None,
+        comm: StageCommunicator | None = None,
         num_threads: int = 0,
     ) -> None:
         self.num_threads = num_threads
-        self.comm = None if comm is None or comm.world_size == 1 else comm  # whose partial results are summed
+        self.comm = (
+            comm if isinstance(comm, ShmCommunicator) else None
+        )  # a stage of several ranks: partial results are summed
         self.lora, self.row_lora_ids = lora, torch.full((max_tokens,), -1, dtype=torch.int64)
         self.weight_format, self.max_tokens, self.kv_cache_dtype, self.max_length = (
             weight_format,
@@ -266,7 +269,7 @@ class ProgramBuilder:
         """Out = the sum over the ranks of what the layer gives."""
         partials = comm.next_reduce_buffers()
         self.linear(rows, layer, partials[comm.rank], self.weight_format)
-        self.emit_call(self.kernels.barrier(), *comm.barrier_args())
+        self.emit_call(self.kernels.barrier(), *comm.barrier_args)
         self.emit_call(
             self.kernels.reduce_sum(),
             out, out.stride(0) * 4, partials, partials.stride(1) * 4, partials.stride(0) * 4, comm.world_size,

@@ -32,7 +32,7 @@ from thalweg.infer.models.spec import (
     UnsupportedModelError,
     length_unsupported_reason,
 )
-from thalweg.infer.parallel.shm_comm import ShmCommunicator
+from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.precision import get_kv_cache_dtype
 from thalweg.infer.runners.base import EncoderInput, ModelInput, RunnerRequest
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
@@ -100,7 +100,7 @@ class CpuRunner:
         kv_cache_dtype: str,
         weights: WeightStore | None = None,
         lora: LoraManager | None = None,
-        comm: ShmCommunicator | None = None,
+        comm: StageCommunicator | None = None,
         num_threads: int = 0,
     ) -> None:
         check_supported(decoder, weight_format, kv_cache_dtype)
@@ -113,8 +113,8 @@ class CpuRunner:
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         shape = (num_slots, -(-max_length // self.block_size))
         self.comm, self.num_threads = comm, num_threads
-        # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.  Ranks share theirs.
-        self.block_tables = np.zeros(shape, dtype=np.int32) if comm is None else comm.block_tables
+        # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.
+        self.block_tables = np.zeros(shape, dtype=np.int32)
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
         self.num_slots = num_slots
         self._has_lora = lora is not None
@@ -165,16 +165,14 @@ class CpuRunner:
         self._weights.run(self._body, 0)
         self._num_last_rows = count = len(batch.logit_indices)
         if comm is not None and not comm.is_last_stage:
-            comm.publish(self._out[: len(batch.tokens), : self.hidden_size])
-            if comm.is_first_stage:
-                comm.wait_last_stage()
+            comm.send_activations(self._out[: len(batch.tokens), : self.hidden_size])
         elif count == 0:
             self._weights.skip(len(self._body))
         else:
             self._weights.run(self._head, len(self._body))
-        if comm is not None and comm.is_last_stage:
-            comm.publish()
         logits = self._logits[:count, : self.vocab_size]
+        if comm is not None:
+            logits = comm.return_result(logits)
         if self._logit_softcap:
             logits = self._logit_softcap * torch.tanh(logits / self._logit_softcap)
         return logits
@@ -194,12 +192,12 @@ class CpuRunner:
         self._prepare_inputs(all_rows)
         self._weights.run([*self._body, *self._head], 0)
         count, comm = len(batch.tokens), self.comm
-        if comm is None or comm.shape.num_stages == 1:
-            return self._final[:count].clone()
-        comm.publish((self._final if comm.is_last_stage else self._out)[:count, : self.hidden_size])
-        if comm.is_first_stage:
-            comm.wait_last_stage()
-        return comm.activations(count).clone()
+        states = (self._final if comm is None or comm.is_last_stage else self._out)[:count, : self.hidden_size]
+        if comm is not None:
+            if not comm.is_last_stage:
+                comm.send_activations(states)
+            states = comm.return_result(states)
+        return states.clone()
 
     def _prepare_inputs(self, batch: ModelInput) -> None:
         tokens, positions, table_offsets, logit_indices, counts = self._np_inputs
@@ -225,7 +223,7 @@ class CpuRunner:
             # A token in the middle of a block goes on in the block of the token before it: its row is known.
             if length > 1 or start % cpu_kernels.BLOCK_SIZE == 0:
                 last = (start + length - 1) // cpu_kernels.BLOCK_SIZE
-                if batch.block_tables and self.comm is None:
+                if batch.block_tables:
                     self.block_tables[slot, : last + 1] = batch.block_tables[number][: last + 1]
                 if self._encoder is not None:
                     blocks = batch.encoder_block_tables[number]
@@ -235,11 +233,9 @@ class CpuRunner:
         num_rows = len(batch.logit_indices)
         logit_indices[:num_rows] = batch.logit_indices
         counts[0], counts[1] = count, num_rows
-        if self.comm is not None:
-            self.comm.wait_prev_stage()
-            if not self.comm.is_first_stage:
-                self._embedded[:count] = self.comm.activations(count)
-                return
+        if self.comm is not None and not self.comm.is_first_stage:
+            self._embedded[:count] = self.comm.receive_activations(count)
+            return
         x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
         if self._embed_scale != 1.0:
             x = x.float() * self._embed_scale
@@ -295,10 +291,10 @@ class _DecoderProgram(ProgramBuilder):
             self.emit_layer(layer, *self.kv_regions[number], is_last=has_head and number == len(d.layers) - 1)
         self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.current_segment, self.num_matmuls = self.head, self.head[0], 0
-        if runner.comm is None:
+        if self.comm is None:
             self.logits = self.keep_alive(torch.empty(max_num_batched_tokens, cpu_kernels.round_up(d.vocab_size, 32)))
         else:
-            self.logits = runner.comm.logits
+            self.logits = self.comm.logits
         if not has_head:
             self.head, self.final = [], self.x
             self.argmax_buffers = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
@@ -307,7 +303,7 @@ class _DecoderProgram(ProgramBuilder):
         vocab_start = 0 if self.comm is None else self.comm.vocab_start
         self.linear(rows, d.lm_head, self.logits[:, vocab_start:], lm_head_format(weight_format))
         if self.comm is not None:
-            self.emit_call(self.kernels.barrier(), *self.comm.barrier_args())
+            self.emit_call(self.kernels.barrier(), *self.comm.barrier_args)
         self.final, self.argmax_buffers = rows.y, self._argmax(d.vocab_size)
 
     @property

@@ -30,7 +30,7 @@ from thalweg.infer.models.spec import (
     RopeTable,
     length_unsupported_reason,
 )
-from thalweg.infer.parallel.shm_comm import ShmCommunicator
+from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.precision import get_compute_dtype
 from thalweg.infer.quantization.pack import linear_packer, quantize_experts
 from thalweg.infer.runners.base import UNDESCRIBED, EncoderInput, ModelInput, RunnerRequest
@@ -352,7 +352,7 @@ class TorchRunner(TorchLayers):
         cache_weights: bool = True,
         kv_cache_dtype: str = "auto",
         lora: LoraManager | None = None,
-        comm: ShmCommunicator | None = None,
+        comm: StageCommunicator | None = None,
     ) -> None:
         self.comm = comm
         super().__init__(
@@ -386,13 +386,13 @@ class TorchRunner(TorchLayers):
     def run(self, batch: ModelInput) -> Tensor:
         """Return fp32 logits (len(batch.logit_indices), vocab)."""
         d, comm, x = self.decoder, self.comm, self._forward(batch)
-        if comm is not None and not comm.is_last_stage:
-            comm.publish(x)
-            logits = self._recv_logits(batch)
-        else:
+        if comm is None or comm.is_last_stage:
             logits = self._logits(x, batch)
-            if comm is not None:
-                comm.publish()
+        else:
+            comm.send_activations(x)
+            logits = torch.empty(len(batch.logit_indices), d.vocab_size)
+        if comm is not None:
+            logits = comm.return_result(logits)
         if d.logit_softcap:
             logits = d.logit_softcap * torch.tanh(logits / d.logit_softcap)
         return logits
@@ -405,25 +405,15 @@ class TorchRunner(TorchLayers):
         logits = self._linear(self.decoder.lm_head, self._norm(self.decoder.final_norm, x[indices])).float()
         return logits if self.comm is None else self.comm.gather_logits(logits)
 
-    def _recv_logits(self, batch: ModelInput) -> Tensor:
-        """Return the last stage's logits; only rank 0 needs them."""
-        assert self.comm is not None, "without ranks there are no stages"
-        if not self.comm.is_first_stage:
-            return torch.empty(0, self.decoder.vocab_size)
-        self.comm.wait_last_stage()
-        return self.comm.logits[: len(batch.logit_indices), : self.decoder.vocab_size]
-
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
         states = self._norm(self.decoder.final_norm, self._forward(batch)).float()
-        if self.comm is None or self.comm.shape.num_stages == 1:
+        if self.comm is None:
             return states
-        self.comm.publish(states)
-        if self.comm.is_first_stage:
-            self.comm.wait_last_stage()
-            states = self.comm.activations(len(states)).clone()
-        return states
+        if not self.comm.is_last_stage:
+            self.comm.send_activations(states)
+        return self.comm.return_result(states)
 
     def _forward(self, batch: ModelInput) -> Tensor:
         d = self.decoder
@@ -434,19 +424,13 @@ class TorchRunner(TorchLayers):
             self.row_lora_ids = torch.tensor(lora_ids, device=self.device)
         else:
             self.row_lora_ids = torch.full((len(tokens),), -1, device=self.device)
-        if self.comm is not None:
-            self.comm.wait_prev_stage()
         if self.comm is None or self.comm.is_first_stage:
             x = self._embed(d, tokens, positions)
         else:
-            x = self.comm.activations(len(tokens)).to(self.device, self.dtype)
-        # Ranks share their tables in memory; alone, each span brings its own.
-        block_tables = (
-            batch.block_tables if self.comm is None else [self.comm.block_tables[s.slot] for s in batch.spans]
-        )
+            x = self.comm.receive_activations(len(tokens)).to(self.device, self.dtype)
         cache_indices = [
             self._cache_indices(blocks, span.start + span.num_tokens)
-            for span, blocks in zip(batch.spans, block_tables, strict=True)
+            for span, blocks in zip(batch.spans, batch.block_tables, strict=True)
         ]
         for index, layer in enumerate(d.layers):
             normed = self._norm(layer.attn_norm, x)

@@ -59,7 +59,7 @@ __all__ = [
 
 @cache
 def unsupported_reason(weight_format: str) -> str:
-    """Return what keeps weights of this form from the native kernels here, or an empty text."""
+    """Return what keeps weights of this format from the CPU kernels here, or an empty text."""
     if not _HAVE_LLVMLITE:
         return "llvmlite is not installed (pip install llvmlite)"
     from thalweg.ops.cpu_kernels.kernel_builder import host_cpu_features

@@ -162,7 +162,7 @@ def build_program(
     keep_alive: Sequence[Any],
     num_threads: int = 0,
 ) -> Program:
-    """Make a tape of calls; ``keep_alive`` lives as long as it does, ``num_threads`` is 0 for as many as torch has."""
+    """Make a program of calls; ``keep_alive`` lives as long as it, ``num_threads`` is 0 for as many as torch has."""
     rows = []
     for instruction in instructions:
         values = [data_ptr_or_zero(x) if isinstance(x, Tensor) else int(x) for x in instruction.arguments]

@@ -4,7 +4,7 @@ A weight (N, K) is packed once into panels of 16 or 32 output columns, each pane
 that every weight is read once per product whatever the number of rows.
 
 ======  =======================================================  =====================================
-format  a panel's stream                                         what meets it
+format  a panel's stream                                         what it is multiplied by
 ======  =======================================================  =====================================
 fp32    for each k: 32 floats                                    fp32 rows
 bf16    for each pair of k: 32 pairs                             bf16 rows (``vdpbf16ps``)

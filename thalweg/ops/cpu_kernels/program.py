@@ -1,6 +1,6 @@
 """Run a list of kernels on all of torch's threads with one call from Python.
 
-A tape is an int64 tensor with a row of 20 words for each instruction: the kernel's address, then its
+A program is an int64 tensor with a row of 20 words for each instruction: the kernel's address, then its
 arguments.  All threads walk through it together and meet at a barrier after each instruction.  The threads
 are those of the OpenMP runtime that torch has loaded, so that nothing competes with torch's own.
 """
@@ -36,7 +36,7 @@ def _openmp_symbols() -> dict[str, int]:
 
 
 def _emit_interpreter(module: Any) -> None:
-    """``walk(state)``: one thread's way through the tape; state = tape, instructions, barrier."""
+    """``walk(state)``: one thread's way through the program; state = program, instructions, barrier."""
     code = KernelBuilder(module, "walk", ir.FunctionType(VOID, [PTR]))
     b = code.builder
     state = b.ptrtoint(code.function.args[0], I64)
@@ -88,7 +88,7 @@ def _emit_spin_wait(code: KernelBuilder, phase: Any, before: Any) -> None:
 
 
 def _emit_launch(module: Any) -> None:
-    """``launch(state, threads)``: run ``walk(state)`` on a team."""
+    """``launch(state, threads)``: run ``walk(state)`` on all threads."""
     code = KernelBuilder(module, "launch", ir.FunctionType(VOID, [PTR, I32]))
     state, threads = code.function.args
     walk = module.globals["walk"]
@@ -99,7 +99,7 @@ def _emit_launch(module: Any) -> None:
 @cache
 def _load_runtime() -> tuple[Any, JitModule]:
     symbols = _openmp_symbols()
-    module = ir.Module("tape")
+    module = ir.Module("program")
     _emit_interpreter(module)
     _emit_launch(module)
     libc = ctypes.CDLL(None)
@@ -115,7 +115,7 @@ def openmp_available() -> bool:
 
 
 class Program:
-    """Instructions that are laid down once and run many times; keeps what they point to alive."""
+    """Instructions that are written once and run many times; keeps what they point to alive."""
 
     def __init__(
         self,
@@ -133,7 +133,9 @@ class Program:
         base = -(-self._barrier.data_ptr() // 128) * 128
         self._state = torch.tensor([rows.data_ptr(), len(rows), base], dtype=torch.int64)
         self._address = self._state.data_ptr()
-        self._launch, self._num_threads = _load_runtime()[0], num_threads
+        # Two threads that come first together compile it twice: each program keeps the machine code that it runs.
+        self._launch, self._library = _load_runtime()
+        self._num_threads = num_threads
 
     def run(self) -> None:
         """Run all instructions; returns when they are done.  The interpreter lock is free meanwhile."""

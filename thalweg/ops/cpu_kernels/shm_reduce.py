@@ -1,8 +1,8 @@
-"""Kernels by which tapes of several processes meet in memory that they share.
+"""All-reduce for programs of several processes, in memory that they share: a barrier and a sum.
 
-Each rank has a counter on a cache line of its own, which it alone writes: to meet is to raise one's counter
-and to wait until those of all others are there.  A word beside them says that a rank is gone; then nobody
-waits any more, and the step's result is void.  Waiting spins for a few microseconds, then yields the core.
+Each rank has a counter on a cache line of its own, which it alone writes: the barrier raises it, then waits until
+those of all others have come as far.  A word beside them says that a rank has died; then no rank waits any more,
+and the step's result is void.  Waiting spins for a few microseconds, then yields the core.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, VOID, KernelBuilder
 CACHE_LINE_BYTES = 128  # bytes from one counter to the next
 _SPINS = 2000
 
-BARRIER_ARGS = ("counters", "rank", "size", "gone")
-"""``counters``: address of the first rank's; ``gone``: address of the word that ends all waiting."""
-REDUCE_SUM_ARGS = ("out", "out_stride", "parts", "part_stride", "between", "size", "rows", "width")
-"""``parts``: address of the first rank's rows, the next rank's ``between`` bytes further on."""
+BARRIER_ARGS = ("counters", "rank", "size", "aborted")
+"""``counters``: address of the first rank's; ``aborted``: address of the word that ends all waiting."""
+REDUCE_SUM_ARGS = ("out", "out_stride", "inputs", "input_stride", "rank_stride", "size", "rows", "width")
+"""``inputs``: address of the first rank's rows; each next rank's begin ``rank_stride`` bytes later."""
 
 
 def emit_barrier(module: Any) -> str:
-    """Add the kernel that waits for the other ranks; arguments: :data:`MEET`."""
-    code = KernelBuilder(module, "meet")
+    """Add the kernel that waits for the other ranks; arguments: :data:`BARRIER_ARGS`."""
+    code = KernelBuilder(module, "barrier")
     counters, rank, size, aborted = (code.load_arg(i) for i in range(len(BARRIER_ARGS)))
     b = code.builder
     with code.if_then(b.icmp_signed("==", code.thread_id, code.int_const(0))):
@@ -33,13 +33,13 @@ def emit_barrier(module: Any) -> str:
             peer_counter = b.inttoptr(code.add(counters, code.mul(peer, CACHE_LINE_BYTES)), I64.as_pointer())
             _emit_spin_wait(code, peer_counter, target, b.inttoptr(aborted, I64.as_pointer()))
     code.ret()
-    return "meet"
+    return "barrier"
 
 
 def _emit_spin_wait(code: KernelBuilder, counter: Any, target: Any, aborted: Any) -> None:
     b = code.builder
     num_spins = code.stack_var(code.int_const(0))
-    poll, idle, done = (code.function.append_basic_block(name) for name in ("look", "idle", "met"))
+    poll, idle, done = (code.function.append_basic_block(name) for name in ("poll", "idle", "done"))
     b.branch(poll)
     b.position_at_end(poll)
     is_reached = b.icmp_signed(">=", b.load_atomic(counter, "acquire", 8, typ=I64), target)
@@ -56,7 +56,7 @@ def _emit_spin_wait(code: KernelBuilder, counter: Any, target: Any, aborted: Any
 
 def emit_reduce_sum(module: Any) -> str:
     """Add the kernel that adds up the ranks' rows, in their order; arguments: :data:`REDUCE_SUM_ARGS`."""
-    code = KernelBuilder(module, "join")
+    code = KernelBuilder(module, "reduce_sum")
     out, out_stride, inputs, input_stride, rank_stride, size, rows, width = (
         code.load_arg(i) for i in range(len(REDUCE_SUM_ARGS))
     )
@@ -72,4 +72,4 @@ def emit_reduce_sum(module: Any) -> str:
                 total.value = code.builder.fadd(total.value, value)
             code.store(total.value, code.add(to, code.mul(i, 4)))
     code.ret()
-    return "join"
+    return "reduce_sum"

@@ -1,0 +1,100 @@
+"""What the ranks of one pipeline stage compute together, as a runner sees it.
+
+Every stage has as many ranks.  After a step all ranks of a stage have the same activations, bit for bit: each sends
+them to the rank of its number in the next stage, and the last stage's first rank sends the result to rank 0.  Within a
+stage partial sums are added up in the order of ranks.
+
+:class:`StageCommunicator` does all of it by sends and receives of the process group.  The CPU kernels cannot wait for
+those between two instructions of a program; for them ``shm_comm.py`` adds an all-reduce in shared memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thalweg.infer.parallel.process_group import ParallelGroup
+from thalweg.infer.parallel.shard import vocab_range
+
+
+class StageCommunicator:
+    """One rank's view of its stage: ``rank`` of the ``world_size`` ranks of the ``stage``."""
+
+    def __init__(
+        self, group: ParallelGroup, *, num_stages: int, max_num_batched_tokens: int, hidden_size: int, vocab_size: int
+    ) -> None:
+        self.group, self.num_stages = group, num_stages
+        self.world_size = group.num_ranks // num_stages
+        self.stage, self.rank = divmod(group.rank, self.world_size)
+        self.is_first_stage, self.is_last_stage = self.stage == 0, self.stage == num_stages - 1
+        self.ranks = range(self.stage * self.world_size, (self.stage + 1) * self.world_size)
+        """The stage's ranks, as the group counts them."""
+        self.max_num_batched_tokens, self.hidden_size, self.vocab_size = max_num_batched_tokens, hidden_size, vocab_size
+
+    # From stage to stage
+
+    def receive_activations(self, num_tokens: int) -> Tensor:
+        """Return what the stage before has computed, fp32 (num_tokens, hidden_size)."""
+        out = torch.empty(num_tokens, self.hidden_size)
+        return self.group.receive_tensor(out, self.group.rank - self.world_size)
+
+    def send_activations(self, activations: Tensor) -> None:
+        """Send activations (num_tokens, hidden_size) to the next stage."""
+        self.group.send_tensor(_cpu_floats(activations), [self.group.rank + self.world_size])
+
+    def return_result(self, result: Tensor) -> Tensor:
+        """Return the last stage's result on rank 0, fp32 on the CPU; elsewhere what this rank has, of that shape."""
+        if self.num_stages > 1 and self.rank == 0 and len(result):
+            if self.is_last_stage:
+                self.group.send_tensor(_cpu_floats(result), [0])
+            elif self.is_first_stage:
+                return self.group.receive_tensor(torch.empty(result.shape), self.group.num_ranks - self.world_size)
+        return result
+
+    # Within a stage
+
+    @property
+    def vocab_start(self) -> int:
+        """Where this rank's part of the vocabulary begins."""
+        return vocab_range(self.vocab_size, self.rank, self.world_size)[0]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x (tokens, width), the same bits on each."""
+        if self.world_size == 1:
+            return x
+        if x.is_cuda and dist.is_initialized() and dist.get_world_size() == self.world_size:
+            dist.all_reduce(x)
+            return x
+        first, *others = self.group.exchange(_cpu_floats(x), self.ranks)
+        total = first.clone()
+        for partial in others:
+            total += partial
+        return total.to(x.device, x.dtype)
+
+    def gather_logits(self, partial: Tensor) -> Tensor:
+        """Return fp32 logits (rows, vocab) on the stage's first rank, put together from all ranks' columns."""
+        partial = _cpu_floats(partial)
+        if self.rank:
+            self.group.send_tensor(partial, [self.ranks[0]])
+            return partial
+        parts = [partial]
+        for rank in range(1, self.world_size):
+            start, stop = vocab_range(self.vocab_size, rank, self.world_size)
+            parts.append(self.group.receive_tensor(torch.empty(len(partial), stop - start), self.ranks[rank]))
+        return torch.cat(parts, 1)
+
+    # Ends
+
+    @property
+    def failed_rank(self) -> int | None:
+        """A rank that has ended: results are void."""
+        return self.group.failed_rank
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.group.close()
+
+
+def _cpu_floats(x: Tensor) -> Tensor:
+    return x.to("cpu", torch.float32).contiguous()

@@ -1,0 +1,318 @@
+"""The ranks of one inference engine: a gloo process group of ``torch.distributed`` and the processes in it.
+
+Rank 0 has the scheduler, the sampler and the callers.  The group is the engine's own, never the default group: several
+engines may live in one process, and the default group stays the user's.  Two ways to get one:
+
+- :func:`spawn_workers` starts the other ranks as processes that load from a model's directory and meet at a
+  ``TCPStore`` of rank 0.  They are started as ``python -m``, because ``torch.multiprocessing`` would run the user's
+  main module once more in each of them, and torch elastic would take over the user's signal handlers.
+- :func:`join_launched_group` takes a subgroup of the ranks that a launcher has started.
+
+Messages are JSON, activations are tensors; both are sent point to point, in the same order on both sides.
+
+Ends: a rank leaves by dropping its group.  That closes its connections, so whoever waits for it gets an error.  A rank
+that spins in shared memory has no connection to lose; therefore each rank watches the processes of the others on its
+host and calls ``on_failure`` when one ends.  Rank 0 turns every error into :class:`WorkerDiedError`, which says which
+process ended and how; spawned workers end with rank 0, so a SIGKILL leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from thalweg.comm.shared_memory import get_host_key
+from thalweg.infer.config import EngineConfig
+
+_LENGTH = struct.Struct("!I")
+_FRAME_BYTES = 4096  # of a message; longer ones have a second part
+_NO_TIMEOUT = timedelta(days=365)  # an engine may idle as long as it likes; dead ranks are noticed otherwise
+_JOIN_TIMEOUT_S = 600.0  # for spawned ranks to load the model
+_LOOPBACK = "127.0.0.1"
+
+
+class WorkerDiedError(RuntimeError):
+    """A rank of the engine has ended: what it computes a part of cannot go on."""
+
+
+class ParallelGroup:
+    """The ranks of an engine as one of them sees them.
+
+    ``connect`` returns the process group, on the first use; all ranks of the engine do so together.  ``processes``:
+    those that this rank has started, for ranks 1 and on.  ``num_threads``: of each rank, 0 for as many as torch has.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[ParallelGroup], Any],
+        rank: int,
+        num_ranks: int,
+        *,
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+        num_threads: int = 0,
+    ) -> None:
+        self.rank, self.num_ranks, self.num_threads = rank, num_ranks, num_threads
+        self._connect, self.processes = connect, list(processes)
+        self._group: Any = None
+        self.failed_rank: int | None = None
+        """The first rank that is known to have ended."""
+        self.on_failure: list[Callable[[int], None]] = []
+        """Called with the number of a rank that has ended, from any thread."""
+        self._closed = threading.Event()
+
+    @property
+    def is_spawned(self) -> bool:
+        """Whether the other ranks are processes that this one has started."""
+        return bool(self.processes)
+
+    def connect(self) -> None:
+        """Meet the other ranks and watch their processes; collective.  Raises WorkerDiedError."""
+        self._group = self._connect(self)
+        address = torch.tensor([get_host_key(), os.getpid()])
+        addresses = [torch.empty_like(address) for _ in range(self.num_ranks)]
+        self._wait(self._group.allgather([addresses], [address]), 0)
+        pids = [pid for host, pid in torch.stack(addresses).tolist() if host == int(address[0])]
+        self.shares_host = len(pids) == self.num_ranks
+        if self.shares_host:
+            _watch_processes(weakref.ref(self), {rank: pid for rank, pid in enumerate(pids) if pid != os.getpid()})
+
+    # Messages
+
+    def send(self, message: dict[str, Any], to: Sequence[int]) -> None:
+        """Send a message to ranks."""
+        body = json.dumps(message, separators=(",", ":")).encode()
+        frame = bytearray(_FRAME_BYTES)
+        _LENGTH.pack_into(frame, 0, len(body))
+        head, rest = body[: _FRAME_BYTES - _LENGTH.size], body[_FRAME_BYTES - _LENGTH.size :]
+        frame[_LENGTH.size : _LENGTH.size + len(head)] = head
+        for part in (frame, bytearray(rest)) if rest else (frame,):
+            self.send_tensor(torch.frombuffer(part, dtype=torch.uint8), to)
+
+    def broadcast(self, message: dict[str, Any]) -> None:
+        """Send a message from rank 0 to all others."""
+        self.send(message, range(1, self.num_ranks))
+
+    def receive(self, source: int = 0) -> dict[str, Any]:
+        """Return the next message of a rank."""
+        frame = self.receive_tensor(torch.empty(_FRAME_BYTES, dtype=torch.uint8), source).numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(frame)
+        body = frame[_LENGTH.size : _LENGTH.size + length]
+        if length > len(body):
+            rest = torch.empty(length - len(body), dtype=torch.uint8)
+            body += self.receive_tensor(rest, source).numpy().tobytes()
+        return json.loads(body)
+
+    def send_tensor(self, x: Tensor, to: Sequence[int]) -> None:
+        """Send a contiguous tensor on the CPU to ranks, and wait until it is gone."""
+        works = [(rank, self._start("send", x, rank)) for rank in to]
+        for rank, work in works:
+            self._wait(work, rank)
+
+    def receive_tensor(self, out: Tensor, source: int) -> Tensor:
+        """Fill a contiguous tensor on the CPU with what a rank sends; return it."""
+        self._wait(self._start("recv", out, source), source)
+        return out
+
+    def exchange(self, x: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Return the tensors of these ranks, of which this is one, in their order."""
+        tensors = [x if rank == self.rank else torch.empty_like(x) for rank in ranks]
+        peers = [(rank, out) for rank, out in zip(ranks, tensors, strict=True) if rank != self.rank]
+        works = [(rank, self._start("recv", out, rank)) for rank, out in peers]
+        works += [(rank, self._start("send", x, rank)) for rank, _ in peers]
+        for rank, work in works:
+            self._wait(work, rank)
+        return tensors
+
+    def _start(self, operation: str, x: Tensor, peer: int) -> Any:
+        if self._group is None:
+            raise WorkerDiedError(self.failure_message())
+        try:
+            return getattr(self._group, operation)([x], peer, 0)
+        except RuntimeError as error:
+            raise self._report_failure(peer) from error
+
+    def _wait(self, work: Any, peer: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._report_failure(peer) from error
+
+    # Ends
+
+    def _report_failure(self, rank: int) -> WorkerDiedError:
+        self.fail(rank)
+        return WorkerDiedError(self.failure_message())
+
+    def fail(self, rank: int) -> None:
+        """Say that a rank has ended; only the first one counts."""
+        if self.failed_rank is None:
+            self.failed_rank = rank
+        for callback in self.on_failure:
+            callback(self.failed_rank)
+
+    def failure_message(self) -> str:
+        """Say which rank has ended, and how."""
+        exited = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]
+        rank = exited[0] if exited else self.failed_rank
+        return "an inference rank is gone. Load the engine again" if rank is None else self._exit_cause(rank)
+
+    def _exit_cause(self, rank: int) -> str:
+        name = f"inference rank {rank} of {self.num_ranks}"
+        if not 0 < rank <= len(self.processes):
+            return f"{name} is gone: see its own output for the cause"
+        process = self.processes[rank - 1]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(2.0)
+            exit_status = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return f"{name} (process {process.pid}) {exit_status}; its output says more. Load the engine again"
+        return f"{name} (process {process.pid}) has closed its connection. Load the engine again"
+
+    def close(self) -> None:
+        """Leave the group, and see to the end of the processes that this rank has started."""
+        self._closed.set()
+        group, self._group = self._group, None
+        self._connect = _refuse_connection
+        if isinstance(group, dist.ProcessGroup):  # one that torch.distributed has a reference to
+            with contextlib.suppress(ValueError, AssertionError):  # the user has destroyed all of them before
+                dist.destroy_process_group(group)
+        del group  # the destructor closes the connections: the others' receive() fails
+        for process in self.processes:
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _watch_processes(group: weakref.ref[ParallelGroup], pids: dict[int, int]) -> None:
+    """Report processes that end, for as long as the group is open."""
+    ranks = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
+    poll = select.poll()
+    for fd in ranks:
+        poll.register(fd, select.POLLIN)
+
+    def watch() -> None:
+        try:
+            while True:
+                exited = poll.poll(300)
+                owner = group()
+                if owner is None or owner._closed.is_set():
+                    return None
+                if exited:
+                    return owner.fail(ranks[exited[0][0]])
+        finally:
+            for fd in ranks:
+                os.close(fd)
+
+    if ranks:
+        threading.Thread(target=watch, daemon=True, name="thalweg-infer-watch").start()
+
+
+def _refuse_connection(group: ParallelGroup) -> Any:
+    """Stand for the connection of a closed group."""
+    raise WorkerDiedError(group.failure_message())
+
+
+def connect_by_store(store: Store) -> Callable[[ParallelGroup], Any]:
+    """Return what connects the ranks that know a store, over the loopback interface."""
+
+    def connect(group: ParallelGroup) -> Any:
+        store.set(f"ready/{group.rank}", "")
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        while not store.check([f"ready/{rank}" for rank in range(group.num_ranks)]):
+            if any(process.poll() is not None for process in group.processes):
+                raise WorkerDiedError(group.failure_message())
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"inference rank {group.rank} has waited {_JOIN_TIMEOUT_S:.0f} s for the others")
+            time.sleep(0.01)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._timeout = _NO_TIMEOUT
+        return dist.ProcessGroupGloo(store, group.rank, group.num_ranks, options)
+
+    return connect
+
+
+def spawn_workers(model: str | Path, options: EngineConfig) -> ParallelGroup:
+    """Start the other ranks that the options ask for as processes that load from a directory."""
+    num_ranks = options.num_ranks
+    if torch.device(options.device).type != "cpu":
+        raise ValueError(
+            f"{num_ranks} ranks are to run one model on {options.device}: start a process for each GPU"
+            f" (thalweg run --nproc {num_ranks}), each of which calls init_inference"
+        )
+    num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel_size // num_ranks)  # stages take turns
+    worker_options = replace(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
+    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    group = ParallelGroup(connect_by_store(store), 0, num_ranks, num_threads=num_threads)
+    environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        environ.pop(name, None)
+    try:
+        for rank in range(1, num_ranks):
+            fields = {
+                "model": str(model), "options": asdict(worker_options), "rank": rank, "num_ranks": num_ranks,
+                "port": store.port, "num_threads": num_threads,
+            }  # fmt: skip
+            command = [sys.executable, "-m", "thalweg.infer.parallel.executor", json.dumps(fields)]
+            group.processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=environ,
+                    start_new_session=True,
+                )
+            )
+    except BaseException:
+        for process in group.processes:
+            process.kill()
+        group.close()
+        raise
+    return group
+
+
+@contextlib.contextmanager
+def saved_to_tempdir(model: Any) -> Iterator[str]:
+    """Write a live model where other processes can read it, for as long as the context is open."""
+    with tempfile.TemporaryDirectory(prefix="thalweg-infer-") as folder:
+        model.save_pretrained(folder)
+        yield folder
+
+
+def is_launched(num_ranks: int) -> bool:
+    """Whether this process is one of several ranks of a launcher, to be taken in groups of ``num_ranks``."""
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if num_ranks < 2 or world_size < 2 or ("RANK" not in os.environ and not dist.is_initialized()):
+        return False
+    if world_size % num_ranks:
+        raise ValueError(f"{num_ranks} ranks are to run one model; that must divide the number of ranks, {world_size}")
+    return True
+
+
+def join_launched_group(num_ranks: int) -> ParallelGroup:
+    """Return this rank's group, ranks ``n * i`` to ``n * i + n - 1`` of the launcher's; collective over all of them."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method="env://")
+    process_group, _ = dist.new_subgroups(num_ranks, timeout=_NO_TIMEOUT, backend="gloo")
+    return ParallelGroup(lambda _: process_group, dist.get_rank() % num_ranks, num_ranks)
