@@ -1,8 +1,8 @@
 """Faults put into the package at run time, and the tests that must catch each: ``python -m tests.faults [NAME ...]``.
 
-A fault replaces one function (or method) as its module is imported, in every process of a test run: pytest itself, forked ranks,
-programs started by the command line (tests/fault_injection/sitecustomize.py).  The script runs the tests named beside a fault,
-with the fault, prints which of them fail, and ends with 1 if some fault passes them all.
+A fault replaces one function (or method) as its module is imported, in every process of a test run: pytest itself,
+forked ranks, programs started by the command line (tests/fault_injection/sitecustomize.py).  The script runs the tests
+named beside a fault, with the fault, prints which of them fail, and ends with 1 if some fault passes them all.
 """
 
 from __future__ import annotations

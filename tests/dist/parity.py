@@ -77,8 +77,8 @@ class TrainOutcome:
     def update_errors(self, other: TrainOutcome, model: nn.Module) -> tuple[float, float]:
         """What training changed in ``model``'s parameters against what it changed in ``other``: (scale, rest).
 
-        ``scale``: how far the best factor between the two is from 1.  Rounding has no sign, so it hardly moves this, while
-        a wrong rate, sum, clip factor or decay does.  ``rest``: what no factor explains, relative.
+        ``scale``: how far the best factor between the two is from 1.  Rounding has no sign, so it hardly moves this,
+        while a wrong rate, sum, clip factor or decay does.  ``rest``: what no factor explains, relative.
         """
         start = _flat(model.parameters())
         ours, theirs = (_flat(x.parameters) - start for x in (self, other))

@@ -25,7 +25,7 @@ OPS_FOLDER = "thalweg/ops/"
 # Private names with a reason to be elsewhere than ops/, each in one file.
 PRIVATE_NAME_FILES = {
     "_C._current_graph_task_id": "thalweg/zero/fsdp2/private_api.py",  # whether a backward pass runs, as FSDP2 asks
-    "_C._swap_tensor_impl": "thalweg/deferred_init/tensor_swap.py",  # what torch.utils.swap_tensors does after its checks
+    "_C._swap_tensor_impl": "thalweg/deferred_init/tensor_swap.py",  # torch.utils.swap_tensors after its checks
     "_C._nn": "thalweg/deferred_init/deferred_tensor.py",  # the argument parser of nn.Module.to
     "_C._DisableTorchDispatch": "thalweg/deferred_init/deferred_tensor.py",  # the guard that FakeTensor is built with
 }

@@ -1,4 +1,4 @@
-"""``thalweg config LISTING_FILE``: check a config and print it resolved, in well under a second and without torch."""
+"""``thalweg config FILE``: check a config and print it resolved, in well under a second and without torch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError
 from thalweg.infer.parallel.communicator import StageCommunicator
-from thalweg.infer.parallel.process_group import ParallelGroup, TCPStore, WorkerDiedError, connect_by_store
+from thalweg.infer.parallel.process_group import ParallelGroup, TCPStore, WorkerDiedError, connect_by_store  # pyright: ignore[reportPrivateImportUsage]
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from thalweg.comm.shared_memory import get_host_key
+from thalweg.comm.topology import get_host_key
 from thalweg.infer.config import EngineConfig
 
 _LENGTH = struct.Struct("!I")
@@ -245,7 +245,7 @@ def connect_by_store(store: Store) -> Callable[[ParallelGroup], Any]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"inference rank {group.rank} has waited {_JOIN_TIMEOUT_S:.0f} s for the others")
             time.sleep(0.01)
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = _NO_TIMEOUT
         return dist.ProcessGroupGloo(store, group.rank, group.num_ranks, options)

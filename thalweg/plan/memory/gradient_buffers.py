@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from thalweg.optim.offload.step_in_backward import BUFFER_BYTES
-from thalweg.optim.offload.step_in_backward import MAX_PENDING_UPDATES
+from thalweg.optim.offload.step_in_backward import BUFFER_BYTES, MAX_PENDING_UPDATES
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.plan.trace.fsdp_events import UnitInfo
