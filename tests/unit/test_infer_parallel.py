@@ -136,7 +136,7 @@ def test_every_expert_and_layer_is_somewhere_once() -> None:
     parts = [shard_for_rank(whole, rank, degrees) for rank in range(degrees.num_ranks)]
     assert [len(p.layers) for p in parts[::4]] == [1, 1, 1]
     for number, layer in enumerate(whole.layers):
-        held = [p.layers[0] for p in parts[4 * number : 4 * number + 4]]
+        held: list[Any] = [p.layers[0] for p in parts[4 * number : 4 * number + 4]]
         assert [x.attention.num_heads for x in held] == [2, 0, 2, 0]
         assert torch.equal(torch.cat([x.mlp.up for x in held]), layer.mlp.up)
         assert [x.mlp.first_expert for x in held] == [0, 1, 2, 3]
@@ -279,11 +279,11 @@ def test_a_degree_that_heads_do_not_allow_names_those_they_do() -> None:
 
 def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="choose one"):
-        EngineConfig(tensor_parallel=2, stream="cpu")
+        options(tensor_parallel=2, stream="cpu")
     with pytest.raises(ValueError, match="at least 1"):
-        EngineConfig(tensor_parallel=0)
+        options(tensor_parallel=0)
     with pytest.raises(ValueError, match="divide"):
-        EngineConfig(tensor_parallel=2, expert_parallel=3)
+        options(tensor_parallel=2, expert_parallel=3)
     for degrees, said in (
         (ParallelConfig(expert_parallel=2), "has no experts"),
         (ParallelConfig(pipeline_parallel=4), "has 3 layers"),
@@ -307,7 +307,8 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     plain.close()
     engine = load_engine(folder, options(**{degree: 2}))
     assert tokens(engine) == want
-    process: Any = engine.runner.group.processes[0]
+    runner: Any = engine.runner
+    process = runner.group.processes[0]
     engine.add(Request("last", PROMPTS[0], SamplingParams(temperature=0, max_tokens=80)))
     engine.step()
     os.kill(process.pid, signal.SIGKILL)

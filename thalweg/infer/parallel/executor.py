@@ -30,7 +30,7 @@ from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError
 from thalweg.infer.parallel.communicator import StageCommunicator
-from thalweg.infer.parallel.process_group import ParallelGroup, TCPStore, WorkerDiedError, connect_by_store  # pyright: ignore[reportPrivateImportUsage]
+from thalweg.infer.parallel.process_group import ParallelGroup, WorkerDiedError, connect_to_spawner
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
@@ -278,10 +278,10 @@ def main(argument: str) -> int:
     fields = json.loads(argument)
     torch.set_num_threads(fields["num_threads"])
     with contextlib.suppress(WorkerDiedError):  # rank 0 has ended or closed the engine: this rank has no other purpose
-        store = TCPStore("127.0.0.1", fields["port"], is_master=False)
+        connect = connect_to_spawner(fields["port"])
         model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
         rank, num_ranks = fields["rank"], fields["num_ranks"]
-        group = ParallelGroup(connect_by_store(store), rank, num_ranks, num_threads=fields["num_threads"])
+        group = ParallelGroup(connect, rank, num_ranks, num_threads=fields["num_threads"])
         worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
         del model
         worker_loop.run()

@@ -233,6 +233,11 @@ def _refuse_connection(group: ParallelGroup) -> Any:
     raise WorkerDiedError(group.failure_message())
 
 
+def connect_to_spawner(port: int) -> Callable[[ParallelGroup], Any]:
+    """Return what connects a spawned rank, by the store of the process that has started it."""
+    return connect_by_store(TCPStore(_LOOPBACK, port, is_master=False))
+
+
 def connect_by_store(store: Store) -> Callable[[ParallelGroup], Any]:
     """Return what connects the ranks that know a store, over the loopback interface."""
 
@@ -245,10 +250,11 @@ def connect_by_store(store: Store) -> Callable[[ParallelGroup], Any]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"inference rank {group.rank} has waited {_JOIN_TIMEOUT_S:.0f} s for the others")
             time.sleep(0.01)
-        options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         options._timeout = _NO_TIMEOUT
-        return dist.ProcessGroupGloo(store, group.rank, group.num_ranks, options)
+        return gloo(store, group.rank, group.num_ranks, options)
 
     return connect
 
