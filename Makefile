@@ -1,8 +1,10 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 to 3.13 and a C library.
 #
 #   make demo            train a GPT on real text on two processes, from nothing
-#   make test            the whole test suite
-#   make fast            the test suite without the slow tests
+#   make test            the tests of the gate (.ci/run): what must pass before a change lands
+#   make nightly         every test: longer runs, full tables, large worlds, new random cases
+#   make fast            the tests of the gate without the slow ones
+#   make durations       tests/durations.json from a run of the gate's tests
 #   make lint            ruff and pyright
 #   make bench-peers     an environment of its own with the systems Thalweg is measured against
 #
@@ -16,32 +18,52 @@ TORCH ?= 2.13.0
 ARGS ?=
 WORKERS ?= 2
 
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq
+# Modules are compiled where they are imported, once (see PYTHONPYCACHEPREFIX): most of what is installed never is.
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile
 TORCH_STAMP = $(VENV)/.torch-$(TORCH)
 DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test fast lint format clean
+.PHONY: demo test nightly fast durations lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
 	$(VENV)/bin/thalweg demo $(ARGS)
 
-# Two workers, as most tests wait for ranks or processes; a file stays with one of them, and what runs long comes
-# first.  Tests that measure time have the machine alone.
+# Every process of a run finds the bytecode that the first one wrote, outside the tree.  An environment may switch
+# the writing off (containers do): each of the hundreds of processes of a run would then compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
+
+# Tests that measure time, or look at what all processes share, come first and have the machine to themselves.  The
+# others run on two workers, as most of them wait for ranks or processes; a file stays with one worker, and what runs
+# long comes first.  pytest says 5 where a phase has no test: a selection may lie in one phase, but not in none.
+PYTEST = $(VENV)/bin/python -m pytest
 SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+GATE = and not nightly
+define two_phases
+$(PYTEST) -m "alone $(1)" $(2) $(ARGS); alone=$$?; \
+$(PYTEST) $(SHARED) -m "not alone $(1)" $(3) $(ARGS); shared=$$?; \
+case $$alone,$$shared in 0,0|0,5|5,0) ;; *) echo "pytest ended with $$alone (alone) and $$shared (shared)" >&2; exit 1;; esac
+endef
 
 test: $(TEST_STAMP)
-	$(VENV)/bin/python -m pytest $(SHARED) $(ARGS)
+	@$(call two_phases,$(GATE),--check-durations,--check-durations)
+
+nightly: $(TEST_STAMP)
+	@$(call two_phases,)
 
 fast: $(TEST_STAMP)
-	$(VENV)/bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
+	@$(call two_phases,$(GATE) and not slow)
+
+durations: $(TEST_STAMP)
+	@$(call two_phases,$(GATE),--save-durations alone,--save-durations shared)
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/pyright --threads 2 --pythonpath $(VENV)/bin/python
 
 format: $(TEST_STAMP)
 	$(VENV)/bin/ruff check --fix .

@@ -1,39 +1,106 @@
-"""Which tests share the machine when several workers run them (``make test``), and which have it alone.
+"""What every run of pytest here does: the order of files, what was left out, how long files took.
 
-A test marked ``alone`` measures time, or looks at what all processes share: it waits until the workers' other
-tests are over, and they wait for it.  Two locks of the file system in a folder of this run::
-
-    gate    held for a moment before each test, and for as long as a test that wants to be alone waits
-    room    shared by ordinary tests while they run, taken by one alone
+``make test`` calls pytest twice: for the tests marked ``alone`` (they measure time, or look at what all processes
+share) and for all others on several workers.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+import shutil
+from collections import Counter, defaultdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-
-@contextmanager
-def _file_lock(path: Path, operation: int) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, operation)
-        yield
+from tests import durations, harness
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run a test when its turn has come."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return (yield)
-    run: Path = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
-    operation = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    with (run / "room").open("w") as running_lock:
-        with _file_lock(run / "gate", fcntl.LOCK_EX):
-            fcntl.flock(running_lock, operation)
-        return (yield)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("thalweg")
+    group.addoption("--check-durations", action="store_true", help="fail when a test file exceeds its budget")
+    group.addoption("--save-durations", choices=("shared", "alone"), help="write this run's to tests/durations.json")
+    group.addoption("--required-tools", default="", help="modules and commands that must be there, with commas")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of pytest-xdist: the workers' reports arrive at the main process
+        config.pluginmanager.register(_RunReport(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first, where workers take one after another."""
+    if hasattr(config, "workerinput"):
+        seconds = durations.load()["shared"]
+        items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), durations.MARGIN_SECONDS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    module = item.getparent(pytest.Module)
+    if module is not None and module.obj is not _current_module[0]:
+        _current_module[0] = module.obj
+        harness.enter_module(getattr(module.obj, "REUSE_RANKS", False))
+
+
+_current_module: list[object] = [None]
+
+
+def _file_of(node_id: str) -> str:
+    return node_id.partition("::")[0]
+
+
+class _RunReport:
+    """What the run left out, and its durations by file."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._required = [name for name in config.getoption("--required-tools").split(",") if name]
+        absent = [name for name in self._required if find_spec(name) is None and shutil.which(name) is None]
+        if absent:
+            raise pytest.UsageError(f"required by --required-tools and not there: {', '.join(absent)}")
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._left_out: Counter[str] = Counter()
+        self._files: defaultdict[str, set[str]] = defaultdict(set)
+        self._save, self._check = config.getoption("--save-durations"), config.getoption("--check-durations")
+        self._kind = "shared" if getattr(config.option, "numprocesses", None) else "alone"
+        self._failures: list[str] = []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module may be left out as a whole."""
+        self._add_skip(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Setup, call and teardown of each test."""
+        self._seconds[_file_of(report.nodeid)] += report.duration
+        self._add_skip(report)
+
+    def _add_skip(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            self._left_out[reason] += 1
+            self._files[reason].add(_file_of(report.nodeid))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail where the run took too long, or left out what must be there."""
+        for reason in self._left_out:
+            tools = [name for name in self._required if name in reason]
+            self._failures += [f"left out though {name} is required: {reason}" for name in tools]
+        if self._check:
+            self._failures += durations.find_exceeded(self._seconds, durations.load()[self._kind])
+        if self._save and session.exitstatus == pytest.ExitCode.OK:
+            durations.save(self._save, self._seconds)
+        if self._failures and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """One block at the end."""
+        if self._left_out:
+            terminalreporter.section(f"left out: {sum(self._left_out.values())} tests or files")
+            for reason, count in sorted(self._left_out.items()):
+                files = ", ".join(sorted(Path(name).name for name in self._files[reason]))
+                terminalreporter.line(f"{count:4d}  {reason}  ({files})")
+        if self._failures:
+            terminalreporter.section("failed as a run", red=True)
+            for line in self._failures:
+                terminalreporter.line(line)

@@ -1,56 +1,60 @@
 """Forked gloo ranks for the distributed tests.
 
-``run_ranks(fn, world_size, *args)`` runs ``fn(rank, world_size, *args)`` in that many
-processes and returns their results by rank.  The processes are forked from one server
-that has torch loaded (multiprocessing's forkserver), so four ranks start in a fraction
-of a second; ``fn`` must be a module-level function.  A rank that raises fails the test
-with its traceback; one that hangs is killed by its process handle after twice ``timeout`` s,
-which is what two cores with nothing else to do may take.
+``run_ranks(fn, world_size, *args)`` runs ``fn(rank, world_size, *args)`` in that many processes and returns their
+results by rank.  The processes are forked from one server that has torch loaded (multiprocessing's forkserver), so
+four ranks start in a fraction of a second; ``fn`` must be a module-level function.  A rank that raises fails the
+test with its traceback; one that hangs is killed by its process handle after twice ``timeout`` s, which is what two
+cores with nothing else to do may take.
+
+A test module that says ``REUSE_RANKS = True`` gets ranks that stay for its next test: a check then costs the forming
+of a process group, and not two forks, the imports that only ranks make and the compiling of kernels.  Between two
+tests such a rank puts back what ``_RankState`` lists.  What it cannot put back needs ranks of its own
+(``run_ranks(..., reuse=False)``): ranks that are to die, that measure their memory, count their threads, open files
+or warnings, or that change a module for good.  Ranks of which one failed or hung are not used again.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import multiprocessing.util
 import os
+import pickle
 import queue
+import random
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 _TIMEOUT_FACTOR = 2.0
+_MAX_REUSED_RANKS = 4  # a larger world would hold its memory while other tests run
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tests.preload"])
 
 
-def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, init: bool, results: Any, args: tuple
-) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    try:
-        if init:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        results.put((rank, None, fn(rank, world_size, *args)))
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-        raise SystemExit(1) from None
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, init: bool = True
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    init: bool = True,
+    reuse: bool | None = None,
 ) -> list[Any]:
-    """Run ``fn(rank, world_size, *args)`` on forked ranks and return the results by rank."""
+    """Run ``fn(rank, world_size, *args)`` on forked ranks and return the results by rank.
+
+    ``init``: the ranks form the default process group first.  ``reuse``: take ranks that earlier tests left, and
+    leave them to later ones; None: what the test's module says.
+    """
+    timeout *= _TIMEOUT_FACTOR
+    if (_pools.reuse_by_default if reuse is None else reuse) and init and world_size <= _MAX_REUSED_RANKS:
+        return _pools.run(fn, world_size, args, timeout)
     results = _context.Queue()
     with tempfile.TemporaryDirectory(prefix="thalweg-test-") as folder:
         store = str(Path(folder) / "store")
@@ -61,12 +65,213 @@ def run_ranks(
         for process in processes:
             process.start()
         try:
-            return _collect_results(processes, results, world_size, _TIMEOUT_FACTOR * timeout)
+            return _collect_results(processes, results, world_size, timeout)
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            _end(processes)
+
+
+def _rank_main(
+    fn: Callable[..., Any], rank: int, world_size: int, store: str, init: bool, results: Any, args: tuple
+) -> None:
+    _enter_rank(rank, world_size)
+    error, value = _run_on_rank(fn, rank, world_size, store, init, args)
+    results.put((rank, error, value))
+    if error is not None:
+        raise SystemExit(1)
+
+
+def _enter_rank(rank: int, world_size: int) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _run_on_rank(
+    fn: Callable[..., Any], rank: int, world_size: int, store: str, init: bool, args: tuple
+) -> tuple[str | None, Any]:
+    """(traceback, None) or (None, what ``fn`` returns); no process group is left."""
+    import torch.distributed as dist
+
+    try:
+        if init:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        return None, fn(rank, world_size, *args)
+    except BaseException:
+        return traceback.format_exc(), None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# ---- ranks that stay --------------------------------------------------------------------------------
+
+
+class _RankState:
+    """What a test may change in its rank's process, and ``restore`` puts back."""
+
+    def __init__(self) -> None:
+        import numpy
+        import torch
+
+        self.environment, self.folder = dict(os.environ), os.getcwd()
+        self.path, self.threads = list(sys.path), set(threading.enumerate())
+        self.random, self.numpy = random.getstate(), numpy.random.get_state()
+        self.torch, self.log_level = torch.get_rng_state(), _package_logger().level
+        self.globals: dict[str, dict[str, Any]] = {}
+        self._note_new_modules()
+
+    def _note_new_modules(self) -> None:
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in ("thalweg", "tests") and name not in self.globals:
+                self.globals[name] = dict(vars(module))
+
+    def restore(self) -> None:
+        """As at the start; the collector runs, so that what the test left is freed now and not in the next."""
+        import numpy
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        for name, values in self.globals.items():
+            current = vars(sys.modules[name])
+            for key, value in values.items():
+                if current.get(key) is not value:
+                    current[key] = value
+        self._note_new_modules()
+        random.setstate(self.random)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch._dynamo.reset()
+        _package_logger().setLevel(self.log_level)
+        gc.collect()
+
+    def left_threads(self) -> list[str]:
+        """Names of Python threads that the test did not end."""
+        ours = self.threads | {t for t in threading.enumerate() if t.name == "QueueFeederThread"}  # of the results
+        return [thread.name for thread in threading.enumerate() if thread not in ours]
+
+
+def _package_logger() -> Any:
+    import logging
+
+    return logging.getLogger("thalweg")
+
+
+def _rank_loop(rank: int, world_size: int, jobs: Connection, results: Any) -> None:
+    """Run one function after another until the test process closes the pipe."""
+    _enter_rank(rank, world_size)
+    state = _RankState()
+    while True:
+        try:
+            job = jobs.recv_bytes()
+        except EOFError:
+            return
+        error, value = _run_job(job, rank, world_size)
+        if error is not None:
+            results.put((rank, error, None))
+            return
+        state.restore()
+        # A thread that the test left could write into the next one: better new ranks.
+        results.put((rank, None, (value, state.left_threads())))
+        del value
+
+
+def _run_job(job: bytes, rank: int, world_size: int) -> tuple[str | None, Any]:
+    try:
+        fn, store, args = pickle.loads(job)
+    except BaseException:
+        return traceback.format_exc(), None
+    return _run_on_rank(fn, rank, world_size, store, True, args)
+
+
+@dataclass
+class _RankPool:
+    """Forked ranks of one world that wait for their next function."""
+
+    world_size: int
+    processes: list[Any] = field(default_factory=list)
+    jobs: list[Connection] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.results = _context.Queue()
+        for rank in range(self.world_size):
+            end, of_rank = _context.Pipe()
+            process = _context.Process(target=_rank_loop, args=(rank, self.world_size, of_rank, self.results))
+            process.start()
+            of_rank.close()
+            self.processes.append(process)
+            self.jobs.append(end)
+
+    def run(self, fn: Callable[..., Any], args: tuple, timeout: float) -> tuple[list[Any], bool]:
+        """The results by rank, and whether the ranks can be used again."""
+        with tempfile.TemporaryDirectory(prefix="thalweg-test-") as folder:
+            job = pickle.dumps((fn, str(Path(folder) / "store"), args))
+            for connection in self.jobs:
+                connection.send_bytes(job)
+            found = _collect_results(self.processes, self.results, self.world_size, timeout)
+        return [value for value, _ in found], not any(threads for _, threads in found)
+
+    def close(self) -> None:
+        """End the ranks; those that wait for a function end by themselves."""
+        for connection in self.jobs:
+            connection.close()
+        for process in self.processes:
+            process.join(timeout=5)
+        _end(self.processes)
+
+
+class _Pools:
+    """The pools of this process, one for each world size."""
+
+    def __init__(self) -> None:
+        self.reuse_by_default = False
+        self._by_world: dict[int, _RankPool] = {}
+
+    def run(self, fn: Callable[..., Any], world_size: int, args: tuple, timeout: float) -> list[Any]:
+        pool = self._by_world.pop(world_size, None) or _RankPool(world_size)
+        try:
+            results, reusable = pool.run(fn, args, timeout)
+        except BaseException:
+            _end(pool.processes)
+            raise
+        if reusable:
+            self._by_world[world_size] = pool
+        else:
+            pool.close()
+        return results
+
+    def close(self) -> None:
+        """End all waiting ranks."""
+        for world_size in list(self._by_world):
+            self._by_world.pop(world_size).close()
+
+
+_pools = _Pools()
+# Before multiprocessing joins the children of a process that ends.
+multiprocessing.util.Finalize(None, _pools.close, exitpriority=100)
+
+
+def enter_module(reuse_ranks: bool) -> None:
+    """A test module begins: ranks of the one before end, and ``reuse_ranks`` is what ``run_ranks`` does by default."""
+    _pools.close()
+    _pools.reuse_by_default = reuse_ranks
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 def _collect_results(processes: list[Any], results: Any, world_size: int, timeout: float) -> list[Any]:

@@ -3,7 +3,9 @@
 A combination is a line such as ``"s3 dp2 tp2 remat bf16"``: one stage, degrees with their number (the product
 of those with ``ranks`` is the world size), switches without.  A new axis is one line of ``FEATURES`` and the
 lines of ``COMBINATIONS`` that use it; ``docs/MATRIX.md`` (tests/repo/matrix_page.py) is made from here, and a
-pair of features that no line covers must be in ``REFUSED`` or ``UNCOVERED_PAIRS``.  Nothing here imports torch.
+pair of features that no line covers must be in ``UNSUPPORTED_PAIRS`` or ``UNCOVERED_PAIRS``.  The gate runs
+``covering_combinations``, in which each pair and each named triple still occurs; the nightly run all.  Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations as pairs_of
 from math import prod
 from typing import Any
 
@@ -113,6 +117,7 @@ s3 dp2 pp2
 s2 tp2 pp2
 s0 sp2 pp2
 s1 sp2 pp2 remat
+s3 sp2 pp2
 s2 cp2 pp2
 s3 cp2 pp2
 s0 dp2 pp2 ep2
@@ -272,3 +277,30 @@ def mutually_exclusive(first: str, second: str) -> bool:
 def combinations_with(*keys: str) -> list[Combination]:
     """The combinations that have all of these features."""
     return [one for one in combinations() if all(key in one.degrees for key in keys)]
+
+
+def tuples_shown(combination: Combination) -> set[tuple[str, ...]]:
+    """The pairs of features and the named triples that occur in a combination."""
+    keys = combination.degrees.keys()
+    pairs = {pair for pair in pairs_of(PAIRED_FEATURES, 2) if keys >= set(pair)}
+    return pairs | {triple for triple, _ in TRIPLES if keys >= set(triple)}
+
+
+@cache
+def covering_combinations() -> tuple[Combination, ...]:
+    """Lines of the table that show all that all lines show, in the table's order, most of them of few ranks.
+
+    Taken greedily: next comes the line with the most that is not shown yet for each of its ranks; then a line whose
+    pairs and triples the others show too is left out.
+    """
+    lines, chosen = combinations(), []
+    missing = set().union(*map(tuples_shown, lines))
+    while missing:
+        best = max(lines, key=lambda line: len(tuples_shown(line) & missing) / line.world_size)
+        chosen.append(best)
+        missing -= tuples_shown(best)
+    for line in reversed(tuple(chosen)):
+        others = set().union(*(tuples_shown(other) for other in chosen if other is not line))
+        if tuples_shown(line) <= others:
+            chosen.remove(line)
+    return tuple(line for line in lines if line in chosen)

@@ -79,7 +79,7 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def replay_fp32_routing(combination: Combination, rank: int) -> Iterator[None]:
+def replay_fp32_routing(combination: Combination, rank: int, steps: int) -> Iterator[None]:
     """In half precision tokens go to the experts that they chose in a plain run.
 
     bf16 sends a token in hundreds to another expert, and what follows from that is as far from fp32 in one
@@ -106,7 +106,7 @@ def replay_fp32_routing(combination: Combination, rank: int) -> Iterator[None]:
 
     try:
         layer.route = record_routing
-        train_plain(build_model(combination))
+        train_plain(build_model(combination), steps)
         layer.route = replay_routing
         yield
     finally:
@@ -114,19 +114,19 @@ def replay_fp32_routing(combination: Combination, rank: int) -> Iterator[None]:
     assert not recorded_experts
 
 
-def run_plain(combination: Combination) -> TrainResult:
+def run_plain(combination: Combination, steps: int) -> TrainResult:
     """One process, fp32, plain PyTorch; combinations with the same model share it."""
     tied, ep = get_model_key(combination)
-    return _run_plain(tied, ep > 0)
+    return _run_plain(tied, ep > 0, steps)
 
 
 @cache
-def _run_plain(tied: bool, experts: bool) -> TrainResult:
-    return train_plain(_build_model(tied, int(experts)))
+def _run_plain(tied: bool, experts: bool, steps: int) -> TrainResult:
+    return train_plain(_build_model(tied, int(experts)), steps)
 
 
-def train_plain(model: nn.Module, steps: int = STEPS) -> TrainResult:
-    """Twenty steps of plain PyTorch."""
+def train_plain(model: nn.Module, steps: int) -> TrainResult:
+    """Plain PyTorch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     losses, gradients = [], {}
     for step in range(steps):
@@ -202,7 +202,7 @@ def run_engine(
 
 
 def compare_to_plain(
-    rank: int, world: int, names: list[str], folder: str, **changes: Any
+    rank: int, world: int, names: list[str], folder: str, steps: int = STEPS, **changes: Any
 ) -> dict[str, dict[str, float]]:
     """Largest relative differences of each combination; all on rank 0."""
     torch.set_num_threads(1)
@@ -210,8 +210,8 @@ def compare_to_plain(
     for name in names:
         combination = Combination.parse(name)
         try:
-            with replay_fp32_routing(combination, rank):
-                run = run_engine(combination, rank, world, folder, **changes)
+            with replay_fp32_routing(combination, rank, steps):
+                run = run_engine(combination, rank, world, folder, steps, **changes)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
         torch._dynamo.reset()
@@ -225,7 +225,7 @@ def _differences(combination: Combination, run: TrainResult, rank: int, world: i
     local: dict[str, float] = {}
     assert run.gradients, "nothing to compare"
     if rank % (world // stages) == 0:
-        plain = run_plain(combination)
+        plain = run_plain(combination, len(run.losses))
         parts = TrainResult(
             plain.losses,
             {name: plain.gradients[name] for name in run.gradients},

@@ -1,19 +1,27 @@
-"""Every combination of ``matrix.py`` against one plain process: 20 steps, first gradients, last parameters.
+"""The combinations of ``matrix.py`` against one plain process: losses, first gradients, last parameters.
 
-All combinations of a world size run in one fork of that many ranks, when the first is asked for; each is
-a test of its own, and ``-k`` runs only what it selects.
+The gate runs those in which each pair of features occurs, for 6 steps; the nightly run all of them for 20.  All
+combinations of a world size run in one fork of that many ranks, when the first is asked for; each is a test of its
+own, and ``-k`` runs only what it selects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.dist import matrix
-from tests.dist.matrix import UNSUPPORTED_PAIRS, Combination, combinations
+from tests.dist.matrix import (
+    UNSUPPORTED_PAIRS,
+    Combination,
+    combinations,
+    covering_combinations,
+    tuples_shown,
+)
 from tests.dist.matrix_run import (
+    STEPS,
     collect_errors,
     compare_to_plain,
     compare_with_wrong_lr,
@@ -23,38 +31,67 @@ from tests.dist.matrix_run import (
 from tests.harness import run_ranks
 
 Differences = dict[str, float]
+GATE_STEPS = 6
+TESTS = {GATE_STEPS: "test_each_pair_equals_one_process", STEPS: "test_equals_one_process"}
 CONTROLS = ("s3 dp2 remat", "s1 dp2 host", "s2 tp2", "s0 sp2")
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Differences]:
-    """Differences by combination; runs the selected ones of a world together."""
-    asked = [item.callspec.params.get("one") for item in request.session.items if hasattr(item, "callspec")]
-    results: dict[int, dict[str, Differences] | AssertionError] = {}
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Combination, int], Differences]:
+    """Differences by combination and number of steps; runs the selected ones of a world together."""
+    results: dict[tuple[int, int], dict[str, Differences] | AssertionError] = {}
 
-    def of(one: Combination) -> Differences:
-        if one.world_size not in results:
-            same = [
-                other.name for other in asked if isinstance(other, Combination) and other.world_size == one.world_size
+    def get_differences(combination: Combination, steps: int) -> Differences:
+        key = combination.world_size, steps
+        if key not in results:
+            selected = [
+                item.callspec.params["combination"]
+                for item in request.session.items
+                if isinstance(item, pytest.Function) and item.path == request.path and item.originalname == TESTS[steps]
             ]
+            names = [one.name for one in selected if one.world_size == combination.world_size]
             folder = str(tmp_path_factory.mktemp("tiers"))
             try:
-                results[one.world_size] = run_ranks(compare_to_plain, one.world_size, same, folder, timeout=300)[0]
+                results[key] = run_ranks(compare_to_plain, combination.world_size, names, folder, steps, timeout=300)[0]
             except AssertionError as error:  # it is the error of all of them: one that hangs takes the rest along
-                results[one.world_size] = error
-        result = results[one.world_size]
+                results[key] = error
+        result = results[key]
         if isinstance(result, AssertionError):
             raise result
-        return result[one.name]
+        return result[combination.name]
 
-    return of
+    return get_differences
+
+
+def check(combination: Combination, differences: Differences) -> None:
+    bounds = get_tolerance(combination)
+    assert all(value <= bounds[key] for key, value in differences.items()), differences
+
+
+@pytest.mark.parametrize("combination", covering_combinations(), ids=lambda combination: combination.id)
+def test_each_pair_equals_one_process(
+    found: Callable[[Combination, int], Differences], combination: Combination
+) -> None:
+    check(combination, found(combination, GATE_STEPS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", combinations(), ids=lambda one: one.id)
-def test_equals_one_process(found: Callable[[Combination], Differences], one: Combination) -> None:
-    differences, bounds = found(one), get_tolerance(one)
-    assert all(value <= bounds[key] for key, value in differences.items()), differences
+@pytest.mark.nightly
+@pytest.mark.parametrize("combination", combinations(), ids=lambda combination: combination.id)
+def test_equals_one_process(found: Callable[[Combination, int], Differences], combination: Combination) -> None:
+    check(combination, found(combination, STEPS))
+
+
+def test_the_gate_shows_each_pair_and_triple_that_the_table_shows() -> None:
+    def shown(lines: Iterable[Combination]) -> set[tuple[str, ...]]:
+        return set().union(*map(tuples_shown, lines))
+
+    gate = covering_combinations()
+    assert shown(gate) == shown(combinations())
+    assert all(shown(other for other in gate if other is not one) < shown(gate) for one in gate), "none is too many"
+    assert max(one.world_size for one in gate) <= 4
 
 
 def test_at_least_sixty_combinations() -> None:

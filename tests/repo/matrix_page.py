@@ -14,6 +14,7 @@ from tests.dist.matrix import (
     UNSUPPORTED_PAIRS,
     combinations,
     combinations_with,
+    covering_combinations,
     mutually_exclusive,
 )
 
@@ -21,10 +22,11 @@ _HEAD = """# What goes together
 
 Made from `tests/dist/matrix.py` by `python -m tests.repo.matrix_page`; a test compares the two.
 
-Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_process[ATTN_IMPLEMENTATION]`. It trains a
+Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_process[COMBINATION]`. It trains a
 small model for 20 steps on forked gloo ranks and compares every loss, the gradients of the first step and the
 last parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp16: within a rounding's
-reach). A pair that is refused has a test as well, of the error that says so.
+reach). A pair that is refused has a test as well, of the error that says so. `make nightly` runs them all; the gate
+runs those in bold, in which each pair and triple occurs, for 6 steps (`test_each_pair_equals_one_process`).
 
 In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along an axis, the rest are switches.
 """
@@ -44,7 +46,9 @@ def pair_status(*keys: str) -> tuple[str, str]:
             return "open", UNCOVERED_PAIRS[pair]
     found = combinations_with(*keys)
     if not found:
-        raise LookupError(f"{' x '.join(keys)}: no combination shows it, and neither REFUSED nor OPEN says why")
+        raise LookupError(
+            f"{' x '.join(keys)}: no combination shows it, and neither UNSUPPORTED_PAIRS nor UNCOVERED_PAIRS says why"
+        )
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return "yes", f"`{found[0].id}`{more}"
 
@@ -65,7 +69,8 @@ def render_page() -> str:
     lines += ["", "## Combinations", "", "| ranks | tests |", "| --- | --- |"]
     for world in sorted({one.world_size for one in combinations()}):
         same_world = combinations(world)
-        lines.append(f"| {world} | {', '.join(f'`{one.id}`' for one in same_world)} ({len(same_world)}) |")
+        names = [f"**`{one.id}`**" if one in covering_combinations() else f"`{one.id}`" for one in same_world]
+        lines.append(f"| {world} | {', '.join(names)} ({len(names)}) |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,46 @@
+"""How long each test file takes: the budget in durations.json, and what exceeds it.
+
+``make durations`` writes the file from a run of ``make test``.  It is read to order the files of a run (the longest
+first, so that no worker is left with one at the end), to fail a gate in which a file has become much slower, and by
+tests/repo, which holds the whole to its limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+PATH = Path(__file__).with_name("durations.json")
+FACTOR, MARGIN_SECONDS = 3.0, 20.0  # what a busy machine and a new test may cost
+LIMIT_MINUTES = 12.0
+
+Seconds = dict[str, float]
+
+
+def load() -> dict[str, Seconds]:
+    """Seconds by test file: of what runs beside others ("shared") and of what has the machine alone ("alone");
+    "before" has the steps before the tests."""
+    kinds: dict[str, Seconds] = {"before": {}, "shared": {}, "alone": {}}
+    return kinds | json.loads(PATH.read_text()) if PATH.exists() else kinds
+
+
+def save(kind: str, seconds: Mapping[str, float]) -> None:
+    """Replace one kind."""
+    kinds = load() | {kind: {name: round(value, 1) for name, value in sorted(seconds.items())}}
+    PATH.write_text(json.dumps(kinds, indent=1) + "\n")
+
+
+def find_exceeded(measured: Mapping[str, float], budget: Mapping[str, float]) -> list[str]:
+    """A line for each file that took more than ``FACTOR`` times its budget and ``MARGIN_SECONDS`` on top."""
+    return [
+        f"{name}: {seconds:.0f} s of a budget of {budget.get(name, 0.0):.0f} s"
+        for name, seconds in sorted(measured.items())
+        if seconds > FACTOR * budget.get(name, 0.0) + MARGIN_SECONDS
+    ]
+
+
+def total_minutes(kinds: Mapping[str, Mapping[str, float]], workers: int = 2) -> float:
+    """The whole gate: what comes before the tests, what is shared by the workers, what runs alone."""
+    before, shared, alone = (sum(kinds[kind].values()) for kind in ("before", "shared", "alone"))
+    return (before + max(shared / workers, max(kinds["shared"].values(), default=0.0)) + alone) / 60
