@@ -1,0 +1,30 @@
+"""The gate stays within its minutes, and notices a file that became slow."""
+
+from __future__ import annotations
+
+from tests import durations
+from tests.repo.source import ROOT
+
+
+def test_the_gate_fits_its_limit() -> None:
+    kinds = durations.load()
+    present = {
+        kind: {name: s for name, s in seconds.items() if kind == "before" or (ROOT / name).exists()}
+        for kind, seconds in kinds.items()
+    }
+    assert durations.total_minutes(present) <= durations.LIMIT_MINUTES
+
+
+def test_what_exceeds_its_budget_is_named() -> None:
+    budget = {"a.py": 10.0, "b.py": 10.0}
+    measured = {"a.py": 49.0, "b.py": 51.0, "new.py": 19.0, "slow and new.py": 21.0}
+    assert durations.find_exceeded(measured, budget) == [
+        "b.py: 51 s of a budget of 10 s",
+        "slow and new.py: 21 s of a budget of 0 s",
+    ]
+
+
+def test_workers_share_all_but_the_longest_file() -> None:
+    before, alone = {"environment": 60.0}, {"a.py": 60.0}
+    assert durations.total_minutes({"before": before, "alone": alone, "shared": {"a.py": 120.0, "b.py": 120.0}}) == 4.0
+    assert durations.total_minutes({"before": before, "alone": alone, "shared": {"a.py": 230.0, "b.py": 10.0}}) > 5.8
