@@ -10,6 +10,7 @@ import torch
 from tests.dist.auto_plan_models import SHARDABLE_MODELS, build_model, make_batch
 from tests.dist.tensor_parity import make_config, train_engine, train_plain
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
@@ -43,7 +44,8 @@ def test_made_up_architectures_equal_one_process_at_two_ranks():
         assert failures == []
 
 
-def test_made_up_architectures_at_four_ranks_and_with_sharding():
+@pytest.mark.parametrize("steps", [3, nightly(20)])
+def test_made_up_architectures_at_four_ranks_and_with_sharding(steps):
     cases = [
         ("parallel", 4, 0),
         ("interleaved", 4, 1),
@@ -51,7 +53,7 @@ def test_made_up_architectures_at_four_ranks_and_with_sharding():
         ("convolved", 2, 2),
         ("gated", 4, 0),
     ]
-    for failures in run_ranks(_parity, 4, cases, 20, timeout=200):
+    for failures in run_ranks(_parity, 4, cases, steps, timeout=200):
         assert failures == []
 
 

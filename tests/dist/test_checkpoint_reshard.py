@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from tests.unit.checkpoint_support import SmallModel, small_model, train_steps
 from thalweg.checkpoint import (
     Checkpoint,
@@ -106,7 +107,7 @@ def saved(tmp_path_factory):
     return folder, prints[0]
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 3), (2, 2), (2, 0), (3, 1), (4, 3), (8, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 3), (2, 2), (2, 0), (3, 1), (4, 3), nightly(8, 3)])
 def test_row01_saved_at_four_ranks_loads_at_any_world_and_stage(saved, tmp_path, world, stage):
     """PAIN_POINTS 1: parameters and moments bit-equal; and back to 4 ranks, bit-equal again."""
     folder, expected = saved

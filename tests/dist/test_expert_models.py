@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ from tests.dist.moe_models import SEQ_LEN, build_model, compute_loss, make_batch
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_parity import TrainResult, make_config
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
@@ -86,9 +88,10 @@ def _parity(rank: int, world: int, cases: list[Case]) -> list[str]:
     return failures
 
 
-def test_models_over_four_ranks_equal_one_process():
+@pytest.mark.parametrize("steps", [3, nightly(20)])
+def test_models_over_four_ranks_equal_one_process(steps):
     cases: list[Case] = [
-        ("mixtral", 4, 3, 20, 1, 1),
+        ("mixtral", 4, 3, steps, 1, 1),
         ("mixtral, auxiliary loss", 2, 1, 3, 1, 1),
         ("qwen2_moe", 2, 2, 3, 1, 1),
         ("qwen3_moe", 4, 0, 3, 1, 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_parity import TrainResult, make_config, train_engine, train_plain
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.moe import MoE
 
 WIDTH, EXPERTS, VOCABULARY = 8, 4, 11
@@ -87,9 +89,10 @@ def _parity(rank: int, world: int, cases: list[tuple[int, int, int, bool]], step
     return failures
 
 
-def test_experts_over_ranks_equal_one_process():
+@pytest.mark.parametrize("steps", [4, nightly(20)])
+def test_experts_over_ranks_equal_one_process(steps):
     cases = [(2, 2, 2, False), (4, 3, 3, False), (4, 1, 0, False), (2, 1, 0, False), (2, 1, 3, True)]
-    for failures in run_ranks(_parity, 4, cases, 20, timeout=300):
+    for failures in run_ranks(_parity, 4, cases, steps, timeout=300):
         assert failures == []
 
 

@@ -11,6 +11,7 @@ import torch
 from tests.dist.models import OddShapesModel, tiny_gpt
 from tests.dist.parity import ParityCase, bitwise_equal, ragged_windows, run_engine
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 
 def tiers(case: ParityCase, folder: str, param: str = "none", optimizer: str = "none", **more) -> ParityCase:
@@ -88,7 +89,7 @@ def _matrix(rank: int, world: int) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, nightly(4)])
 def test_every_tier_gives_the_bits_of_none(world):
     for failures in run_ranks(_matrix, world, timeout=400):
         assert failures == []
@@ -123,7 +124,7 @@ def _hosts(rank: int, world: int) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_ranks_of_several_hosts_read_their_shards_from_disk(world):
     for failures in run_ranks(_hosts, world, timeout=200):
         assert failures == []

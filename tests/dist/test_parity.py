@@ -8,6 +8,7 @@ import torch
 from tests.dist.models import OddShapesModel, tiny_gpt
 from tests.dist.parity import ParityCase, TrainOutcome, bitwise_equal, ragged_windows, run_engine, run_plain
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 STAGES = (0, 1, 2, 3)
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 3e-3}
@@ -17,8 +18,8 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
 
 
-def _cells(stage: int, world: int) -> list[tuple[str, ParityCase]]:
-    """Every cell at two ranks; at other world sizes those that a world size can break."""
+def _cells(stage: int, every: bool) -> list[tuple[str, ParityCase]]:
+    """Every cell, or those that a world size can break and one of each other kind."""
     cells = [
         ("gpt", ParityCase(stage)),
         ("gpt", ParityCase(stage, windows=(2,) * 5, accumulation=2, clip=0.05)),
@@ -26,8 +27,8 @@ def _cells(stage: int, world: int) -> list[tuple[str, ParityCase]]:
         ("odd", ParityCase(stage, windows=ragged_windows(2, 6), accumulation=2, clip=0.05)),
         ("gpt", ParityCase(stage, "bf16", windows=(1,) * 4, clip=0.05)),
     ]
-    if world != 2:
-        return cells
+    if not every:
+        return [*cells, ("gpt", ParityCase(stage, "fp16", windows=(2, 2, 1, 2), accumulation=2, clip=0.05))]
     cells += [("gpt", ParityCase(stage, windows=(n,) * 5, accumulation=n, clip=c)) for n in (1, 4) for c in (0, 0.05)]
     cells += [("odd", ParityCase(stage, windows=(1,) * 20))]
     for dtype in ("bf16", "fp16"):
@@ -36,14 +37,14 @@ def _cells(stage: int, world: int) -> list[tuple[str, ParityCase]]:
     return cells
 
 
-def _matrix(rank: int, world: int) -> list[str]:
+def _matrix(rank: int, world: int, every: bool) -> list[str]:
     torch.set_num_threads(1)
     models = {"gpt": tiny_gpt(), "odd": OddShapesModel()}
     plain: dict[tuple, TrainOutcome] = {}
     engines: dict[tuple, TrainOutcome] = {}
     failures = []
     for stage in STAGES:
-        for name, case in _cells(stage, world):
+        for name, case in _cells(stage, every):
             key = (name, case.windows, case.clip)
             if key not in plain:
                 plain[key] = run_plain(models[name], case, world, adamw)
@@ -63,9 +64,11 @@ def _matrix(rank: int, world: int) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_row04_stages_equal_one_process(world):
-    for failures in run_ranks(_matrix, world, timeout=400):
+@pytest.mark.parametrize(
+    ("world", "every"), [(2, False), (3, False), nightly(1, False), nightly(2, True), nightly(4, False)]
+)
+def test_row04_stages_equal_one_process(world, every):
+    for failures in run_ranks(_matrix, world, every, timeout=400):
         assert failures == []
 
 

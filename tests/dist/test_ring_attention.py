@@ -9,6 +9,7 @@ from tests.dist.sequence_parity import SequenceCase, find_mismatches, make_hf_ba
 from tests.dist.tensor_models import build_model
 from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 
 def test_row39_a_ring_of_two():
@@ -30,7 +31,8 @@ def test_row39_a_ring_of_two():
         assert found == []
 
 
-def test_a_ring_of_four_and_with_every_other_axis():
+@pytest.mark.parametrize("steps", [3, nightly(20)])
+def test_a_ring_of_four_and_with_every_other_axis(steps):
     pytest.importorskip("transformers")
     recomputed = (("activation_checkpointing", {"policy": "full"}),)
     cases = [
@@ -40,7 +42,7 @@ def test_a_ring_of_four_and_with_every_other_axis():
         SequenceCase("qwen3", "packed", 13, 2, context_parallel=2, sequence_parallel=2, extra=recomputed),
         SequenceCase("reference, 5 heads", "masked", 11, 3, context_parallel=2, tensor_parallel=2),
     ]
-    for found in run_ranks(find_mismatches, 4, cases, 20, timeout=250):
+    for found in run_ranks(find_mismatches, 4, cases, steps, timeout=250):
         assert found == []
 
 

@@ -14,6 +14,7 @@ from tests.dist.parity import full_tensor
 from tests.dist.tensor_models import MODELS, build_model, compute_loss, make_batch
 from tests.dist.tensor_parity import TrainResult, make_config, run_engine, run_plain
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
@@ -34,39 +35,41 @@ def _families(rank: int, world: int, names: tuple[str, ...], steps: int) -> list
     return failures
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_every_family_equals_one_process(world):
     pytest.importorskip("transformers")
     for failures in run_ranks(_families, world, tuple(MODELS), 3, timeout=300):
         assert failures == []
 
 
-def _stages(rank: int, world: int, cases: list[tuple[str, int, int, dict[str, Any]]]) -> list[str]:
+def _stages(rank: int, world: int, cases: list[tuple[str, int, int, dict[str, Any]]], steps: int) -> list[str]:
     torch.set_num_threads(1)
     failures, plain = [], {}
     for name, tensor, stage, extra in cases:
         model = build_model(name)
         if name not in plain:
-            plain[name] = run_plain(model, rows=8, steps=20)
-        found = run_engine(model, rank, world, stage=stage, tensor=tensor, rows=8, steps=20, **extra)
+            plain[name] = run_plain(model, rows=8, steps=steps)
+        found = run_engine(model, rank, world, stage=stage, tensor=tensor, rows=8, steps=steps, **extra)
         failures += _wrong(f"{name}, tp {tensor}, stage {stage}, {extra}", found, plain[name])
     return failures
 
 
-def test_all_stages_equal_one_process_at_four_ranks():
+@pytest.mark.parametrize("steps", [4, nightly(20)])
+def test_all_stages_equal_one_process_at_four_ranks(steps):
     names = ("reference, 5 heads", "llama, 4 heads on 1")
     cases = [(name, 2, stage, {}) for name in names for stage in (0, 1, 2, 3)]
     cases += [
         ("reference", 2, 3, {"activation_checkpointing": {"policy": "full"}}),
         ("reference", 4, 2, {"cpu_kernels": "auto"}),
     ]
-    for failures in run_ranks(_stages, 4, cases, timeout=300):
+    for failures in run_ranks(_stages, 4, cases, steps, timeout=300):
         assert failures == []
 
 
+@pytest.mark.nightly
 def test_eight_ranks():
     cases = [("reference", tensor, stage, {}) for tensor, stage in ((2, 1), (2, 3), (4, 0), (4, 2))]
-    for failures in run_ranks(_stages, 8, cases, timeout=300):
+    for failures in run_ranks(_stages, 8, cases, 20, timeout=300):
         assert failures == []
 
 

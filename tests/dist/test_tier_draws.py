@@ -22,6 +22,7 @@ from tests.dist import tensor_models
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 STEPS = 3
 
@@ -185,7 +186,18 @@ def _draws(rank: int, world: int, seeds: list[int], folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "seeds"), [(1, range(5)), (2, range(10, 15)), (3, range(20, 23))])
+@pytest.mark.parametrize(
+    ("world", "seeds"),
+    [
+        (1, range(2)),
+        (2, range(10, 13)),
+        nightly(1, range(2, 5)),
+        nightly(2, range(13, 15)),
+        nightly(3, range(20, 23)),
+        nightly(2, random.SystemRandom().sample(range(100, 10**6), 5)),
+    ],
+    ids=["1", "2", "1-more", "2-more", "3", "2-random"],
+)
 def test_draws_give_the_bits_of_none_and_the_losses_of_one_process(world, seeds, tmp_path):
     pytest.importorskip("transformers")
     for wrong in run_ranks(_draws, world, list(seeds), str(tmp_path), timeout=240):

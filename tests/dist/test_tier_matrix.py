@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.dist.models import make_batch
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
 
+WORLDS, DTYPES = (2, 1), ("fp32", "bf16", "fp16")
 TIERS = ("none", "cpu", "nvme")
 ACTIVATIONS = ("none", "full", "cpu", "nvme")
 NO_CLIP = 1e9  # far above any norm: the factor is 1 and no bit changes, but nothing may be updated early
@@ -183,11 +185,51 @@ def _possible(dtype: str) -> list[Cell]:
     return [cell for cell in found if dtype == "fp32" or cell.activations in ("none", "nvme")]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+Setting = tuple[int, str, Cell]  # ranks, dtype, combination
+
+
+def _settings() -> list[Setting]:
+    return [(world, dtype, cell) for world in WORLDS for dtype in DTYPES for cell in _possible(dtype)]
+
+
+def _pairs(setting: Setting) -> set[tuple[tuple[str, object], ...]]:
+    """Every two choices that a setting makes together."""
+    world, dtype, cell = setting
+    return set(itertools.combinations({"world": world, "dtype": dtype, **vars(cell)}.items(), 2))
+
+
+@cache
+def _covering_settings() -> tuple[Setting, ...]:
+    """Settings in which each pair of choices occurs that occurs in all; taken greedily."""
+    missing = set().union(*map(_pairs, _settings()))
+    chosen: list[Setting] = []
+    while missing:
+        chosen.append(max(_settings(), key=lambda setting: len(_pairs(setting) & missing)))
+        missing -= _pairs(chosen[-1])
+    return tuple(chosen)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_pair_of_choices_gives_the_bits_of_none(dtype, world):
+    cells = [cell for *same, cell in _covering_settings() if same == [world, dtype]]
+    references = [Cell(stage, "none", "none", False, "none") for stage in sorted({cell.stage for cell in cells})]
+    for failures in run_ranks(_run, world, dtype, [*references, *cells], timeout=400):
+        assert failures == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_placement_gives_the_bits_of_none(dtype, world):
     for failures in run_ranks(_run, world, dtype, _possible(dtype), timeout=400):
         assert failures == []
+
+
+def test_the_gate_shows_each_pair_of_choices():
+    chosen = _covering_settings()
+    assert set().union(*map(_pairs, chosen)) == set().union(*map(_pairs, _settings()))
+    assert len(chosen) < len(_settings()) / 10
 
 
 def test_the_others_are_refused_with_a_reason():

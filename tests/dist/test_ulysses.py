@@ -9,6 +9,7 @@ from tests.dist.sequence_parity import SequenceCase, find_mismatches, run_engine
 from tests.dist.tensor_models import build_model
 from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 
 def test_row39_odd_lengths_masks_heads_and_documents():
@@ -86,7 +87,8 @@ def test_a_sequence_shorter_than_its_team_is_refused():
     assert all("sequence_parallel_size" in text for text in run_ranks(_too_short, 2))
 
 
-def test_four_ranks_and_together_with_data_and_tensor_ranks():
+@pytest.mark.parametrize("steps", [3, nightly(20)])
+def test_four_ranks_and_together_with_data_and_tensor_ranks(steps):
     pytest.importorskip("transformers")
     cases = [
         SequenceCase("llama", "padded", 11, 0, 4),
@@ -94,5 +96,5 @@ def test_four_ranks_and_together_with_data_and_tensor_ranks():
         SequenceCase("reference", "plain", 9, 2, 2, 2),
         SequenceCase("llama", "packed", 9, 1, 2, 2),
     ]
-    for found in run_ranks(find_mismatches, 4, cases, 20, timeout=250):
+    for found in run_ranks(find_mismatches, 4, cases, steps, timeout=250):
         assert found == []

@@ -25,6 +25,7 @@ from tests.dist.zeropp_support import (
     wide_gpt,
 )
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 # Largest difference of a loss in 6 updates from one plain process in fp32.
 TOLERANCE = {"exact": 2e-6, "weights": 2e-2, "gradients": 6e-2}
@@ -85,7 +86,7 @@ def _mixes(rank, world, name):
     return failures
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name if name in ("2 + 1", "2 + 2") else nightly(name) for name in LAYOUTS])
 def test_every_mix_on_every_layout_trains_as_one_process_does(name):
     for failures in run_ranks(_mixes, len(LAYOUTS[name]), name, timeout=300):
         assert failures == []

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import recipes
+from tests.marks import nightly
 from thalweg.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -35,15 +36,17 @@ def losses_of(launcher: list[str], script: str, *arguments: str, cwd: Path) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [BARE, TWO], ids=["bare", "two ranks"])
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("launcher", "script", "arguments"),
     [
-        ("train_hf.py", ["--model", "gpt2"]),
-        ("train_hf.py", ["--model", "llama"]),
-        ("train_t5.py", []),
+        (BARE, "train_hf.py", ["--model", "gpt2"]),
+        (TWO, "train_hf.py", ["--model", "llama"]),
+        (TWO, "train_t5.py", []),
+        nightly(TWO, "train_hf.py", ["--model", "gpt2"]),
+        nightly(BARE, "train_hf.py", ["--model", "llama"]),
+        nightly(BARE, "train_t5.py", []),
     ],
-    ids=["gpt2", "llama", "t5"],
+    ids=["gpt2-bare", "llama-two ranks", "t5-two ranks", "gpt2-two ranks", "llama-bare", "t5-bare"],
 )
 def test_hugging_face_models_learn(launcher, script, arguments, tmp_path):
     losses, _ = losses_of(launcher, script, *arguments, "--steps", "10", cwd=tmp_path)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
+from tests.marks import nightly
 from tests.serve_client import RequestResult, send_request
 from tests.serve_support import run_toy_server
 from tests.toy_engine import expected_text
 from thalweg.serve.replicas.pool import PoolLimits
 
-NUM_REQUESTS, CANCELLED = 600, 0.3
+CANCELLED = 0.3
 
 
 async def soak(port: int, num_requests: int, seed: int, at_once: int = 48) -> list[RequestResult]:
@@ -31,9 +34,10 @@ async def soak(port: int, num_requests: int, seed: int, at_once: int = 48) -> li
     return await asyncio.gather(*(one(i) for i in range(num_requests)))
 
 
-def test_kv_returns_to_zero_and_survivors_are_unharmed() -> None:
+@pytest.mark.parametrize("num_requests", [200, nightly(600)])
+def test_kv_returns_to_zero_and_survivors_are_unharmed(num_requests: int) -> None:
     with run_toy_server("toy:delay=0.001,batch=24,blocks=100", pool_limits=PoolLimits(max_outstanding=60)) as server:
-        outcomes = asyncio.run(soak(server.port, NUM_REQUESTS, seed=11))
+        outcomes = asyncio.run(soak(server.port, num_requests, seed=11))
         server.wait_idle()
         (engine,) = server.engines
         assert engine.used == 0 and not engine.has_work()
@@ -41,7 +45,7 @@ def test_kv_returns_to_zero_and_survivors_are_unharmed() -> None:
         assert "thalweg_outstanding 0.0" in metrics
         done = [outcome for outcome in outcomes if outcome.status == 200]
         left = sum(outcome.disconnected for outcome in outcomes)
-        assert len(done) > NUM_REQUESTS // 4 and left > NUM_REQUESTS // 10
+        assert len(done) > num_requests // 4 and left > num_requests // 10
         assert {outcome.status for outcome in outcomes} <= {200, 429, 0}
         for outcome in done:
             body = outcome.body
