@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests import inspect
 from tests.dist.matrix import Combination
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_models import VOCAB_SIZE
@@ -178,7 +179,7 @@ def run_engine(
 
     def capture(*args: Any) -> Any:
         if not losses:
-            engine._components.sharded.finalize_grads()
+            inspect.finalize_grads(engine)
             named = engine.module.named_parameters()
             gradients.update({n: full_tensor(p.grad).float() for n, p in named if p.grad is not None})
         return update(*args)

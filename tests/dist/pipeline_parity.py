@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import inspect
 from tests.dist.models import VOCAB_SIZE, make_batch, tiny_gpt
 from tests.dist.parity import full_tensor
 from tests.dist.sequence_parity import make_hf_batch
@@ -298,13 +299,13 @@ def run_engine(case: PipelineCase, world: int, steps: int) -> PipelineResult:
     import thalweg
 
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
-    mesh = engine._components.meshes.dp
+    mesh = inspect.data_mesh(engine)
     data = case.micro_batches(mesh.get_local_rank(), mesh.size())
     losses, norms = [], []
     for _ in range(steps):
         losses.append(float(engine.train_batch(data)))
         norms.append(engine.get_global_grad_norm())
-    hidden = engine._components.param_naming.excluded
+    hidden = inspect.excluded_names(engine)
     named = engine.module.named_parameters(remove_duplicate=False)
     parameters = {name: full_tensor(p).tolist() for name, p in named if name not in hidden}
     engine.close()

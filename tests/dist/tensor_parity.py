@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests import inspect
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_models import compute_loss, make_batch
 
@@ -79,7 +80,7 @@ def train_engine(model: nn.Module, config: dict[str, Any], loss_fn: LossFn, step
         loss = loss_fn(engine, step)
         engine.backward(loss)
         if step == 0:
-            engine._components.sharded.finalize_grads()
+            inspect.finalize_grads(engine)
             gradients = {n: full_tensor(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
         engine.step()
         total = loss.detach().clone()

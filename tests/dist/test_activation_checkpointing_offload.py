@@ -22,6 +22,8 @@ from thalweg.activation_checkpointing import (
     offloaded_forward,
 )
 
+REUSE_RANKS = True
+
 
 def _stages(rank: int, world: int, folder: str, cases: list[ParityCase]) -> list[bool]:
     offloaded_forward.MIN_OFFLOAD_BYTES = 1

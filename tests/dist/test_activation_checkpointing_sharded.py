@@ -16,6 +16,8 @@ from thalweg.ops import patch_linear_layers
 from thalweg.ops.linear import functional
 from thalweg.ops.linear.kernels import REFERENCE, is_usable
 
+REUSE_RANKS = True
+
 needs_onednn = pytest.mark.skipif(
     not is_usable("nt", "onednn", torch.float32), reason="this torch build has no mkldnn::_linear_pointwise"
 )

@@ -14,6 +14,8 @@ from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.harness import run_ranks
 from thalweg.checkpoint import Checkpoint, CheckpointNotFoundError
 
+REUSE_RANKS = True
+
 CLIENT = {"epoch": 3, "tuple": (1, {"x"}), "tensor": torch.arange(3), 7: b"\x80"}
 CASES = {
     "adamw": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},

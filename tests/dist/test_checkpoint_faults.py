@@ -27,6 +27,8 @@ from thalweg.checkpoint import (
     save_snapshot,
 )
 
+REUSE_RANKS = True
+
 
 def snapshot(rank: int, world: int, seed: int) -> Snapshot:
     values = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5) * (seed + 1)

@@ -28,6 +28,8 @@ from thalweg.checkpoint import (
     save_snapshot,
 )
 
+REUSE_RANKS = True
+
 
 def build(seed: int, stage: int) -> SmallModel:
     """The small model: 7 x 5, 3 x 5 (fewer rows than ranks), bf16, tied, frozen, 0-dim, buffers."""

@@ -17,6 +17,8 @@ from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import ParityCase, full_tensor, run_engine, run_plain
 from tests.harness import run_ranks
 
+REUSE_RANKS = True
+
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "cpu_kernels": "torch"}
 
 
@@ -297,7 +299,7 @@ def _cycles(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_row32_memory_returns_after_an_engine(stage):
     """The states of one engine are 100 MiB a rank; five more cycles must not keep another one's."""
-    for levels in run_ranks(_cycles, 2, stage):
+    for levels in run_ranks(_cycles, 2, stage, reuse=False):
         assert levels[-1] - levels[0] < 60, levels
 
 

@@ -15,6 +15,8 @@ from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import ParityCase, bitwise_equal, full_tensor, run_engine, run_plain
 from tests.harness import run_ranks
 
+REUSE_RANKS = True
+
 
 def settings(stage: int, **more):
     """A ds_config of this stage."""

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import inspect
 from tests.dist.moe_models import SEQ_LEN, build_model, compute_loss, make_batch
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_parity import TrainResult, make_config
 from tests.harness import run_ranks
 from tests.marks import nightly
+
+REUSE_RANKS = True
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
@@ -58,7 +61,7 @@ def _engine(
         loss = compute_loss(engine, make_batch(step, rows)[rank // team :: ranks, :length])
         engine.backward(loss)
         if step == 0:
-            engine._components.sharded.finalize_grads()
+            inspect.finalize_grads(engine)
             gradients = {
                 n: torch.zeros(p.shape) if p.grad is None else full_tensor(p.grad)
                 for n, p in engine.module.named_parameters()
@@ -136,7 +139,7 @@ def _traffic(rank: int, world: int) -> tuple[int, int, int]:
     engine, *_ = thalweg.initialize(model=model, config=config)
     loss = compute_loss(engine, make_batch(0, 2 * world)[rank::world])
     engine.backward(loss)
-    entries = {e.module: e for e in engine._components.sharded.ledger.entries() if e.kind == "all_to_all"}
+    entries = {e.module: e for e in inspect.comm_entries(engine) if e.kind == "all_to_all"}
     engine.close()
     rows = entries["experts"]
     return rows.full_bytes, rows.sent_bytes, entries["expert counts"].full_bytes

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import inspect
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_parity import TrainResult, make_config, train_engine, train_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.moe import MoE
+
+REUSE_RANKS = True
 
 WIDTH, EXPERTS, VOCABULARY = 8, 4, 11
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
@@ -124,7 +127,7 @@ def _held(rank: int, world: int, stage: int) -> dict[str, int]:
         "parameters": sum(p.to_local().numel() for p in stacks),
         "moments": sum(m.to_local().numel() for m in moments),
     }
-    for entry in engine._components.sharded.ledger.entries():
+    for entry in inspect.comm_entries(engine):
         if entry.module == "experts" and entry.transport == "wire":
             found[entry.kind] = entry.sent_bytes
     block = engine.module.blocks[0]

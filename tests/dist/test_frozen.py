@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
 
+REUSE_RANKS = True
+
 WIDTH, GROUP, RANKS, STEPS, THAW = 24, 8, 2, 5, 3
 PLACES = [
     (0, "none", "none"),

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from tests.harness import run_ranks
 from thalweg.zero.gathered_parameters import GatheredParameters, iter_gathered, register_sharded_model
 
+REUSE_RANKS = True
+
 
 class Tied(nn.Module):
     """Uneven shapes, a dim0 smaller than the world, a tie, a frozen and a 0-dim parameter."""

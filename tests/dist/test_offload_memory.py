@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import inspect
 from tests.dist.test_offload_use import start
 from tests.harness import run_ranks
 from thalweg.comm.buffer_pool import BufferPool
@@ -54,8 +55,8 @@ def _held(rank, world, keeps):
         engine = start(GPT(SHAPE), folder)
         tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
-        engine.optimizer._strategy.wait_for_updates()
-        blocks = len(engine._components.sharded._collectives.memory.outputs._blocks)
+        inspect.wait_for_updates(engine)
+        blocks = len(inspect.output_pool(engine)._blocks)
         engine.close()
     return blocks
 

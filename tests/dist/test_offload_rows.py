@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import thalweg
+from tests import inspect
 from tests.dist.models import tiny_gpt
 from tests.dist.test_offload_use import mine, settings, start
 from tests.harness import run_ranks
@@ -22,7 +23,7 @@ from thalweg.storage_io.disk import Disk
 def _bytes(rank, world):
     with tempfile.TemporaryDirectory(dir=".") as folder:
         engine = start(tiny_gpt(), folder)
-        swap, pager = engine._components.sharded.swap, engine._components.sharded.paging.pager
+        swap, pager = inspect.swap_file(engine), inspect.pager(engine)
         counts = []
         for step in range(3):
             reads, writes = swap.reads.nbytes, swap.writes.nbytes
@@ -119,7 +120,7 @@ def _overlap(rank: int, world: int, blocks: bool) -> dict[str, Any]:
         config["zero_optimization"]["offload_optimizer"]["buffer_size"] = 1000
         config["zero_optimization"]["offload_param"]["buffer_count"] = 3
         engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
-        units = engine._components.sharded.paging.pager.units
+        units = inspect.pager(engine).units
         late: list[str] = []
 
         def look(name: str) -> Any:

@@ -8,10 +8,13 @@ import tempfile
 import pytest
 import torch
 
+from tests import inspect
 from tests.dist.models import tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.dist.test_offload_use import mine, start
 from tests.harness import run_ranks
+
+REUSE_RANKS = True
 
 STEPS = 5
 EXACT = [("nvme", "nvme"), ("none", "nvme"), ("nvme", "none"), ("none", "none")]
@@ -101,7 +104,7 @@ def _without_room(rank, world):
             if not room:
                 patch.setattr(policy.SwapFile, "extend_if_free", lambda self, needed, free: False)
             engine = start(tiny_gpt(), folder)
-            tentative = engine.optimizer._strategy._double_buffered
+            tentative = inspect.step_strategy(engine)._double_buffered
             assert (tentative is not None) == room
             engine.close()
             results.append(_train(rank, world, folder, ("nvme", "nvme"), "block", (1,)))

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import thalweg
+from tests import inspect
 from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.dist.test_engine import Branching
 from tests.dist.test_exception_recovery import Fused
 from tests.harness import run_ranks
+
+REUSE_RANKS = True
 
 
 def settings(folder, param="nvme", optimizer="nvme", stage=3, accumulation=1, **more):
@@ -163,7 +166,7 @@ def _masters(rank, world, folder):
     half = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
     for tiers in (("none", "none"), ("none", "nvme")):
         engine = start(tiny_gpt(), folder, *tiers, **half)
-        swap = engine._components.sharded.swap
+        swap = inspect.swap_file(engine)
         pieces = [p.to_local() for p in engine.module.parameters() if p.to_local().numel()]
         held.append(swap is not None and all(swap.locate(piece) is not None for piece in pieces))
         for step in range(4):
@@ -201,8 +204,7 @@ def _partly(rank, world, folder):
                 engine.load_checkpoint(f"{folder}/{len(results)}")
             engine.backward(engine(*mine(step, rank, world)))
             engine.step()
-        update = getattr(engine.optimizer._strategy, "inner", engine.optimizer._strategy)
-        swap, sizes = getattr(update, "swap", None), [0, 0]
+        swap, sizes = inspect.optimizer_swap_file(engine), [0, 0]
         for param in engine.module.parameters():
             piece = engine.optimizer.state[param]["exp_avg"].to_local()
             sizes[swap is not None and swap.locate(piece) is not None] += piece.numel()

@@ -16,6 +16,8 @@ from tests.harness import run_ranks
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer
 
+REUSE_RANKS = True
+
 SHAPES = [(13, 700), (40, 128), (5, 3000), (6000,)]
 
 

@@ -18,6 +18,8 @@ from tests.harness import run_ranks
 from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 
+REUSE_RANKS = True
+
 SHAPES = [(13, 40), (40, 16), (5, 6, 7), (60,)]
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import thalweg
+from tests import inspect
 from tests.dist.tensor_models import build_model, make_batch
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -132,7 +133,7 @@ def _engine(case: Case, off: float = 0.0) -> Any:
 
 
 def _data(engine: Any, first: int) -> Iterator[dict[str, torch.Tensor]]:
-    mesh = engine._components.meshes.dp
+    mesh = inspect.data_mesh(engine)
     for step in range(first, first + 1000):
         tokens = make_batch(step, ROWS)[mesh.get_local_rank() :: mesh.size()]
         yield {"input_ids": tokens, "labels": tokens}

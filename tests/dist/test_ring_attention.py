@@ -11,6 +11,8 @@ from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
 from tests.marks import nightly
 
+REUSE_RANKS = True
+
 
 def test_row39_a_ring_of_two():
     pytest.importorskip("transformers")
@@ -135,12 +137,12 @@ def _peak_and_traffic(rank: int, world: int, axis: str, factor: int) -> tuple[in
 
 @pytest.mark.parametrize("axis", ["sequence_parallel_size", "context_parallel_size"])
 def test_a_sequence_n_times_as_long_takes_the_same_memory_on_n_ranks(axis):
-    alone = run_ranks(_peak_and_traffic, 1, axis, 1)[0][0]
-    longer = run_ranks(_peak_and_traffic, 1, axis, 2)[0][0]
+    alone = run_ranks(_peak_and_traffic, 1, axis, 1, reuse=False)[0][0]
+    longer = run_ranks(_peak_and_traffic, 1, axis, 2, reuse=False)[0][0]
     assert longer > 1.8 * alone  # the control: one rank needs twice as much
     block = BASE * WIDTH * 4  # bytes of q, k, v or the output of a rank
     for world in (2, 4):
-        for peak, sent in run_ranks(_peak_and_traffic, world, axis, world):
+        for peak, sent in run_ranks(_peak_and_traffic, world, axis, world, reuse=False):
             assert peak < 1.25 * alone, (world, peak / alone)
             if axis == "sequence_parallel_size":  # four tensors there and back, (n-1)/n of each
                 assert sent == {"all_to_all": LAYERS * 2 * 4 * block * (world - 1) // world}

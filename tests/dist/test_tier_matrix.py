@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import inspect
 from tests.dist.models import make_batch
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
@@ -124,8 +125,7 @@ def _train(cell, dtype, rank, world, folder):
     from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
 
     engine = thalweg.initialize(model=Small(), config=cell.config(dtype, folder))[0]
-    update = getattr(engine.optimizer._strategy, "inner", engine.optimizer._strategy)
-    swaps = {getattr(update, "swap", None), engine._components.sharded.swap} - {None}
+    swaps = {inspect.optimizer_swap_file(engine), inspect.swap_file(engine)} - {None}
     losses, wrong, saved = [], [], 0
     save = NvmeActivationOffloader.save
 
@@ -140,7 +140,7 @@ def _train(cell, dtype, rank, world, folder):
             tokens, labels = make_batch(step, 2 * world)
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
-            getattr(engine.optimizer._strategy, "wait_for_updates", lambda: None)()  # updates that another thread makes
+            inspect.wait_for_updates(engine)  # updates that another thread makes
             grads = [p.grad for p in engine.module.parameters()]
             found = {"used up" if grad is None else _place(swaps, grad) for grad in grads} - {None}
             if found != {cell.gradients(dtype)}:

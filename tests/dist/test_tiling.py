@@ -12,6 +12,8 @@ from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import ParityCase, bitwise_equal, full_tensor, run_engine
 from tests.harness import run_ranks
 
+REUSE_RANKS = True
+
 TILED = {"tiling": {"loss": True, "loss_tokens": 5, "mlp": 3}}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import inspect
 from tests.dist.parity import full_tensor
 from tests.dist.pipeline_parity import PipelineCase, PipelineResult, run_engine, run_plain
 from tests.dist.test_pipeline_engine import TOLERANCE
@@ -42,7 +43,7 @@ def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
     import thalweg
 
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
-    mesh = engine._components.meshes.dp
+    mesh = inspect.data_mesh(engine)
     data = case.micro_batches(mesh.get_local_rank(), mesh.size())
     norms = []
     for _ in range(STEPS):

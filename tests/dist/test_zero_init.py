@@ -17,6 +17,8 @@ from thalweg.deferred_init.context import has_meta_tensors, materialize_module
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero import GatheredParameters, Init
 
+REUSE_RANKS = True
+
 SHAPE = GPTConfig(vocab_size=96, n_layer=2, n_head=2, n_embd=32, block_size=16)
 TOKENS = torch.arange(16)[None]
 

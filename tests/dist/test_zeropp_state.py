@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import inspect
 from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.dist.zeropp_support import (
@@ -23,6 +24,8 @@ from tests.dist.zeropp_support import (
     wide_gpt,
 )
 from tests.harness import run_ranks
+
+REUSE_RANKS = True
 
 ALL = FEATURE_SETS["all"]
 
@@ -67,7 +70,7 @@ def _replicas(rank, world):
     set_fake_host(LAYOUTS["2 + 2"], rank)
     slow = {"type": "AdamW", "params": {"lr": 1e-4}}
     engine = init_engine(wide_gpt(), {**QW, **HPZ}, optimizer=slow)
-    sharded = engine._components.sharded
+    sharded = inspect.sharded_model(engine)
     found = []
 
     def look(when):

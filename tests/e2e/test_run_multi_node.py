@@ -150,6 +150,7 @@ import json, os, socket, sys
 import torch
 import thalweg
 from thalweg.nn.transformer import GPT, GPTConfig
+from tests.inspect import tensor_mesh
 
 torch.manual_seed(0)
 model = GPT(GPTConfig(vocab_size=31, n_layer=1, n_head=2, n_embd=16, block_size=8))
@@ -169,7 +170,7 @@ listening = [fields[1] for fields in table if fields[3] == "0A"]
 about = {"host": socket.gethostname(), "rank": os.environ["RANK"], "local": os.environ["LOCAL_RANK"],
          "sum": float(sum(w.double().abs().sum() for w in weights.values())), "argv": sys.argv[1:],
          "set": os.environ.get("SOME_NAME"), "listening": listening,
-         "tensor": engine._components.meshes.tp.mesh.tolist()}
+         "tensor": tensor_mesh(engine).mesh.tolist()}
 with open(os.path.join(os.environ["THALWEG_TEST_OUT"], "about" + os.environ["RANK"]), "w") as file:
     json.dump(about, file)
 if about["rank"] == "0":
