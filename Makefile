@@ -2,7 +2,8 @@
 #
 #   make demo            train a GPT on real text on two processes, from nothing
 #   make test            the tests of the gate (.ci/run): what must pass before a change lands
-#   make nightly         every test: longer runs, full tables, large worlds, new random cases
+#   make nightly         every test: longer runs, full tables, large worlds, new random cases; then the gate's tests
+#                        on the other Pythons on PATH and with the other torches
 #   make fast            the tests of the gate without the slow ones
 #   make durations       tests/durations.json from a run of the gate's tests
 #   make lint            ruff and pyright
@@ -51,8 +52,17 @@ endef
 test: $(TEST_STAMP)
 	@$(call two_phases,$(GATE),--check-durations,--check-durations)
 
+# Each other Python and torch has an environment of its own, which stays.
+OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13; do \
+	$$p -c '' 2>/dev/null && test "$$($$p -V)" != "$$($(PYTHON) -V)" && echo $$p; done)
+OTHER_TORCHES ?= 2.11.0 2.12.0
+
 nightly: $(TEST_STAMP)
 	@$(call two_phases,)
+	@for python in $(OTHER_PYTHONS); do \
+		$(MAKE) --no-print-directory test PYTHON=$$python VENV=$(VENV)-$$python || exit 1; done
+	@for torch in $(OTHER_TORCHES); do \
+		$(MAKE) --no-print-directory test TORCH=$$torch VENV=$(VENV)-torch-$$torch || exit 1; done
 
 fast: $(TEST_STAMP)
 	@$(call two_phases,$(GATE) and not slow)
