@@ -28,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_RunReport(config))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The phase of tests that run alone need not import the files that have none."""
+    if config.option.markexpr.startswith("alone ") and collection_path.name.startswith("test_"):
+        return b"mark.alone" not in collection_path.read_bytes() or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, where workers take one after another."""
     if hasattr(config, "workerinput"):
@@ -43,6 +50,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         harness.enter_module(getattr(module.obj, "REUSE_RANKS", False))
 
 
+_NO_BUDGET = "tests/durations.json has no seconds of this phase: run `make durations`"
 _current_module: list[object] = [None]
 
 
@@ -87,7 +95,8 @@ class _RunReport:
             tools = [name for name in self._required if name in reason]
             self._failures += [f"left out though {name} is required: {reason}" for name in tools]
         if self._check:
-            self._failures += durations.find_exceeded(self._seconds, durations.load()[self._kind])
+            budget = durations.load()[self._kind]
+            self._failures += durations.find_exceeded(self._seconds, budget) if budget else [_NO_BUDGET]
         if self._save and session.exitstatus == pytest.ExitCode.OK:
             durations.save(self._save, self._seconds)
         if self._failures and session.exitstatus == pytest.ExitCode.OK:
