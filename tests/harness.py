@@ -84,6 +84,9 @@ def _enter_rank(rank: int, world_size: int) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    # A rank's own children (a loader's workers) are forked as in a user's job.  By default they would come from another
+    # server, which would first import all that this one has.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     torch.set_num_threads(1)
