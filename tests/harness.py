@@ -31,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 _TIMEOUT_FACTOR = 2.0
@@ -112,6 +113,9 @@ def _run_on_rank(
 # ---- ranks that stay --------------------------------------------------------------------------------
 
 
+_METHODS = (FunctionType, classmethod, staticmethod, property)
+
+
 class _RankState:
     """What a test may change in its rank's process, and ``restore`` puts back."""
 
@@ -124,12 +128,17 @@ class _RankState:
         self.random, self.numpy = random.getstate(), numpy.random.get_state()
         self.torch, self.log_level = torch.get_rng_state(), _package_logger().level
         self.globals: dict[str, dict[str, Any]] = {}
+        self.methods: dict[type, dict[str, Any]] = {}
         self._note_new_modules()
 
     def _note_new_modules(self) -> None:
         for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in ("thalweg", "tests") and name not in self.globals:
-                self.globals[name] = dict(vars(module))
+            if name.partition(".")[0] not in ("thalweg", "tests") or name in self.globals:
+                continue
+            self.globals[name] = dict(vars(module))
+            for value in self.globals[name].values():
+                if isinstance(value, type) and value.__module__ == name:
+                    self.methods[value] = {k: v for k, v in vars(value).items() if isinstance(v, _METHODS)}
 
     def restore(self) -> None:
         """As at the start; the collector runs, so that what the test left is freed now and not in the next."""
@@ -145,6 +154,10 @@ class _RankState:
             for key, value in values.items():
                 if current.get(key) is not value:
                     current[key] = value
+        for owner, methods in self.methods.items():
+            for key, method in methods.items():
+                if vars(owner).get(key) is not method:
+                    setattr(owner, key, method)
         self._note_new_modules()
         random.setstate(self.random)
         numpy.random.set_state(self.numpy)
