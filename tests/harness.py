@@ -8,9 +8,9 @@ cores with nothing else to do may take.
 
 A test module that says ``REUSE_RANKS = True`` gets ranks that stay for its next test: a check then costs the forming
 of a process group, and not two forks, the imports that only ranks make and the compiling of kernels.  Between two
-tests such a rank puts back what ``_RankState`` lists.  What it cannot put back needs ranks of its own
-(``run_ranks(..., reuse=False)``): ranks that are to die, that measure their memory, count their threads, open files
-or warnings, or that change a module for good.  Ranks of which one failed or hung are not used again.
+tests such a rank puts back what ``_RankState`` lists, globals of modules and methods of classes among it.  What it
+cannot put back needs ranks of its own (``run_ranks(..., reuse=False)``): ranks that are to die, or that measure their
+memory, count their threads, open files or warnings.  Ranks of which one failed or hung are not used again.
 """
 
 from __future__ import annotations
