@@ -72,6 +72,7 @@ class _RunReport:
         self._save, self._check = config.getoption("--save-durations"), config.getoption("--check-durations")
         self._kind = "shared" if getattr(config.option, "numprocesses", None) else "alone"
         self._failures: list[str] = []
+        self._notes: list[str] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module may be left out as a whole."""
@@ -96,7 +97,8 @@ class _RunReport:
             self._failures += [f"left out though {name} is required: {reason}" for name in tools]
         if self._check:
             budget = durations.load()[self._kind]
-            self._failures += durations.find_exceeded(self._seconds, budget) if budget else [_NO_BUDGET]
+            self._failures += durations.find_exceeded(self._seconds, budget) if budget else []
+            self._notes += [] if budget else [_NO_BUDGET]
         if self._save and session.exitstatus == pytest.ExitCode.OK:
             durations.save(self._save, self._seconds)
         if self._failures and session.exitstatus == pytest.ExitCode.OK:
@@ -109,6 +111,8 @@ class _RunReport:
             for reason, count in sorted(self._left_out.items()):
                 files = ", ".join(sorted(Path(name).name for name in self._files[reason]))
                 terminalreporter.line(f"{count:4d}  {reason}  ({files})")
+        for line in self._notes:
+            terminalreporter.line(line)
         if self._failures:
             terminalreporter.section("failed as a run", red=True)
             for line in self._failures:

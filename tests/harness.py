@@ -102,6 +102,7 @@ def _run_on_rank(
     try:
         if init:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            dist.barrier()  # one that ends at once would hang up on another that still connects
         return None, fn(rank, world_size, *args)
     except BaseException:
         return traceback.format_exc(), None

@@ -49,8 +49,8 @@ def pager(engine: Any) -> Any:
     return sharded_model(engine).paging.pager
 
 
-def lender(engine: Any) -> Any:
-    """The pool from which reducers take the memory of their outputs."""
+def output_pool(engine: Any) -> Any:
+    """The pool of blocks from which reducers take their outputs."""
     return sharded_model(engine)._collectives.memory.outputs
 
 

@@ -12,7 +12,7 @@ import torch
 from tests import inspect
 from tests.dist.test_offload_use import start
 from tests.harness import run_ranks
-from thalweg.comm.collectives.reducer import BufferPool
+from thalweg.comm.buffer_pool import BufferPool
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.observe import resident_mib
 from thalweg.optim.offload.step_in_backward import MAX_PENDING_UPDATES
@@ -56,7 +56,7 @@ def _held(rank, world, keeps):
         tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         inspect.wait_for_updates(engine)
-        blocks = len(inspect.lender(engine)._blocks)
+        blocks = len(inspect.output_pool(engine)._blocks)
         engine.close()
     return blocks
 
