@@ -135,7 +135,8 @@ def test_every_expert_and_layer_is_somewhere_once() -> None:
     degrees = ParallelConfig(tensor_parallel=2, pipeline_parallel=3, expert_parallel=4)
     parts = [shard_for_rank(whole, rank, degrees) for rank in range(degrees.num_ranks)]
     assert [len(p.layers) for p in parts[::4]] == [1, 1, 1]
-    for number, layer in enumerate(whole.layers):
+    layers: list[Any] = list(whole.layers)
+    for number, layer in enumerate(layers):
         held: list[Any] = [p.layers[0] for p in parts[4 * number : 4 * number + 4]]
         assert [x.attention.num_heads for x in held] == [2, 0, 2, 0]
         assert torch.equal(torch.cat([x.mlp.up for x in held]), layer.mlp.up)
