@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,14 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
+@dataclass
+class _StepCounters:
+    """What an engine has counted; saved and loaded with its checkpoints."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+
+
 class Engine(nn.Module):
     """Drives one model; several engines may live in one process.
 
@@ -117,9 +126,8 @@ class Engine(nn.Module):
         self.lr_scheduler = components.lr_scheduler
         self.training_dataloader = loader
         self._components = components
-        self.global_steps = 0  # windows closed so far, skipped updates included
-        self.global_samples = 0  # samples of those windows over all ranks
-        self._training_state = TrainingState(components, config, loader, self)
+        self._counters = _StepCounters()
+        self._training_state = TrainingState(components, config, loader, self._counters)
         self._window = components.window
         self._batch_feed = BatchFeed(loader, self.device)
         self._meter, self._phase_timer = components.meter, components.phase_timer
@@ -219,9 +227,9 @@ class Engine(nn.Module):
 
     def _after_step(self, result: StepResult) -> None:
         """After every update, the engine's own or the optimizer's."""
-        self.global_steps += 1
+        self._counters.global_steps += 1
         micro_batch = self.train_batch_size() // self._window.num_micro_batches
-        self.global_samples += micro_batch * self._window.last_num_micro_batches
+        self._counters.global_samples += micro_batch * self._window.last_num_micro_batches
         if self._meter is not None:
             self._meter.step(
                 self.global_steps,
@@ -339,6 +347,16 @@ class Engine(nn.Module):
         return value / mesh.size()
 
     # Facts
+
+    @property
+    def global_steps(self) -> int:
+        """Windows closed so far, skipped updates included."""
+        return self._counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of those windows over all ranks."""
+        return self._counters.global_samples
 
     @property
     def skipped_steps(self) -> int:
