@@ -29,7 +29,7 @@ from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.norms import PartialNorm, clip_factor, global_grad_norm
 
 
-class GradientReduction(Protocol):
+class GradientSource(Protocol):
     """What an update asks of the sharded model."""
 
     def finalize_grads(self) -> None:
@@ -155,7 +155,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        sharded: GradientReduction,
+        sharded: GradientSource,
         window: AccumulationWindow,
         scaler: LossScaler,
         *,
