@@ -118,7 +118,8 @@ class Collectives:
                 continue
             reducer = self.make_reducer(name, group, self._reduce_options(group))
             reducers.append(reducer)
-            group.module.set_custom_reduce_scatter(reducer)
+            comm: Any = reducer  # whose type torch states more narrowly than it uses it
+            group.module.set_custom_reduce_scatter(comm)
             if self.uses_all_reduce:
                 assert isinstance(reducer, ReplicatedReducer)
                 group.module.set_all_reduce_hook(reducer.reduce)

@@ -71,8 +71,9 @@ class BackwardTracker:
     A unit that the forward pass used twice is passed twice in the backward pass, and is reduced each time; only
     then are its gradients complete.  So uses with gradients are counted in the forward pass and taken off in the
     backward pass.  A count that is off (a forward pass without a backward pass) makes ``complete`` come later, not
-    wrong: the caller looks again when the backward pass is over.  It calls ``before(parameters)`` and ``after(unit, parameters, complete)`` for
-    each backward pass through it; ``handles`` remove its hooks."""
+    wrong: the caller looks again when the backward pass is over.  It calls ``before(parameters)`` and
+    ``after(unit, parameters, complete)`` for each backward pass through it; ``handles`` remove its hooks.
+    """
 
     def __init__(self, group: private_api.FSDPGroupHandle, before: BeforeReduce, after: AfterReduce) -> None:
         self._group, self._before, self._after, self._num_pending_uses = group, before, after, 0

@@ -12,7 +12,8 @@ the arena is not used (:func:`is_supported`).  A waiting rank spins briefly, yie
 sleeps in growing naps, looking now and then whether its peers still live: a dead peer,
 a late one or one that is somewhere else gives an error that says who, where and what.
 
-*Collectives* go through slots of the arena.  The ring holds ``depth`` slots a rank.  Reduction number ``s`` uses slot ``s % depth``:
+*Collectives* go through slots of the arena.  The ring holds ``depth`` slots a rank.  Reduction number ``s`` uses
+slot ``s % depth``:
 
 1. ``allocate`` waits until every peer has consumed reduction ``s - depth`` and hands
    out this rank's slot, into which FSDP2 writes the unsharded gradients;
