@@ -7,7 +7,7 @@ import pytest
 from tests.count_files import count_files
 
 MEMORY_FILES = {"engine.py", "optim/step.py", "zero/shard.py", "zero/storage/base.py"}
-DISK_FILES = MEMORY_FILES | {"zero/storage/pager.py", "optim/offload/nvme_step.py", "storage_io/swap_file.py"}
+DISK_FILES = MEMORY_FILES | {"zero/storage/nvme.py", "optim/offload/nvme_step.py", "storage_io/swap_file.py"}
 
 
 @pytest.mark.parametrize(("nvme", "limit", "expected"), [(False, 17, MEMORY_FILES), (True, 33, DISK_FILES)])

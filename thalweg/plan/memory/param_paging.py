@@ -1,6 +1,6 @@
 """Units that come from a disk, and the update that streams over it: the engine's own pager over stand-ins.
 
-What is in memory when is decided by ``zero/storage/pager.py: Pager`` itself; a :class:`_FakePagedUnit`
+What is in memory when is decided by ``zero/storage/nvme.py: Pager`` itself; a :class:`_FakePagedUnit`
 takes the place of a unit and counts bytes instead of reading them.  How an update cuts parameters,
 gradients and state into buffers is the own doing of ``optim/offload/io_pipeline.py``, over tensors without data.
 """
@@ -21,7 +21,7 @@ from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import HUGE_PAGE
 from thalweg.zero.storage.base import ParamSpec
-from thalweg.zero.storage.pager import PagedUnit, Pager, PagingPhase
+from thalweg.zero.storage.nvme import PagedUnit, Pager, PagingPhase
 
 
 class _FakePagedUnit:
