@@ -63,6 +63,7 @@ class LossScaler:
 
     def __init__(self, policy: LossScalePolicy | None = None) -> None:
         self.policy = policy or LossScalePolicy()
+        self.dynamic = not self.policy.static_scale  # whether overflows move the scale
         self.scale = self.policy.static_scale or self.policy.initial_scale
         self._iteration = 0
         self._last_overflow = -1
@@ -93,11 +94,6 @@ class LossScaler:
                 min_scale=float(read("min_loss_scale", 1.0)),
             )
         )
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether overflows move the scale."""
-        return not self.policy.static_scale
 
     def update(self, found_inf: bool) -> None:
         """Take the verdict on the step just finished: True means its gradients held inf or NaN (step

@@ -255,8 +255,9 @@ class EngineOptimizer(torch.optim.Optimizer):
                 factor *= clip_factor(norm, self.max_norm)
             self._strategy.apply(factor)
             self.num_updates += 1
-        self.scaler.update(self.overflow)
-        self._sharded.set_loss_scale(self.scaler.scale)
+        if self.scaler.dynamic:
+            self.scaler.update(self.overflow)
+            self._sharded.set_loss_scale(self.scaler.scale)
         self.window.end_step(StepResult(self.grad_norm, self.overflow))
         return loss
 
