@@ -20,8 +20,7 @@ from thalweg.comm import (
     SharedMemoryReduceScatter,
     SharedMemoryRing,
 )
-from thalweg.comm.buffer_pool import BufferPool, ReusableBuffer
-from thalweg.comm.collectives.reducer import CHUNK_NUMEL, ReduceOptions, sum_rows
+from thalweg.comm.collectives.reducer import CHUNK_NUMEL, BufferPool, ReduceOptions, ReusableBuffer, sum_rows
 
 AVERAGE, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.dist.test_offload_use import start
 from tests.harness import run_ranks
-from thalweg.comm.buffer_pool import BufferPool
+from thalweg.comm.collectives.reducer import BufferPool
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.observe import resident_mib
 from thalweg.optim.offload.step_in_backward import MAX_PENDING_UPDATES

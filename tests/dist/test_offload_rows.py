@@ -13,7 +13,7 @@ import thalweg
 from tests.dist.models import tiny_gpt
 from tests.dist.test_offload_use import mine, settings, start
 from tests.harness import run_ranks
-from thalweg.optim.offload.piecewise_step import PiecewiseOptimizer
+from thalweg.optim.offload.nvme_step import PiecewiseOptimizer
 from thalweg.storage_io import IoFuture, SwapFile
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.disk import Disk

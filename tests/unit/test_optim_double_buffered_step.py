@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from thalweg.optim.algorithms import elementwise
 from thalweg.optim.algorithms.lion import Lion
-from thalweg.optim.offload.double_buffered_step import DoubleBufferedStep, double_buffer_bytes
 from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS
 from thalweg.optim.offload.nvme_step import NvmeStep
+from thalweg.optim.offload.step_in_backward import DoubleBufferedStep, double_buffer_bytes
 from thalweg.storage_io import BufferRing, SwapFile
 
 SHAPES = [(3,), (2 * ALIGN_ELEMENTS + 5,), (ALIGN_ELEMENTS,), (5, 1001)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from thalweg.optim.offload.grad_offload import GradOffload
+from thalweg.optim.offload.step_in_backward import GradOffload
 from thalweg.storage_io import SwapFile
 
 

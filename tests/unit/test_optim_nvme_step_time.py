@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from thalweg.optim.algorithms.elementwise import AdamW
-from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
-from thalweg.optim.offload.piecewise_step import PiecewiseOptimizer
+from thalweg.optim.offload.nvme_step import NvmeStep, PiecewiseOptimizer, optimizer_state_bytes
 from thalweg.storage_io import BufferRing, Disk, SwapFile
 from thalweg.storage_io.allocator import round_up
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.storage_io import Disk, SwapFile
-from thalweg.storage_io.allocator import PAGE
-from thalweg.storage_io.remap_table import RemapTable
+from thalweg.storage_io.allocator import PAGE, RemapTable
 
 PAGES = 24
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from thalweg.optim.algorithms.elementwise import AdamW
-from thalweg.optim.offload.nvme_step import NvmeStep
-from thalweg.optim.offload.piecewise_step import PiecewiseOptimizer
+from thalweg.optim.offload.nvme_step import NvmeStep, PiecewiseOptimizer
 from thalweg.storage_io import BufferRing, SwapFile
 from thalweg.utils.threads import set_single_threaded
 

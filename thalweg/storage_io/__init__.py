@@ -2,20 +2,19 @@
 
     SwapFile         swap_file.py         a file without a name: mapped views, and direct transfers from threads
     EvictableMemory  evictable_memory.py  host memory whose pages come and go under tensors that stay
-    BufferRing       buffer_ring.py       a fixed number of aligned buffers that a stream passes through
+    BufferRing       evictable_memory.py  a fixed number of aligned buffers that a stream passes through
     IoFuture         io_threads.py        a transfer under way
     Disk             disk.py              the system calls, replaceable
 
-``remap_table.py`` keeps track of ranges of a swap file that have changed places.
+``allocator.py`` keeps track of ranges of a swap file that have changed places.
 
 Nothing here knows of models or optimisers.  No thread starts and no memory is taken at import.
 """
 
 from __future__ import annotations
 
-from thalweg.storage_io.buffer_ring import BufferRing, aligned_empty
 from thalweg.storage_io.disk import Disk
-from thalweg.storage_io.evictable_memory import EvictableMemory
+from thalweg.storage_io.evictable_memory import BufferRing, EvictableMemory, aligned_empty
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, combine_futures
 from thalweg.storage_io.swap_file import SwapError, SwapFile
 

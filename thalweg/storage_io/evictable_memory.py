@@ -10,10 +10,15 @@ The memory is anonymous and asks for huge pages: a fault then brings 2 MiB inste
 which takes as long as reading it from a fast disk; a moved one is not, and costs a few entries of a table.
 
 Invariant: what an evicted range reads as is undefined to the program (zeros, in fact), until it was written.
+
+:class:`BufferRing` is a ring of fixed buffers over such memory, page-aligned for direct I/O and pinned where a GPU
+copies from them.  A ring bounds the memory of a stream whatever the size of what passes through: who needs the next buffer
+first waits for the transfer that last used it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -22,6 +27,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,3 +169,53 @@ def _madvise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
         # A kernel without huge pages; dropping must work, or memory would grow unseen.
         if advice != getattr(mmap, "MADV_HUGEPAGE", None):
             raise AssertionError(f"cannot give pages back: {error}") from error
+
+
+class BufferRing:
+    """``num_buffers`` buffers of ``buffer_bytes`` (rounded up to pages); ``ring[i]`` is the one that turn ``i`` uses.
+
+    ``pin``: page-locked, so that copies to and from a CUDA device are asynchronous.
+    """
+
+    def __init__(self, num_buffers: int, buffer_bytes: int, *, pin: bool = False) -> None:
+        assert num_buffers > 0 and buffer_bytes > 0, (num_buffers, buffer_bytes)
+        self.num_buffers, self.buffer_bytes = num_buffers, round_up(buffer_bytes)
+        self._memory = EvictableMemory(num_buffers * self.buffer_bytes)
+        rows = self._memory.tensor(0, (num_buffers, self.buffer_bytes), torch.uint8)
+        self.pinned = pin and torch.cuda.is_available() and _lock_pages(rows)
+        self._buffers = list(rows.unbind())
+
+    def __len__(self) -> int:
+        return self.num_buffers
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._buffers[index % self.num_buffers]
+
+    def release_memory(self) -> None:
+        """Give the memory back until the ring is used again."""
+        if not self.pinned:
+            self._memory.evict(0, self.num_buffers * self.buffer_bytes)
+
+    def close(self) -> None:
+        """Unlock pinned pages."""
+        if self.pinned:
+            self.pinned = False
+            runtime: Any = torch.cuda.cudart()
+            with contextlib.suppress(RuntimeError):
+                runtime.cudaHostUnregister(self._buffers[0].data_ptr())
+
+
+def _lock_pages(memory: Tensor) -> bool:
+    runtime: Any = torch.cuda.cudart()
+    try:
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    except RuntimeError:
+        return False
+
+
+def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+    """An uninitialised CPU tensor that begins on a page boundary, as direct I/O asks for."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    start = -raw.data_ptr() % PAGE
+    return raw[start : start + nbytes].view(dtype).view(shape)

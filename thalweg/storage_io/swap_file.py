@@ -14,7 +14,7 @@ Coherence.  A direct read first writes dirty cached pages of its range out, a di
 local file systems; tests/unit/test_storage_io_swap_file.py).  So the two paths may alternate freely, but must not run
 at the same time on the same bytes, as with any two writers.
 
-Offsets are those of the mapping.  *Exchange* lets two ranges change places in the file (remap_table.py): views
+Offsets are those of the mapping.  *Exchange* lets two ranges change places in the file (allocator.py): views
 keep their addresses and show the other bytes, and not a byte is moved.
 
 Space is taken in full when the file is made: a disk that is too small is an error before training, not in
@@ -36,10 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
+from thalweg.storage_io.allocator import PAGE, RangeAllocator, RemapTable, round_up
 from thalweg.storage_io.disk import Disk
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
-from thalweg.storage_io.remap_table import RemapTable
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)

@@ -6,7 +6,7 @@ any           on NVMe      NvmeStep (MmapStep, if the optimiser is not elementwi
 on NVMe       in memory    NvmeStep, with the state where it is
 
 Around it goes :class:`.step_in_backward.StepInBackward` where the state is offloaded and its rule allows: in place
-on the host, and double-buffered (:mod:`.double_buffered_step`) for masters that lie on NVMe with their state.
+on the host, and double-buffered (:class:`.step_in_backward.DoubleBufferedStep`) for masters that lie on NVMe with their state.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from thalweg.optim.accumulation import AccumulationWindow, StepCallbacks
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam
 from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.loss_scaler import LossScaler
-from thalweg.optim.offload.double_buffered_step import DoubleBufferedStep, double_buffer_bytes
-from thalweg.optim.offload.grad_offload import GradOffload, grad_offload_bytes
 from thalweg.optim.offload.mmap_step import MmapStep
-from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
-from thalweg.optim.offload.piecewise_step import is_elementwise
-from thalweg.optim.offload.step_in_backward import StepInBackward
+from thalweg.optim.offload.nvme_step import NvmeStep, is_elementwise, optimizer_state_bytes
+from thalweg.optim.offload.step_in_backward import (
+    DoubleBufferedStep,
+    GradOffload,
+    StepInBackward,
+    double_buffer_bytes,
+    grad_offload_bytes,
+)
 from thalweg.optim.step import EngineOptimizer, InMemoryStep, PipelinePeers, StepStrategy
 from thalweg.storage_io import BufferRing, SwapFile
 from thalweg.storage_io.allocator import round_up

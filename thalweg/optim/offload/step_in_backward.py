@@ -9,10 +9,10 @@ numbers and in the same order as if they had stayed, and equals that of an ordin
 
 Two ways, by where the update writes:
 
-*On NVMe* updates are tentative (:mod:`.double_buffered_step`): new values lie beside the old ones until ``step()`` has
-found the norm over all ranks finite.  A step is all or nothing, in every dtype, with a loss scale too.  What
+*On NVMe* updates can be taken back (:class:`DoubleBufferedStep`): new values lie beside the old ones until
+``step()`` has found the norm over all ranks finite.  A step is all or nothing, in every dtype, with a loss scale too.  What
 is written to memory (masters that stay there) cannot be taken back: such gradients rest in the swap file
-(:mod:`.grad_offload`) until ``step()``, and so do all of them where the disk has no room for second places.
+(:class:`GradOffload`) until ``step()``, and so do all of them where the disk has no room for second places.
 
 *On the host* updates are made in place, for what would take them back is as large as the gradients that
 were to go.  Ranks first agree that the loss is finite everywhere; else they wait, and ``step()`` skips.  What
@@ -28,6 +28,31 @@ stay for ``step()``, which takes whatever is left.
 
 What differs from an ordinary step to the eye: ``.grad`` is None after the backward pass, and a step of two
 backward passes is an error (add the losses up).
+
+*Updates that can be taken back* (:class:`DoubleBufferedStep`): new values are written beside the old ones until
+the step stands.  The picture, for one unit whose masters and state lie in the swap file::
+
+    file, before     | master, moments |  twin: what was there two steps ago |
+    within backward  | old values      |  new values                         |     read here, written there
+    the step stands  | new values      |  old values                         |     the ranges change places
+    it does not      | old values      |  (forgotten)                        |
+
+So updates run while the backward pass goes on, and yet a step is all or nothing: a gradient that is not
+finite, wherever and whenever it turns up, an exception, or ``zero_grad()`` leave parameters, state and
+counters as they were.  Not a byte more is moved than by an update in place; the price is a second place on
+the disk for whatever is written.
+
+State that comes into being needs no twin: nobody has seen it before the step stands.
+
+*Gradients that rest in the swap file* (:class:`GradOffload`) between their reduction and the step.  For one unit::
+
+    reduction -> gradient in memory -> [+ what earlier micro-batches left in the file] -> file
+                                                                   .grad is a view of its place there
+
+so that no more than a unit's gradients are in memory, whatever the length of a window.  ``.grad`` keeps its
+values, layout and dtype, and anybody may read or write it, slowly; the update and the norm stream it.
+
+Sums are those of gradients in memory, in every bit: two numbers added in either order.
 """
 
 from __future__ import annotations
@@ -40,16 +65,253 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.optim.accumulation import AccumulationWindow, StepListener, StepResult
-from thalweg.optim.dtensor_local import local_grad
+from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
 from thalweg.optim.norms import PartialNorm, compute_partial_norm
-from thalweg.optim.offload.double_buffered_step import DoubleBufferedStep
-from thalweg.optim.offload.grad_offload import GradOffload
+from thalweg.optim.offload.io_pipeline import ParamStep
+from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import StepStrategy
+from thalweg.storage_io import BufferRing, IoFuture, SwapFile
+from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 # Units whose updates may wait for the disk while the backward pass goes on: each holds its gradients.
 MAX_PENDING_UPDATES = 2
+
+
+class DoubleBufferedStep:
+    """Steps parameters of ``nvme_step``, all of whose tensors lie in ``swap``, until :meth:`commit` or
+    :meth:`discard`.  One step at a time; not from two threads at once."""
+
+    def __init__(self, nvme_step: NvmeStep, swap: SwapFile) -> None:
+        self._nvme_step, self._swap = nvme_step, swap
+        self._shadow_offsets: dict[int, int] = {}
+        self._uncommitted: list[ParamStep] = []
+
+    def can_step(self, param: Tensor) -> bool:
+        """Whether all that an update of ``param`` writes lies in the swap file."""
+        copy = self._nvme_step.compute_copies.get(param)
+        return (
+            param.ndim > 0
+            and param not in self._nvme_step.in_memory_params
+            and all(self._is_page_aligned(tensor) for tensor in (to_local(param), copy) if tensor is not None)
+        )
+
+    @torch.no_grad()
+    def apply(self, params: Collection[Tensor]) -> None:
+        """Update ``params``, each of which has a gradient that is used up as it is.
+
+        Raises:
+            SwapError: a transfer failed; nothing that was there before has changed.
+        """
+        items = self._nvme_step.build_param_steps(params)
+        self._uncommitted += items
+        self._assign_shadows(items)
+        self._nvme_step.execute(items, 1.0)
+        for item in items:  # what is open lives as long as the step; gradients must not
+            del item.step_tensors["grad"]
+
+    def readahead(self, params: Collection[Tensor]) -> None:
+        """A hint that ``params`` come next."""
+        if all(map(self.can_step, params)):
+            self._nvme_step.readahead(params)
+
+    def commit(self) -> None:
+        """Let all new values appear in their tensors.
+
+        Raises:
+            OSError: the system could not map the file anew; the step is then in part taken.
+        """
+        items, self._uncommitted = self._uncommitted, []
+        ranges = sorted(
+            (operand.file_offset, operand.shadow_offset, operand.padded_bytes)
+            for item in items
+            for operand in item.step_tensors.values()
+            if operand.file_offset is not None and operand.shadow_offset is not None
+        )
+        for first, second, nbytes in _merge_adjacent(ranges):
+            self._swap.swap_ranges(first, second, nbytes)
+        self._nvme_step.publish_state(items)
+
+    def discard(self) -> None:
+        """Forget the new values, and what was expected."""
+        self._nvme_step.readahead(())
+        items, self._uncommitted = self._uncommitted, []
+        for item in items:
+            for key in item.state_keys if item.is_new_state else ():
+                if (offset := item.step_tensors[key].file_offset) is not None:
+                    self._swap.free(offset)
+
+    def _assign_shadows(self, items: list[ParamStep]) -> None:
+        written = [
+            operand
+            for item in items
+            for name, operand in item.step_tensors.items()
+            if operand.write and operand.file_offset is not None and not (item.is_new_state and name in item.state_keys)
+        ]
+        # In the order of the file, so that what is written at once has its twins side by side.
+        for operand in sorted(written, key=lambda operand: operand.file_offset or 0):
+            assert operand.file_offset is not None
+            if operand.file_offset not in self._shadow_offsets:
+                self._shadow_offsets[operand.file_offset] = self._swap.allocate(operand.padded_bytes)
+            operand.shadow_offset = self._shadow_offsets[operand.file_offset]
+
+    def _is_page_aligned(self, tensor: Tensor) -> bool:
+        if not tensor.numel():
+            return True
+        offset = self._swap.locate(tensor)
+        return offset is not None and offset % PAGE == 0
+
+
+def double_buffer_bytes(
+    optimizer: torch.optim.Optimizer, swap: SwapFile, compute_copies: Mapping[Tensor, Tensor]
+) -> int:
+    """Bytes of swap file for the second places of all that an elementwise ``optimizer`` writes."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    on_disk = [p for p in params if swap.locate(to_local(p)) is not None]
+    written = [to_local(p) for p in on_disk] + [compute_copies[p] for p in on_disk if p in compute_copies]
+    return optimizer_state_bytes(optimizer) + sum(round_up(tensor.nbytes) for tensor in written)
+
+
+def _merge_adjacent(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(first, second, bytes) of ranges that follow one another in both places, made one."""
+    merged: list[tuple[int, int, int]] = []
+    for first, second, nbytes in ranges:
+        if merged:
+            last_first, last_second, size = merged[-1]
+            if last_first + size == first and last_second + size == second:
+                merged[-1] = last_first, last_second, size + nbytes
+                continue
+        merged.append((first, second, nbytes))
+    return merged
+
+
+BUFFER_BYTES = 16 << 20
+
+
+def grad_offload_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of swap file for the gradients of all parameters of ``optimizer``, in pages."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in params)
+
+
+class GradOffload:
+    """Moves gradients to ``swap`` and adds them up there."""
+
+    def __init__(self, swap: SwapFile) -> None:
+        self._swap = swap
+        self._buffer_ring: BufferRing | None = None
+        self._views: dict[Tensor, Tensor] = {}
+        self._detached: dict[Tensor, Tensor] = {}
+        self._partial_norms: dict[Tensor, tuple[PartialNorm, Tensor]] = {}
+
+    def detach(self, params: Sequence[Tensor]) -> None:
+        """Before a reduction: take away what rests in the file, so that the reduction gives what is new."""
+        for param in params:
+            view = self._views.get(param)
+            if view is not None and param.grad is view:
+                self._detached[param] = view
+                param.grad = None
+
+    @torch.no_grad()
+    def accumulate(self, params: Sequence[Tensor]) -> None:
+        """After a reduction: add what was set aside to what is new, in memory."""
+        for param in params:
+            view = self._detached.pop(param, None)
+            if view is None:
+                continue
+            if param.grad is None:
+                param.grad = view
+            else:
+                self._add_from_file(to_local(view), to_local(param.grad))
+
+    @torch.no_grad()
+    def offload(self, params: Sequence[Tensor]) -> None:
+        """Move the gradients of ``params`` that are in memory to the file."""
+        for param in params:
+            grad = param.grad
+            if grad is None or grad is self._views.get(param) or to_local(grad).numel() == 0:
+                continue
+            view = self._views.get(param)
+            if view is None or view.dtype != grad.dtype:
+                piece = to_local(grad)
+                offset = self._swap.allocate(piece.nbytes)
+                view = self._views[param] = as_dtensor_like(self._swap.view(offset, piece.shape, piece.dtype), param)
+            self._write_to_file(to_local(grad), to_local(view))
+            self._partial_norms[param] = compute_partial_norm(to_local(grad)), _ragged_end(to_local(grad)).clone()
+            param.grad = view
+        if self._buffer_ring is not None:
+            self._buffer_ring.release_memory()
+
+    def partial_norms(self) -> dict[Tensor, PartialNorm]:
+        """What the gradients in the file add to the norm, of those that nobody has written to since.
+
+        A version counter would not see what is written through ``p.grad.data``.  The pages do: whoever reads or
+        writes them brings them into memory.  The end that fills no page is compared.
+        """
+        return {
+            param: partial_norm
+            for param, (partial_norm, end) in self._partial_norms.items()
+            if param.grad is (view := self._views[param])
+            and not self._swap.was_touched(self._offset(to_local(view)), to_local(view).nbytes)
+            and torch.equal(_ragged_end(to_local(view)), end)
+        }
+
+    def reset(self) -> None:
+        """The gradients are dropped."""
+        self._detached.clear()
+        self._partial_norms.clear()
+
+    def _get_buffer_ring(self) -> BufferRing:
+        self._buffer_ring = self._buffer_ring or BufferRing(3, BUFFER_BYTES)
+        return self._buffer_ring
+
+    def _split_into_buffers(self, flat: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """(first element, piece, buffer) of a flat tensor."""
+        step, ring = BUFFER_BYTES // flat.itemsize, self._get_buffer_ring()
+        pieces = enumerate(range(0, flat.numel(), step))
+        split = []
+        for turn, first in pieces:
+            piece = flat[first : first + step]
+            split.append((first, piece, ring[turn].view(flat.dtype)[: piece.numel()]))
+        return split
+
+    def _write_to_file(self, grad: Tensor, view: Tensor) -> None:
+        offset = self._offset(view)
+        futures: list[IoFuture] = []
+        for turn, (first, piece, buffer) in enumerate(self._split_into_buffers(grad.reshape(-1))):
+            if turn >= len(self._get_buffer_ring()):
+                futures[turn - len(self._get_buffer_ring())].wait()
+            buffer.copy_(piece)
+            futures.append(self._swap.write(offset + first * grad.itemsize, buffer))
+        for future in futures:
+            future.wait()
+
+    def _add_from_file(self, view: Tensor, grad: Tensor) -> None:
+        offset = self._offset(view)
+        pieces = self._split_into_buffers(grad.view(-1))
+        num_ahead = len(self._get_buffer_ring()) - 1
+
+        def start_read(index: int) -> IoFuture:
+            first, _, buffer = pieces[index]
+            return self._swap.read(offset + first * grad.itemsize, buffer)
+
+        futures = [start_read(index) for index in range(min(num_ahead, len(pieces)))]
+        for index, (_, piece, buffer) in enumerate(pieces):
+            futures[index].wait()
+            piece.add_(buffer)
+            if index + num_ahead < len(pieces):
+                futures.append(start_read(index + num_ahead))
+
+    def _offset(self, view: Tensor) -> int:
+        offset = self._swap.locate(view)
+        assert offset is not None
+        return offset
+
+
+def _ragged_end(piece: Tensor) -> Tensor:
+    """The bytes of a tensor behind its last whole page."""
+    return piece.reshape(-1).view(torch.uint8)[piece.nbytes // PAGE * PAGE :]
 
 
 class StepInBackward(StepListener):

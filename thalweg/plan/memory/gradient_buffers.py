@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from thalweg.optim.offload.grad_offload import BUFFER_BYTES
+from thalweg.optim.offload.step_in_backward import BUFFER_BYTES
 from thalweg.optim.offload.step_in_backward import MAX_PENDING_UPDATES
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.run_spec import RunSpec

@@ -13,7 +13,7 @@ from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.config.schema.training import Optimizer, Tiling
 from thalweg.optim import build_optimizer
-from thalweg.optim.offload.piecewise_step import is_elementwise
+from thalweg.optim.offload.nvme_step import is_elementwise
 from thalweg.optim.offload.policy import OptimizerOffloadPolicy, offload_policy_from_config
 from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
 from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
