@@ -12,8 +12,8 @@ which takes as long as reading it from a fast disk; a moved one is not, and cost
 Invariant: what an evicted range reads as is undefined to the program (zeros, in fact), until it was written.
 
 :class:`BufferRing` is a ring of fixed buffers over such memory, page-aligned for direct I/O and pinned where a GPU
-copies from them.  A ring bounds the memory of a stream whatever the size of what passes through: who needs the next buffer
-first waits for the transfer that last used it.
+copies from them.  A ring bounds the memory of a stream whatever the size of what passes through: who
+needs the next buffer first waits for the transfer that last used it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ any           on NVMe      NvmeStep (MmapStep, if the optimiser is not elementwi
 on NVMe       in memory    NvmeStep, with the state where it is
 
 Around it goes :class:`.step_in_backward.StepInBackward` where the state is offloaded and its rule allows: in place
-on the host, and double-buffered (:class:`.step_in_backward.DoubleBufferedStep`) for masters that lie on NVMe with their state.
+on the host, and double-buffered (:class:`.step_in_backward.DoubleBufferedStep`) for masters that lie on NVMe with
+their state.
 """
 
 from __future__ import annotations

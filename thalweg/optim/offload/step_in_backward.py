@@ -10,8 +10,8 @@ numbers and in the same order as if they had stayed, and equals that of an ordin
 Two ways, by where the update writes:
 
 *On NVMe* updates can be taken back (:class:`DoubleBufferedStep`): new values lie beside the old ones until
-``step()`` has found the norm over all ranks finite.  A step is all or nothing, in every dtype, with a loss scale too.  What
-is written to memory (masters that stay there) cannot be taken back: such gradients rest in the swap file
+``step()`` has found the norm over all ranks finite.  A step is all or nothing, in every dtype, with a loss scale
+too.  What is written to memory (masters that stay there) cannot be taken back: such gradients rest in the swap file
 (:class:`GradOffload`) until ``step()``, and so do all of them where the disk has no room for second places.
 
 *On the host* updates are made in place, for what would take them back is as large as the gradients that
