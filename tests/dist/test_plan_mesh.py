@@ -58,17 +58,17 @@ def test_shapes_memory_and_traffic_of_1024_ranks_are_the_formulas() -> None:
         assert rank.shapes[f"{name}.mlp.down.weight"] == _block_shape(WIDTH, 4 * WIDTH, False)
         # Megatron-LM: four sums of an activation a block and micro-batch, 2(n-1)/n of it from each rank.
         layers = MICROS * len(own) * 4 * ACTIVATION * 2 * (TENSOR - 1) // TENSOR
-        assert rank.sent["tensor"] >= layers
+        assert rank.sent_bytes["tensor"] >= layers
         if 0 < stage < PIPELINE - 1:
-            assert rank.sent["tensor"] == layers
+            assert rank.sent_bytes["tensor"] == layers
         borders = (stage > 0) + (stage < PIPELINE - 1)
-        assert rank.sent["pipeline"] == borders * MICROS * ACTIVATION
-        assert rank.held["parameters"] == rank.held["gradients"]
+        assert rank.sent_bytes["pipeline"] == borders * MICROS * ACTIVATION
+        assert rank.held_bytes["parameters"] == rank.held_bytes["gradients"]
         if zero == 1 and 0 < stage < PIPELINE - 1:
             # Weights of a block, 12 d^2, over tensor and data ranks; biases and norms in rows of their own.
             weights = len(own) * 12 * WIDTH**2 * 4 // (TENSOR * DATA)
-            assert weights <= rank.held["parameters"] <= 1.1 * weights + len(own) * 4 * 13 * WIDTH
-            whole = rank.sent["data"] * DATA / (DATA - 1)  # one gather, one reduce-scatter
+            assert weights <= rank.held_bytes["parameters"] <= 1.1 * weights + len(own) * 4 * 13 * WIDTH
+            whole = rank.sent_bytes["data"] * DATA / (DATA - 1)  # one gather, one reduce-scatter
             assert 2 * weights * DATA <= whole <= 2.2 * weights * DATA + len(own) * 8 * 13 * WIDTH
     schedule = build_schedule("1f1b", PIPELINE, 32)
     assert simulate(schedule).bubble == pytest.approx((PIPELINE - 1) / (32 + PIPELINE - 1))

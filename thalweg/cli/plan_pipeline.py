@@ -48,7 +48,7 @@ def show_pipeline(args: argparse.Namespace, config: Any) -> int:
         orders = [[str(action) for action in order] for order in schedule.orders]
         print(json.dumps({**facts, "orders": orders, "picture": args.pipeline or None}, indent=2))
         return 0
-    unit = min(end - begin for begin, end in timeline.spans.values())
+    unit = min(end - begin for begin, end in timeline.intervals.values())
     print(timeline_to_text(timeline, unit))
     print(
         f"\n{schedule.name}: {facts['ranks']} ranks, {facts['stages']} stages, {facts['micro_batches']} "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thalweg.config.errors import escape_surrogates, to_json_snippet
 from thalweg.config.rules import list_ignored
-from thalweg.config.schema import Provenance
 from thalweg.config.schema.base import Section, get_by_path, get_section_type, list_options, to_jsonable
 from thalweg.config.support import is_under
+
+if TYPE_CHECKING:
+    from thalweg.config.schema import Provenance
 
 ALWAYS_SHOWN = (
     "train_batch_size",
