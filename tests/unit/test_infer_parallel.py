@@ -23,7 +23,7 @@ from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import start_worker
-from thalweg.infer.parallel.process_group import ParallelGroup, WorkerDiedError, connect_by_store
+from thalweg.infer.parallel.process_group import InferenceGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.ops import cpu_kernels
@@ -56,7 +56,7 @@ def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:
     return found
 
 
-def _work(model: Any, group: ParallelGroup) -> None:
+def _work(model: Any, group: InferenceGroup) -> None:
     worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
     with pytest.raises(WorkerDiedError):  # rank 0 has left
         worker_loop.run()
@@ -66,7 +66,9 @@ def _work(model: Any, group: ParallelGroup) -> None:
 def ranks(model: Any, tensor: int = 1, runner: str | None = None, other: Any = None, **fields: Any) -> Any:
     """Return an engine whose other ranks are threads of this process, with shards of ``other``."""
     asked, store = options(tensor_parallel=tensor, **fields), HashStore()
-    groups = [ParallelGroup(connect_by_store(store), r, asked.num_ranks, num_threads=1) for r in range(asked.num_ranks)]
+    groups = [
+        InferenceGroup(connect_by_store(store), r, asked.num_ranks, num_threads=1) for r in range(asked.num_ranks)
+    ]
     threads = [threading.Thread(target=_work, args=(other or model, group), daemon=True) for group in groups[1:]]
     for thread in threads:
         thread.start()
@@ -185,12 +187,12 @@ def test_control_a_rank_of_another_model_is_seen() -> None:
     finish(engine)
 
 
-def _run_in_ranks(size: int, body: Callable[[ParallelGroup], Any]) -> list[Any]:
+def _run_in_ranks(size: int, body: Callable[[InferenceGroup], Any]) -> list[Any]:
     """Run a function on the ranks of a group, which are threads; return their results."""
     store, results = HashStore(), [None] * size
 
     def run(rank: int) -> None:
-        group = ParallelGroup(connect_by_store(store), rank, size)
+        group = InferenceGroup(connect_by_store(store), rank, size)
         group.connect()
         results[rank] = body(group)
         group.close()
@@ -213,7 +215,7 @@ def test_the_all_reduce_in_shared_memory_adds_up_in_the_order_of_ranks(size: int
     """Its kernels need no AVX-512; three sums in a row use each set of buffers again."""
     values = torch.randn(3, size, 3, 48, generator=torch.Generator().manual_seed(0))
 
-    def body(group: ParallelGroup) -> list[torch.Tensor]:
+    def body(group: InferenceGroup) -> list[torch.Tensor]:
         comm, kernels, count = ShmCommunicator(group, **_SHAPE), cpu_kernels.KernelSet(), torch.tensor([3])
         names = kernels.barrier(), kernels.reduce_sum()
         compiled, found = kernels.compile(), []
@@ -239,7 +241,7 @@ def test_the_all_reduce_in_shared_memory_adds_up_in_the_order_of_ranks(size: int
 
 @with_llvm
 def test_a_rank_that_leaves_ends_the_waiting_at_a_barrier() -> None:
-    def body(group: ParallelGroup) -> int | None:
+    def body(group: InferenceGroup) -> int | None:
         comm, kernels = ShmCommunicator(group, **_SHAPE), cpu_kernels.KernelSet()
         if group.rank == 1:
             time.sleep(0.2)
@@ -255,7 +257,7 @@ def test_a_rank_that_leaves_ends_the_waiting_at_a_barrier() -> None:
 def test_messages_of_any_length_arrive_in_order() -> None:
     messages = [{"x": "a" * length, "n": [1, 2]} for length in (0, 1, 4060, 4077, 4078, 4079, 4100, 100_000)]
 
-    def body(group: ParallelGroup) -> list[dict[str, Any]]:
+    def body(group: InferenceGroup) -> list[dict[str, Any]]:
         if group.rank == 0:
             for message in messages:
                 group.broadcast(message)

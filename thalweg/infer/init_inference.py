@@ -18,7 +18,7 @@ from thalweg.infer.loader.hf import get_model_kind, load_mmapped, load_model, lo
 from thalweg.infer.loader.load import load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import WorkerLoop, broadcast_result, start_worker
-from thalweg.infer.parallel.process_group import ParallelGroup, is_launched, join_launched_group, spawn_workers
+from thalweg.infer.parallel.process_group import InferenceGroup, is_launched, join_launched_group, spawn_workers
 from thalweg.utils.dtypes import dtype_name, parse_dtype
 from thalweg.utils.log import get_logger
 
@@ -67,7 +67,7 @@ class InferenceEngine(nn.Module):
                 assert isinstance(core, LLMEngine)
                 self.core = core
 
-    def _find_workers(self, model_path: Any) -> ParallelGroup | None:
+    def _find_workers(self, model_path: Any) -> InferenceGroup | None:
         """Start or find the other tensor-parallel ranks, or become one of their workers."""
         num_ranks = self.options.num_ranks
         if not is_launched(num_ranks):

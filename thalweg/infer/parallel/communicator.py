@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.infer.parallel.process_group import ParallelGroup
+from thalweg.infer.parallel.process_group import InferenceGroup
 from thalweg.infer.parallel.shard import vocab_range
 
 
@@ -22,7 +22,7 @@ class StageCommunicator:
     """One rank's view of its stage: ``rank`` of the ``world_size`` ranks of the ``stage``."""
 
     def __init__(
-        self, group: ParallelGroup, *, num_stages: int, max_num_batched_tokens: int, hidden_size: int, vocab_size: int
+        self, group: InferenceGroup, *, num_stages: int, max_num_batched_tokens: int, hidden_size: int, vocab_size: int
     ) -> None:
         self.group, self.num_stages = group, num_stages
         self.world_size = group.num_ranks // num_stages

@@ -30,7 +30,7 @@ from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError
 from thalweg.infer.parallel.communicator import StageCommunicator
-from thalweg.infer.parallel.process_group import ParallelGroup, WorkerDiedError, connect_to_spawner
+from thalweg.infer.parallel.process_group import InferenceGroup, WorkerDiedError, connect_to_spawner
 from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
@@ -187,7 +187,7 @@ def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     runner.group.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
 
 
-def start_driver(decoder: DecoderSpec, config: RunnerConfig, group: ParallelGroup, device: str) -> DriverRunner:
+def start_driver(decoder: DecoderSpec, config: RunnerConfig, group: InferenceGroup, device: str) -> DriverRunner:
     """Return rank 0's runner of a decoder, when every other rank is in :func:`start_worker`."""
     try:
         group.connect()
@@ -202,7 +202,7 @@ def start_driver(decoder: DecoderSpec, config: RunnerConfig, group: ParallelGrou
     return DriverRunner(runner, comm)
 
 
-def start_worker(decoder: DecoderSpec, group: ParallelGroup, device: str) -> WorkerLoop:
+def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> WorkerLoop:
     """Return another rank's counterpart of :func:`start_driver`."""
     try:
         group.connect()
@@ -234,7 +234,7 @@ def kernel_gap(decoder: DecoderSpec, parallel_config: ParallelConfig, weight_for
 
 
 def _build_runner(
-    decoder: DecoderSpec, config: RunnerConfig, group: ParallelGroup, device: str
+    decoder: DecoderSpec, config: RunnerConfig, group: InferenceGroup, device: str
 ) -> tuple[ModelRunner, StageCommunicator]:
     sums_in_memory = config.use_cpu_kernels and config.parallel_config.ranks_per_stage > 1
     comm = (ShmCommunicator if sums_in_memory else StageCommunicator)(
@@ -281,7 +281,7 @@ def main(argument: str) -> int:
         connect = connect_to_spawner(fields["port"])
         model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
         rank, num_ranks = fields["rank"], fields["num_ranks"]
-        group = ParallelGroup(connect, rank, num_ranks, num_threads=fields["num_threads"])
+        group = InferenceGroup(connect, rank, num_ranks, num_threads=fields["num_threads"])
         worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
         del model
         worker_loop.run()

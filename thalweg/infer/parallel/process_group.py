@@ -55,7 +55,7 @@ class WorkerDiedError(RuntimeError):
     """A rank of the engine has ended: what it computes a part of cannot go on."""
 
 
-class ParallelGroup:
+class InferenceGroup:
     """The ranks of an engine as one of them sees them.
 
     ``connect`` returns the process group, on the first use; all ranks of the engine do so together.  ``processes``:
@@ -64,7 +64,7 @@ class ParallelGroup:
 
     def __init__(
         self,
-        connect: Callable[[ParallelGroup], Any],
+        connect: Callable[[InferenceGroup], Any],
         rank: int,
         num_ranks: int,
         *,
@@ -204,7 +204,7 @@ class ParallelGroup:
                 process.wait()
 
 
-def _watch_processes(group: weakref.ref[ParallelGroup], pids: dict[int, int]) -> None:
+def _watch_processes(group: weakref.ref[InferenceGroup], pids: dict[int, int]) -> None:
     """Report processes that end, for as long as the group is open."""
     ranks = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
     poll = select.poll()
@@ -228,20 +228,20 @@ def _watch_processes(group: weakref.ref[ParallelGroup], pids: dict[int, int]) ->
         threading.Thread(target=watch, daemon=True, name="thalweg-infer-watch").start()
 
 
-def _refuse_connection(group: ParallelGroup) -> Any:
+def _refuse_connection(group: InferenceGroup) -> Any:
     """Stand for the connection of a closed group."""
     raise WorkerDiedError(group.failure_message())
 
 
-def connect_to_spawner(port: int) -> Callable[[ParallelGroup], Any]:
+def connect_to_spawner(port: int) -> Callable[[InferenceGroup], Any]:
     """Return what connects a spawned rank, by the store of the process that has started it."""
     return connect_by_store(TCPStore(_LOOPBACK, port, is_master=False))
 
 
-def connect_by_store(store: Store) -> Callable[[ParallelGroup], Any]:
+def connect_by_store(store: Store) -> Callable[[InferenceGroup], Any]:
     """Return what connects the ranks that know a store, over the loopback interface."""
 
-    def connect(group: ParallelGroup) -> Any:
+    def connect(group: InferenceGroup) -> Any:
         store.set(f"ready/{group.rank}", "")
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         while not store.check([f"ready/{rank}" for rank in range(group.num_ranks)]):
@@ -259,7 +259,7 @@ def connect_by_store(store: Store) -> Callable[[ParallelGroup], Any]:
     return connect
 
 
-def spawn_workers(model: str | Path, options: EngineConfig) -> ParallelGroup:
+def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
     """Start the other ranks that the options ask for as processes that load from a directory."""
     num_ranks = options.num_ranks
     if torch.device(options.device).type != "cpu":
@@ -270,7 +270,7 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> ParallelGroup:
     num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel_size // num_ranks)  # stages take turns
     worker_options = replace(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
     store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    group = ParallelGroup(connect_by_store(store), 0, num_ranks, num_threads=num_threads)
+    group = InferenceGroup(connect_by_store(store), 0, num_ranks, num_threads=num_threads)
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environ.pop(name, None)
@@ -316,9 +316,9 @@ def is_launched(num_ranks: int) -> bool:
     return True
 
 
-def join_launched_group(num_ranks: int) -> ParallelGroup:
+def join_launched_group(num_ranks: int) -> InferenceGroup:
     """Return this rank's group, ranks ``n * i`` to ``n * i + n - 1`` of the launcher's; collective over all of them."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", init_method="env://")
     process_group, _ = dist.new_subgroups(num_ranks, timeout=_NO_TIMEOUT, backend="gloo")
-    return ParallelGroup(lambda _: process_group, dist.get_rank() % num_ranks, num_ranks)
+    return InferenceGroup(lambda _: process_group, dist.get_rank() % num_ranks, num_ranks)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.parallel.communicator import StageCommunicator
-from thalweg.infer.parallel.process_group import ParallelGroup
+from thalweg.infer.parallel.process_group import InferenceGroup
 from thalweg.ops.cpu_kernels.shm_reduce import CACHE_LINE_BYTES
 
 _PAGE = 4096
@@ -38,7 +38,7 @@ _PAGE = 4096
 class ShmCommunicator(StageCommunicator):
     """A stage whose sums and logits meet in shared memory; creating it is collective over the stage."""
 
-    def __init__(self, group: ParallelGroup, **shape: Any) -> None:
+    def __init__(self, group: InferenceGroup, **shape: Any) -> None:
         super().__init__(group, **shape)
         if not group.shares_host:
             raise ValueError("the CPU kernels add up in shared memory: the ranks of an engine must be on one host")
