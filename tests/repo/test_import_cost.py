@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.alone
 REPEATS = 3
 LIMIT = 0.3  # seconds of process CPU time beyond `import torch`
-FIRST_USE_LIMIT = 0.6  # the config's schema is half of it
+FIRST_USE_LIMIT = 0.3  # of what importing torch takes in the same process; the config's schema is half of it
 
 
 def _run(code: str, **environment: str) -> str:
@@ -34,7 +34,11 @@ def _cost(statement: str) -> float:
     The first run leaves the bytecode, as pip does at install, also where the environment forbids it.
     """
     timed = f"start = time.process_time()\n{statement}\nprint(time.process_time() - start)"
-    code = f"import time, torch\n{timed}"
+    return _least(f"import time, torch\n{timed}")
+
+
+def _least(code: str) -> float:
+    """The least number that several runs of ``code`` print."""
     with tempfile.TemporaryDirectory() as folder:
         bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
         return min(float(_run(code, **bytecode)) for _ in range(REPEATS))
@@ -46,8 +50,10 @@ def test_import_is_quick() -> None:
 
 def test_the_first_use_is_quick() -> None:
     """Public names are resolved on first use; beyond the parts of torch that it needs, that is cheap."""
-    parts = "import torch.distributed.fsdp, torch.distributed.tensor, torch.utils.data"
-    assert _cost(f"{parts}\nstart = time.process_time()\nimport thalweg; thalweg.initialize") < FIRST_USE_LIMIT
+    of_torch = "import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.data"
+    clock = "time.process_time()"
+    code = f"import time\na = {clock}\n{of_torch}\nb = {clock}\nimport thalweg; thalweg.initialize\nprint(({clock} - b) / (b - a))"
+    assert _least(code) < FIRST_USE_LIMIT
 
 
 def test_an_import_of_the_engine_loads_nothing_that_only_a_job_uses() -> None:
