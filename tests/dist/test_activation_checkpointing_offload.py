@@ -56,7 +56,7 @@ def _parts(rank: int, world: int) -> tuple[bool, int, int]:
     class Counting(PartitionedActivationOffloader):
         def save(self, tensor: torch.Tensor) -> Any:
             kept: Any = super().save(tensor)
-            held.append((tensor.numel(), kept.kept.tensor.numel()))
+            held.append((tensor.numel(), kept.shard.tensor.numel()))
             return kept
 
     for saver in (None, Counting(dist.group.WORLD)):  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def _over_tensor_ranks(rank: int, world: int, folder: str) -> list[Any]:
 
         def counting(self: Any, tensor: torch.Tensor, held: list[float] = held) -> Any:
             kept = plain_save(self, tensor)
-            held.append(kept.kept.fetch().numel() / tensor.numel())  # type: ignore[attr-defined]
+            held.append(kept.shard.fetch().numel() / tensor.numel())  # type: ignore[attr-defined]
             return kept
 
         PartitionedActivationOffloader.save = counting  # type: ignore[method-assign]

@@ -82,7 +82,7 @@ def _control(rank: int, world: int) -> tuple[float, str]:
 def test_a_wrong_plan_is_refused_and_other_weights_are_noticed():
     for difference, text in run_ranks(_control, 2):
         assert difference > 1e-3
-        assert "the graph of Language's linear layers" in text
+        assert "the graph of LanguageModel's linear layers" in text
 
 
 def _refused(rank: int, world: int) -> str:

@@ -169,7 +169,6 @@ def test_row12_recomputation_with_dropout_changes_no_bit(together, stage, sectio
 
 
 def _compiled(rank, world, stage):
-    torch._dynamo.utils.counters.clear()
     plain, _ = start(tiny_gpt(), stage)
     compiled, _ = start(tiny_gpt(), stage, compile={"enabled": True, "backend": "aot_eager"})
     worst = 0.0
