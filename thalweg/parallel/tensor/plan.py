@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -28,12 +28,14 @@ from thalweg.parallel.tensor.heads import (
 )
 from thalweg.parallel.tensor.layers import SharedRows
 
+LayerKind = Literal["column", "row", "embedding", "head", "grad_all_reduce", "experts", "head_columns"]
+
 
 @dataclass(frozen=True)
 class LayerPlan:
     """One module of a plan: what it does, its parameters' cuts by key, and rows it shares."""
 
-    kind: str  # column, row, embedding, head, grad_all_reduce, experts, head_columns
+    kind: LayerKind
     shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
     shared_rows: SharedRows | None = None
 

@@ -87,7 +87,7 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
         plan.layers[row_op.name] = LayerPlan(
             "row", _shard_specs(row_op, 1 - row_op.out_dim, pair.in_indices, bias=False)
         )
-        plan.layers.update({name: LayerPlan("partial") for name in pair.partial_modules})
+        plan.layers.update({name: LayerPlan("grad_all_reduce") for name in pair.partial_modules})
         for name, values in pair.local_attributes.items():
             plan.local_attributes.setdefault(name, {}).update({key: own[rank] for key, own in values.items()})
     if pairs:
