@@ -11,8 +11,6 @@ from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
 from tests.marks import nightly
 
-REUSE_RANKS = True
-
 
 def test_row39_odd_lengths_masks_heads_and_documents():
     pytest.importorskip("transformers")

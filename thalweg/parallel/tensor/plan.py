@@ -28,7 +28,7 @@ from thalweg.parallel.tensor.heads import (
 )
 from thalweg.parallel.tensor.layers import SharedRows
 
-LayerKind = Literal["column", "row", "embedding", "head", "grad_all_reduce", "experts", "head_columns"]
+LayerKind = Literal["column", "row", "embedding", "head", "grad_all_reduce", "experts", "head_columns", "replicated"]
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def _call_getter(model: nn.Module, method: str) -> nn.Module | None:
     return result if isinstance(result, nn.Module) else None
 
 
-def _vocab_layer_kind(module: nn.Module, output: nn.Module | None) -> str | None:
+def _vocab_layer_kind(module: nn.Module, output: nn.Module | None) -> Literal["embedding", "head"] | None:
     if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
         return "embedding"
     return "head" if type(module) is nn.Linear and module is output else None
