@@ -12,7 +12,6 @@ from tests.dist.tensor_parity import make_config, train_engine, train_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
 
-
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
 

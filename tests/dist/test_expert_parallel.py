@@ -17,7 +17,6 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.moe import MoE
 
-
 WIDTH, EXPERTS, VOCABULARY = 8, 4, 11
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 

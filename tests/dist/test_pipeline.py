@@ -15,7 +15,6 @@ from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageC
 from thalweg.parallel.pipeline.schedules.builders import SCHEDULE_NAMES, build_schedule, stages_per_rank
 from thalweg.parallel.pipeline.schedules.schedule import PipelineSchedule
 
-
 WIDTH = 6
 
 

@@ -12,7 +12,6 @@ from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
 from thalweg.parallel.shard_spec import RaggedShard, ShardSpec, contiguous_spec, fused_spec, split_evenly
 
-
 SIZES = range(8, 8 + 4 * 40, 4)
 
 

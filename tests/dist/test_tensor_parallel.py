@@ -16,7 +16,6 @@ from tests.dist.tensor_parity import TrainResult, make_config, run_engine, run_p
 from tests.harness import run_ranks
 from tests.marks import nightly
 
-
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
 

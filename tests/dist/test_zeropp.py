@@ -27,7 +27,6 @@ from tests.dist.zeropp_support import (
 from tests.harness import run_ranks
 from tests.marks import nightly
 
-
 # Largest difference of a loss in 6 updates from one plain process in fp32.
 TOLERANCE = {"exact": 2e-6, "weights": 2e-2, "gradients": 6e-2}
 

@@ -25,7 +25,6 @@ from tests.dist.zeropp_support import (
 )
 from tests.harness import run_ranks
 
-
 ALL = FEATURE_SETS["all"]
 
 
