@@ -45,13 +45,13 @@ def _held(rank, world, keeps):
     with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
         if keeps:
             held: list[Any] = []
-            find = BufferPool._find
+            allocate = BufferPool.allocate
 
-            def keeping(self, num_bytes):
-                held.append(find(self, num_bytes))
+            def keeping(self, shape, dtype):
+                held.append(allocate(self, shape, dtype))
                 return held[-1]
 
-            patch.setattr(BufferPool, "_find", keeping)
+            patch.setattr(BufferPool, "allocate", keeping)
         engine = start(GPT(SHAPE), folder)
         tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
