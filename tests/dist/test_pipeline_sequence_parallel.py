@@ -38,7 +38,7 @@ def _differences(world: int, cases: list[PipelineCase]) -> list[dict[str, float]
     for number, case in enumerate(cases):
         plain, runs = run_plain(case, STEPS), [found[number] for found in results]
         assert set().union(*(run.parameters for run in runs)) == plain.parameters.keys(), case
-        all_of = [run.differences(plain) for run in runs]
+        all_of = [run.max_differences(plain) for run in runs]
         worst.append({key: max(one[key] for one in all_of) for key in TOLERANCE})
     return worst
 
