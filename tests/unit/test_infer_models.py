@@ -188,7 +188,9 @@ def test_experts_are_packed_and_their_own_weights_let_go(kind: str, form: str) -
     engine, found = scores(model, form)
     # A few tokens of a random mixture go to other experts, so the middle one's error is looked at.
     error = (found - exact).abs().median() / exact.std()
-    assert 1e-4 < error < (0.05 if form == "int8" else 0.6)
+    # Without AVX-512 torch's product takes activations in 7 bits (ops/linear/packed.py), a step twice as large.
+    limit = {"int8": 0.05 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 0.1, "int4": 0.6}[form]
+    assert 1e-4 < error < limit
     assert all(x.mlp.up.numel() == 0 and x.mlp.num_experts == 4 for x in engine.runner.decoder.layers)
     assert model.model.layers[0].mlp.experts.gate_up_proj.numel() > 0
 
