@@ -123,8 +123,14 @@ def run_plain(
     return TrainOutcome(losses, [p.detach().clone() for p in model.parameters()], gradients or [])
 
 
-def run_engine(model: nn.Module, case: ParityCase, rank: int, world: int) -> TrainOutcome:
-    """The engine on this rank, its micro-batches of each window."""
+def run_engine(
+    model: nn.Module, case: ParityCase, rank: int, world: int, *, with_gradients: bool = False
+) -> TrainOutcome:
+    """The engine on this rank, its micro-batches of each window.
+
+    ``with_gradients``: gather those of the first window, where they stay until the step on every rank: a tier that
+    updates within the backward pass takes them at a time of its own, and ranks would gather different ones.
+    """
     import thalweg
 
     engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=case.config())
@@ -137,7 +143,7 @@ def run_engine(model: nn.Module, case: ParityCase, rank: int, world: int) -> Tra
                 engine.set_gradient_accumulation_boundary(i == window - 1)
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
-            if gradients is None and i == window - 1:
+            if with_gradients and gradients is None and i == window - 1:
                 gradients = [None if p.grad is None else full_tensor(p.grad) for p in engine.module.parameters()]
             engine.step()
             total += loss.detach().float()

@@ -51,7 +51,7 @@ def with_fault(case: ParityCase, fault: str) -> ParityCase:
 
 
 def _errors(model, case: ParityCase, plain, rank: int, world: int) -> dict[str, float]:
-    outcome = run_engine(model, case, rank, world)
+    outcome = run_engine(model, case, rank, world, with_gradients=True)
     scale, rest = outcome.update_errors(plain, model)
     return {"gradient": outcome.gradient_error(plain), "scale": scale, "rest": rest}
 

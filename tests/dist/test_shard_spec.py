@@ -112,8 +112,8 @@ def _half(value: DTensor) -> DTensor:
 
 def test_no_tensor_axis_has_a_plain_shard():
     for kinds, kept in run_ranks(_no_plain_shard, 2):
-        assert kinds == {"Pieces", "Replicate"}
-        assert kept == {"TruePieces"}
+        assert kinds == {"RaggedShard", "Replicate"}
+        assert kept == {"TrueRaggedShard"}
 
 
 def test_a_cut_knows_whether_it_is_chunks():
