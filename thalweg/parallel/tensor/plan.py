@@ -331,7 +331,7 @@ def add_vocab_parallel(plan: TpPlan, model: nn.Module, world_size: int) -> None:
             for name, holder in model.named_modules()
             if any(parameter is weight for parameter in holder._parameters.values())
         }
-        kinds = {name: _vocab_layer_kind(holder, output) for name, holder in users.items()}
+        kinds: dict[str, LayerKind | None] = {name: _vocab_layer_kind(holder, output) for name, holder in users.items()}
         if None in kinds.values() or weight.shape[0] < world_size:
             continue
         for name, kind in kinds.items():
