@@ -99,5 +99,5 @@ def _logits(rank: int, world: int, stage: int) -> dict[str, Any]:
 def test_logits_come_out_where_they_are_asked_for(together: Any, world: int, stage: int) -> None:
     for found in together(_logits, world):
         for mode in ("train", "eval"):
-            assert found[mode] == (True, "DeferredLogits", True)
+            assert found[mode] == (True, "LazyLogits", True)
         assert "before step()" in found["late"] and found["moved"]

@@ -41,12 +41,12 @@ def test_an_element_is_off_by_half_a_step_at_most(codec, numel, spread, power, s
     out, steps = _through(codec, values)
     worst = values.float().abs()
     # The step is max / top of the element's own block, but for the scale's 8 bits.
-    padded = torch.zeros(codec.num_blocks(numel) * codec.block)
+    padded = torch.zeros(codec.num_blocks(numel) * codec.block_size)
     padded[:numel] = worst
-    largest = padded.view(-1, codec.block).amax(1) / codec.top
-    largest = largest.repeat_interleave(codec.block)[:numel]
+    largest = padded.view(-1, codec.block_size).amax(1) / codec.quant_max
+    largest = largest.repeat_interleave(codec.block_size)[:numel]
     error = (out - values.float()).abs()
-    tiny = torch.finfo(torch.float32).tiny * codec.top  # below it a block counts as zeros
+    tiny = torch.finfo(torch.float32).tiny * codec.quant_max  # below it a block counts as zeros
     assert bool((error <= 0.5001 * steps + tiny).all())
     assert bool((steps <= largest * (1 + 2**-7) + tiny).all())
 
@@ -63,9 +63,9 @@ def test_a_value_that_is_not_finite_is_seen_on_the_other_side(codec, numel, wher
     values[where % numel] = value
     out, _ = _through(codec, values)
     assert not bool(out.isfinite().all())
-    block = (where % numel) // codec.block
+    block = (where % numel) // codec.block_size
     others = torch.ones(numel, dtype=torch.bool)
-    others[block * codec.block : (block + 1) * codec.block] = False
+    others[block * codec.block_size : (block + 1) * codec.block_size] = False
     assert bool(out[others].isfinite().all())
 
 

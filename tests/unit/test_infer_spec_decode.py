@@ -110,8 +110,11 @@ def test_a_draft_model_changes_no_token(models: Any, seed: int, guesses: int, wh
     if which == "near":
         with torch.no_grad():
             draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight), alpha=0.02)
-    want, plain = work(model, 0, seed)
-    got, stats = work(model, guesses, seed, draft=draft)
+    # Where the native kernels do not run, torch's products differ in the last bit by the number of rows, unless the
+    # engine is told to keep them the same.
+    runner = "torch" if cpu_kernels.unsupported_reason("fp32") else None
+    want, plain = work(model, 0, seed, runner)
+    got, stats = work(model, guesses, seed, runner, draft=draft)
     assert got == want
     assert stats.steps <= plain.steps and stats.kv_blocks_used == 0
     if which == "itself" and stats.preemptions == 0 and guesses > 1:
@@ -169,8 +172,8 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
     taken: dict[tuple[int, int], int] = {}
     guess, choose = DraftModelProposer.propose, loop.sample_token
 
-    def noted(self: DraftModelProposer, asked: Any, tables: Any) -> Any:
-        found = guess(self, asked, tables)
+    def noted(self: DraftModelProposer, asked: Any) -> Any:
+        found = guess(self, asked)
         for (sequence, _), guesses in zip(asked, found, strict=True):
             taken.update({(id(sequence), sequence.num_generated_tokens + i): token for i, token in enumerate(guesses)})
         return found

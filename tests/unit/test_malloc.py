@@ -11,14 +11,14 @@ from thalweg.device import MallocThreadCache
 
 _TEXT = """
 import ctypes, json, sys
-from thalweg.device import ThreadCache, keep_freed_memory
-assert keep_freed_memory()
+from thalweg.device import MallocThreadCache, retain_freed_memory
+assert retain_freed_memory()
 library = ctypes.PyDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
-cache, large = ThreadCache(), 32 << 20
+cache, large = MallocThreadCache(), 32 << 20
 elsewhere = library.malloc(1 << 20)  # where the other chunks will come from, as from any heap's small holes
-cache.exchange()
+cache.swap_chunks()
 first = library.malloc(large)
 between = library.malloc(72)
 while between < first:  # holes of this size elsewhere, and what the cache holds, are used up
@@ -27,7 +27,7 @@ second, end = library.malloc(large), library.malloc(4096)
 for block in (first, between, second, elsewhere):
     library.free(block)
 if "exchange" in sys.argv:
-    cache.exchange()
+    cache.swap_chunks()
 print(json.dumps({"beside": first < between < second < first + large + 4096,
                   "again": library.malloc(2 * large) <= first}))
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from thalweg.optim import foreach
-from thalweg.optim.algorithms.moment_codec import convert_moments
+from thalweg.optim.algorithms.moment_codec import SCALE_SUFFIX, convert_moments
 from thalweg.optim.dtensor_local import (
     Fp32StateMixin,
     LocalStepMixin,
@@ -29,8 +29,9 @@ _STEP_WITHOUT_CORRECTION = 1e9
 
 
 def _has_low_bit_moments(param: Tensor, state: dict[str, Any]) -> bool:
-    dtype = default_state_dtype(param)
-    return any(state[key].dtype != dtype for key in ("exp_avg", "exp_avg_sq") if key in state)
+    dtype, keys = default_state_dtype(param), ("exp_avg", "exp_avg_sq")
+    # torch casts 8-bit codes to the parameter's dtype where it loads them: only their scales tell.
+    return any(key + SCALE_SUFFIX in state or (key in state and state[key].dtype != dtype) for key in keys)
 
 
 class _AdamBase(LocalStepMixin):
