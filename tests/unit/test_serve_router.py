@@ -287,7 +287,12 @@ OTHER = [{**MODEL, "id": "another"}, ADAPTER]
 
 
 @pytest.mark.parametrize(
-    ("models", "said"), [(LONGER, "max_model_len is 4096"), (OTHER, "'another', not 'toy'"), ([MODEL], "adapters")]
+    ("models", "said"),  # the first to answer says what the others must have
+    [
+        (LONGER, "max_model_len is (4096, not 2048|2048, not 4096)"),
+        (OTHER, "'another', not 'toy'"),
+        ([MODEL], "adapters"),
+    ],
 )
 def test_the_model_must_be_the_same_on_each(models: list[dict[str, Any]], said: str) -> None:
     with FakeReplica(hang_up, models) as other, run_toy_server() as replica:
