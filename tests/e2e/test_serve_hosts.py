@@ -60,6 +60,7 @@ class Program:
 def _read(stream: Any, take: Callable[[str], None]) -> None:
     for line in stream:
         take(line)
+    take("")  # it has ended: nobody waits for its next line
 
 
 @contextlib.contextmanager
@@ -249,7 +250,7 @@ def one(i):
     return json.loads(answer)["choices"][0]["text"]
 
 def replicas():
-    return int(float(re.search("thalweg_replicas_ready (.*)", get("/metrics"))[1]))
+    return int(float(re.search("(?m)^thalweg_replicas_ready (.*)", get("/metrics"))[1]))
 
 def answered():
     found = []

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _BackendRendezvousStateHolder
 
+from thalweg.launch import local, schedulers
 from thalweg.launch import rendezvous as launch_rendezvous
-from thalweg.launch import schedulers
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, check_hostname, filter_hosts, read_hostfile
+from thalweg.launch.local import LocalJob
 from thalweg.launch.multi_node.ssh import remote_command
 from thalweg.launch.multi_node.static_nodes import resolve_node
 from thalweg.launch.network import interface_for, local_address_for
@@ -240,11 +245,12 @@ def test_contradictions_name_the_option_and_both_hosts() -> None:
 
 
 class FakeNodes:
-    """Launchers that meet in one store, all in this process."""
+    """Launchers that meet in one store, all in this process; the store lives as long as this object."""
 
     def __init__(self, heartbeat_timeout: float = 5.0) -> None:
         self.server: TCPStore | None = serve_store(bind_master("127.0.0.1"), 60.0)
         self.port, self._heartbeat_timeout = self.server.port, heartbeat_timeout
+        self._joined: list[NodeRendezvous] = []
 
     def start(self, node_rank: int, num_nodes: int, **card: object) -> Future[NodeRendezvous]:
         """One more launcher arrives, in a thread of its own."""
@@ -262,11 +268,31 @@ class FakeNodes:
     def start_job(self, num_nodes: int = 2) -> list[NodeRendezvous]:
         """Launchers that have met and whose hearts beat."""
         job = [future.result(20.0) for future in [self.start(index, num_nodes) for index in range(num_nodes)]]
+        self._joined += job
         infos = [future.result(20.0) for future in [_in_thread(node.next_rendezvous) for node in job]]
         assert [(info.rank, info.world_size) for info in infos] == [(index, num_nodes) for index in range(num_nodes)]
         masters = [info.bootstrap_store_info for info in infos]
         assert all(m and (m.master_addr, m.master_port) == ("127.0.0.1", self.port) for m in masters)
         return job
+
+    def close(self) -> None:
+        """No heartbeat outlives the store."""
+        assert all(node.shutdown() for node in self._joined)
+        self.server = None
+
+
+MakeNodes = Callable[..., FakeNodes]
+
+
+@pytest.fixture
+def fake_nodes() -> Iterator[MakeNodes]:
+    """Makes parties of launchers, and ends them with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: float) -> FakeNodes:
+            return stack.enter_context(contextlib.closing(FakeNodes(**options)))
+
+        yield make
 
 
 def _in_thread(call: Callable[[], T]) -> Future[T]:
@@ -288,34 +314,37 @@ def _wait_ended(node: NodeRendezvous, timeout: float) -> JobEndedError | None:
     return None
 
 
-def test_two_hosts_with_one_number_are_one_error_everywhere() -> None:
-    party = FakeNodes()
+def test_two_hosts_with_one_number_are_one_error_everywhere(fake_nodes: MakeNodes) -> None:
+    party = fake_nodes()
     futures = [party.start(index, 3, host=host) for index, host in ((1, "b"), (0, "a"), (1, "c"))]
     told = {str(future.exception(timeout=20.0)) for future in futures}
     assert len(told) == 1 and "--node-rank 1 is given on" in told.pop()
 
 
 def test_a_launcher_too_many_ends_a_young_job_and_leaves_an_old_one_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    fake_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for early in (True, False):
-        party = FakeNodes()
+        party = fake_nodes()
         monkeypatch.setattr(launch_rendezvous, "_STARTUP_SECONDS", 30.0 if early else 0.0)
         job = party.start_job()
         late = party.start(1, 2, host="late")
         assert "--node-rank 1 is given on b and on late" in str(late.exception(timeout=20.0))
-        for node in job:
-            ended = _wait_ended(node, 10.0 if early else 2.5)
-            assert (ended is not None and ended.silent_node is None) if early else ended is None
+        assert [node.is_closed() for node in job] == [early] * 2
         if early:
-            results = [future.result(20.0) for future in [_in_thread(lambda n=n: n.finish(None, 5.0)) for n in job]]
+            for node in job:
+                ended = _wait_ended(node, 10.0)
+                assert ended is not None and ended.silent_node is None
+            first = _in_thread(lambda node=job[0]: node.finish(None, 8.0))
+            assert not wait([first], timeout=0.5).done, "whose store it is stays until the other has read"
+            results = [job[1].finish(None, 8.0), first.result(20.0)]
             assert all(result and result.exit_code == 2 for result in results)
             assert all(result and "--node-rank 1 is given on" in result.report for result in results)
 
 
-def test_the_failure_of_one_host_is_the_result_of_all() -> None:
+def test_the_failure_of_one_host_is_the_result_of_all(fake_nodes: MakeNodes) -> None:
     """A result that is not certain waits for one that is."""
-    job = FakeNodes().start_job(3)
+    job = fake_nodes().start_job(3)
     first = JobResult(7, "rank 2 failed first")
     ends = [_in_thread(lambda: job[0].finish(JobResult(1, "lost a peer", is_certain=False), 8.0))]
     time.sleep(0.3)
@@ -327,9 +356,9 @@ def test_the_failure_of_one_host_is_the_result_of_all() -> None:
     assert [future.result(20.0) for future in ends] == [first] * 3
 
 
-def test_a_silent_host_is_named_by_the_others() -> None:
-    job = FakeNodes(heartbeat_timeout=2.5).start_job(3)
-    assert _wait_ended(job[0], 3.0) is None, "hearts beat"
+def test_a_silent_host_is_named_by_the_others(fake_nodes: MakeNodes) -> None:
+    job = fake_nodes(heartbeat_timeout=2.0).start_job(3)
+    assert _wait_ended(job[0], 2.5) is None, "hearts beat"
     job[1]._stop_heartbeats()
     for node in (job[0], job[2]):
         ended = _wait_ended(node, 8.0)
@@ -337,21 +366,45 @@ def test_a_silent_host_is_named_by_the_others() -> None:
     assert "host b (rank 1) is gone: no sign of life" in job[0].lost_result(1).report
 
 
-def test_a_host_whose_store_is_gone_ends_for_all() -> None:
-    party = FakeNodes(heartbeat_timeout=2.5)
+def test_a_host_whose_store_is_gone_ends_for_all(fake_nodes: MakeNodes, caplog: pytest.LogCaptureFixture) -> None:
+    party = fake_nodes(heartbeat_timeout=2.0)
     job = party.start_job()
-    assert _wait_ended(job[1], 0.5) is None
+    assert _wait_ended(job[1], 0.1) is None
     job[0]._stop_heartbeats()
     party.server = job[0]._shared_tcp_store_server = None  # type: ignore[assignment]
     ended = _wait_ended(job[1], 8.0)
     assert ended is not None and ended.silent_node == 0
     assert not job[1].lost_result(0).is_certain, "it may be this host that was cut off"
+    assert sum("failed to send a keep-alive" in text for text in caplog.messages) == 1, "it does not try again"
 
 
-def test_hosts_whose_clocks_differ_by_a_day_stay_together() -> None:
-    job = FakeNodes(heartbeat_timeout=2.0).start_job()
+def test_no_heartbeat_outlives_a_job_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenAgent:
+        pids: ClassVar[dict[int, int]] = {}
+
+        def __init__(self, job: LocalJob, handler: NodeRendezvous, folder: Path) -> None:
+            self._handler = handler
+
+        def run(self) -> None:
+            assert self._handler.next_rendezvous().world_size == 1
+            assert list_heartbeats()
+            raise OSError("no more processes")
+
+    def list_heartbeats() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("RendezvousKeepAlive")]
+
+    monkeypatch.setattr(local, "_build_agent", BrokenAgent)
+    listener = bind_master("127.0.0.1")
+    node = NodeSpec(0, 1, "127.0.0.1", listener.getsockname()[1], listener)
+    with pytest.raises(OSError, match="no more processes") as caught:  # whose traceback holds the handler
+        local.run_local(LocalJob(1, "script.py", (), node=node))
+    assert caught.tb and not list_heartbeats()
+
+
+def test_hosts_whose_clocks_differ_by_a_day_stay_together(fake_nodes: MakeNodes) -> None:
+    job = fake_nodes(heartbeat_timeout=1.5).start_job()
     job[1]._stop_heartbeats()
-    deadline, holder = time.monotonic() + 5.0, job[1]._state_holder
+    deadline, holder = time.monotonic() + 2.5, job[1]._state_holder
     while time.monotonic() < deadline:
         holder.sync()
         holder.state.last_heartbeats[job[1]._this_node] = datetime.now(UTC) - timedelta(days=1)
@@ -362,16 +415,20 @@ def test_hosts_whose_clocks_differ_by_a_day_stay_together() -> None:
     assert len(job[0]._state_holder.state.participants) == 2
 
 
-def test_what_a_stranger_writes_into_the_store_is_not_executed(tmp_path: Path) -> None:
-    """torch's own holder unpickles it; the payload writes a file when it is."""
-    job = FakeNodes().start_job()
+def test_what_a_stranger_writes_into_the_store_is_not_executed(fake_nodes: MakeNodes, tmp_path: Path) -> None:
+    """The payload writes a file when it is unpickled, which torch's own holder does."""
+    job = fake_nodes().start_job()
     payload = f"cos\nsystem\n(S'touch {tmp_path}/executed'\ntR."
-    store = PrefixStore("nodes", job[0]._store)
-    for text in (payload, b64encode(payload.encode()).decode(), "{}", "[]"):
+    store, encoded = PrefixStore("nodes", job[0]._store), b64encode(payload.encode()).decode()
+    for text in (payload, encoded, "{}", "[]", "[" * 100000):
         store.set("state", text)
         with pytest.raises(RendezvousStateError):
             job[1]._state_holder.sync()
     assert not (tmp_path / "executed").exists()
+    job[0]._store.set("torch.rendezvous.theirs", encoded)
+    with contextlib.suppress(AttributeError):  # what the payload returns is no state
+        _BackendRendezvousStateHolder(C10dRendezvousBackend(job[0]._store, "theirs"), job[0].settings).sync()
+    assert (tmp_path / "executed").exists()
 
 
 def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:
@@ -389,8 +446,8 @@ def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:
     assert len(stores) == 2
 
 
-def test_a_launcher_that_loses_its_line_says_where_to_look() -> None:
-    party = FakeNodes()
+def test_a_launcher_that_loses_its_line_says_where_to_look(fake_nodes: MakeNodes) -> None:
+    party = fake_nodes()
     future = party.start(1, 2)
     time.sleep(0.5)
     party.server = None  # host 0 is gone

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 _BARRIER_TIMEOUT = 7 * 86400.0  # seconds; a lost host is noticed by its heartbeat
 _LOGGER = "torch.distributed.elastic"
@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Agent(LocalElasticAgent):
     """One host's ranks: starts them, ends all when one fails, leaves ``grace`` seconds from SIGTERM to SIGKILL."""
 
-    def __init__(self, spec: WorkerSpec, log_dir: str, grace: float) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=log_dir), exit_barrier_timeout=_BARRIER_TIMEOUT)
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, grace: float) -> None:
+        super().__init__(spec, logs_specs, exit_barrier_timeout=_BARRIER_TIMEOUT)
         self._grace = grace
         self.pids: dict[int, int] = {}
         """By local rank; each rank leads a session of its own."""

@@ -74,8 +74,11 @@ def run_local(job: LocalJob) -> JobResult:
         _patched_environ(_worker_environ(job, job.node.addr if job.node else _LOCAL_ADDR)),
         _stop_on_signals(),
         mute_agent_log(),
+        contextlib.ExitStack() as stack,
     ):
         nodes = _join_nodes(job) if job.node else None
+        if nodes:
+            stack.callback(nodes.shutdown)
         agent = _build_agent(job, nodes or open_local_rendezvous(_LOCAL_ADDR, job.master_port or 0), Path(name))
         where = f" on {socket.gethostname()}" if nodes else ""
         result, tell_others = None, False
@@ -105,8 +108,6 @@ def run_local(job: LocalJob) -> JobResult:
             result = nodes.finish(result, wait=job.grace + 3.0) or JobResult(
                 128 + signal.SIGTERM, "thalweg run: another host stopped the job without saying why\n"
             )
-        if nodes:
-            nodes.shutdown()
         return result or JobResult(0, "")
 
 
@@ -143,10 +144,12 @@ def _join_nodes(job: LocalJob) -> NodeRendezvous:
 def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> Agent:
     """torch's agent for the ranks of this host; ``folder`` takes what ranks write about their errors."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     from thalweg.launch.elastic_agent import Agent
 
+    logs_specs = DefaultLogsSpecs(str(folder / "logs"))
     spec = WorkerSpec(
         role="default",
         local_world_size=job.nproc,
@@ -155,9 +158,9 @@ def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> 
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=0.05,
-        numa_options=LaunchConfig(1, 1, job.nproc).numa_options,  # torch's choice for ranks on GPUs
+        numa_options=LaunchConfig(1, 1, job.nproc, logs_specs).numa_options,  # torch's choice for ranks on GPUs
     )
-    return Agent(spec, str(folder / "logs"), job.grace)
+    return Agent(spec, logs_specs, job.grace)
 
 
 def kill_sessions(session_ids: set[int]) -> None:

@@ -155,8 +155,7 @@ def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> No
         )
     except LateArrivalError as error:
         if not store.check(["started"]):  # a job that is under way is not stopped by a stray launcher
-            result = JobResult(2, f"thalweg run: {error}\n")
-            NodeRendezvous(node, [card], store).finish(result, wait=0.0)
+            NodeRendezvous(node, [card], store)._end_with(JobResult(2, f"thalweg run: {error}\n"))
         raise
     except RuntimeError as error:
         raise ValueError(
@@ -197,7 +196,9 @@ class NodeRendezvous(DynamicRendezvousHandler):
         # torch orders the hosts by name
         this_node = _NodeDesc(f"{node.node_rank:06d}", os.getpid(), 0)
         timeout = RendezvousTimeout(join=timedelta(seconds=_JOIN_TIMEOUT))
-        settings = RendezvousSettings(RUN_ID, node.num_nodes, node.num_nodes, timeout, timedelta(seconds=1), 1)
+        interval = timedelta(seconds=node.heartbeat_timeout / 5)
+        settings = RendezvousSettings(RUN_ID, node.num_nodes, node.num_nodes, timeout, interval, 1)
+        self._state_holder: _JsonStateHolder
         super().__init__(this_node, settings, "c10d", store, _JsonStateHolder(PrefixStore("nodes", store)))
         # Set, these keep torch from opening one more store on every interface.
         self._shared_tcp_store_server = store
@@ -250,6 +251,10 @@ class NodeRendezvous(DynamicRendezvousHandler):
             raise JobEndedError(int(min(silent)))
         return 0
 
+    def _keep_alive(self) -> None:
+        if not self._state_holder.is_lost:  # the line does not come back; torch would warn at each beat
+            super()._keep_alive()
+
     def shutdown(self) -> bool:
         """Stop the heartbeats; a thread that is in C++ while the interpreter ends aborts the process."""
         if self.startup_timer is not None:
@@ -295,18 +300,24 @@ class NodeRendezvous(DynamicRendezvousHandler):
         while not (result and result.is_certain) and not store.check(["result"]) and time.monotonic() < deadline:
             time.sleep(0.05)
         if result is not None:
-            text = store.compare_set("result", "", json.dumps([result.exit_code, result.report])).decode()
+            result = self._end_with(result)
         elif store.check(["result"]):
-            text = store.get("result").decode()
+            result = JobResult(*json.loads(store.get("result")))
         else:
             return None
-        self.set_closed()
         store.add("read", 1)
         deadline = time.monotonic() + wait
         while self._node.node_rank == 0 and time.monotonic() < deadline:
             if store.add("read", 0) >= self._node.num_nodes - len(self._silent):
                 break
             time.sleep(0.05)
+        return result
+
+    def _end_with(self, result: JobResult) -> JobResult:
+        """Make ``result`` the job's unless there is one, and end the job; returns the job's."""
+        text = json.dumps([result.exit_code, result.report])
+        text = PrefixStore("end", self._store).compare_set("result", "", text)
+        self.set_closed()
         return JobResult(*json.loads(text))
 
 
@@ -316,6 +327,7 @@ class _JsonStateHolder(_RendezvousStateHolder):
     def __init__(self, store: Store) -> None:
         self._store, self._state = store, _RendezvousState()
         self._text, self._dirty = "", False
+        self.is_lost = False  # the store does not answer
 
     @property
     def state(self) -> _RendezvousState:
@@ -337,10 +349,11 @@ class _JsonStateHolder(_RendezvousStateHolder):
             else:
                 text = self._store.get("state").decode() if self._store.check(["state"]) else ""
         except RuntimeError as error:
+            self.is_lost = True
             raise RendezvousConnectionError("host 0's store does not answer") from error
         try:
             state = _decode_state(text) if text else _RendezvousState()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RendezvousStateError(f"this is no state of a rendezvous: {text[:100]!r}") from error
         self._state, self._text, self._dirty = state, text, False
         return written
