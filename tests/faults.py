@@ -97,7 +97,7 @@ FAULTS = {
         "thalweg.serve.replicas.pool",
         "ReplicaPool.health",
         _returns((True, "")),
-        ("tests/unit/test_serve_faults.py::test_row42_health_fails_while_no_replica_runs",),
+        ("tests/unit/test_serve_engine.py::test_row42_overload_completes_and_a_broken_engine_fails_health",),
     ),
     "recomputed with other random numbers (row 12)": Fault(
         "thalweg.activation_checkpointing.checkpoint_wrapper",

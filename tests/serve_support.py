@@ -97,6 +97,14 @@ class ServerThread:
             time.sleep(0.01)
 
 
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for it, or fail."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.005)
+
+
 @contextlib.contextmanager
 def run_toy_server(
     model: str = "toy",

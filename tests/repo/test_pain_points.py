@@ -45,7 +45,7 @@ ROWS = {
     39: "tests/dist/test_ulysses.py::test_row39_odd_lengths_masks_heads_and_documents",
     40: "tests/dist/test_engine_pain_points.py::test_row40_compiled_equals_eager",
     41: "tests/unit/test_serve_engine.py::test_row41_the_server_gives_what_hugging_face_gives",
-    42: "tests/unit/test_serve_faults.py::test_row42_a_dead_engine_thread_fails_health",
+    42: "tests/unit/test_serve_engine.py::test_row42_overload_completes_and_a_broken_engine_fails_health",
     44: "tests/dist/test_engine_pain_points.py::test_row44_each_optimiser_at_each_stage",
     45: "tests/dist/test_frozen.py::test_row45_a_frozen_base_in_few_bits_trains_its_adapters_and_thaws",
     46: "tests/dist/test_engine.py::test_row46_one_curve_for_any_world_and_accumulation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -16,9 +17,13 @@ import torch
 
 import thalweg
 from tests.serve_client import send_request
-from tests.serve_support import ServerThread, run_server
+from tests.serve_fuzz import BAD_BODIES, bad_body
+from tests.serve_support import ServerThread, run_server, until
 from thalweg.infer import EngineConfig, load_engine
 from thalweg.serve.openai.tokenizer import ChatTokenizer, load_tokenizer
+from thalweg.serve.replicas.pool import PoolLimits
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
 
 PROMPTS = [
     "import os",
@@ -59,14 +64,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 @pytest.fixture(scope="module")
 def server(model: tuple[Path, Any, Any]) -> Iterator[ServerThread]:
     torch.set_num_threads(1)
-    folder = str(model[0])
+    with run_model_server(str(model[0])) as running:
+        yield running
+
+
+def run_model_server(folder: str, **options: Any) -> contextlib.AbstractContextManager[ServerThread]:
+    """A server whose replicas are the true engine in threads."""
 
     def load() -> Any:
-        options = EngineConfig(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64)
-        return load_engine(folder, options)
+        return load_engine(folder, EngineConfig(dtype="fp32", max_batch=8, kv_memory=2**20, max_step_tokens=64))
 
-    with run_server(load, lambda: ChatTokenizer(load_tokenizer(folder))) as running:
-        yield running
+    return run_server(load, lambda: ChatTokenizer(load_tokenizer(folder)), **options)
 
 
 def greedy(model: tuple[Path, Any, Any], prompt: str, count: int) -> tuple[str, list[int], list[float]]:
@@ -204,6 +212,43 @@ def test_r24_cancellations_leave_no_block_and_harm_nobody(server: ServerThread) 
     for outcome in done[::6]:
         alone = server.create_completion(**{**outcome.body, "stream": False})
         assert outcome.texts == [choice["text"] for choice in alone["choices"]], "as alone"
+
+
+def test_r23_bad_requests_are_the_clients_fault_and_harm_no_engine(server: ServerThread) -> None:
+    rng, before = random.Random(5), len(server.engines)
+    bodies = [(path, BAD_BODIES[name]) for path in PATHS for name in sorted(BAD_BODIES)]
+    for path, body in bodies:
+        status, _, answer = server.request_raw("POST", path, body)
+        assert 400 <= status < 500 and answer["error"]["message"], (path, body[:200], status, answer)
+    statuses = [server.request_raw("POST", *bad_body(rng))[0] for _ in range(60)]
+    assert max(statuses) < 500 and statuses.count(200) < 30
+    assert len(server.engines) == before and server.request("GET", "/health")[0] == 200
+    assert server.create_completion("x", max_tokens=2)
+
+
+def test_row42_overload_completes_and_a_broken_engine_fails_health(
+    model: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thalweg.serve.replicas.pool._RESTART_BACKOFF", (1.0,))
+    limits, body = PoolLimits(max_outstanding=6), {"prompt": PROMPTS[1], "max_tokens": 24, "temperature": 0}
+    text = greedy(model, PROMPTS[1], 24)[0]
+    with run_model_server(str(model[0]), pool_limits=limits) as server:
+        with ThreadPoolExecutor(24) as clients:
+            answers = list(clients.map(lambda _: server.post("/v1/completions", **body), range(24)))
+        assert {status for status, _ in answers} == {200, 429}, "some are refused, none is lost"
+        texts = {answer["choices"][0]["text"] for status, answer in answers if status == 200}
+        assert texts == {text}
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("the kernel broke")
+
+        monkeypatch.setattr(server.engines[0].runner, "run", broken)
+        with ThreadPoolExecutor(1) as client:  # its request has not begun: it waits for the next engine
+            late = client.submit(server.create_completion, **body)
+            until(lambda: server.request("GET", "/health")[0] == 503)
+            assert "the kernel broke" in server.request("GET", "/health")[1]["error"]["message"]
+            assert late.result(60)["choices"][0]["text"] == text
+        assert server.request("GET", "/health")[0] == 200 and len(server.engines) == 2
 
 
 def test_a_structure_is_kept_or_refused_never_cut_short(server: ServerThread) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import thalweg
-from tests.serve_support import ServerThread, run_server, run_toy_server
+from tests.serve_support import ServerThread, run_server, run_toy_server, until
 from tests.toy_engine import ToyTokenizer, expected_text, load_engine
 from thalweg.serve.mii import deployment
 from thalweg.serve.openai.tokenizer import ChatTokenizer
@@ -27,13 +27,6 @@ from thalweg.serve.server import ServeOptions
 
 pytestmark = pytest.mark.alone
 USER = {"role": "user", "content": "x"}
-
-
-def until(condition, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def metrics(server: ServerThread) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve_support import ServerThread, run_router, run_toy_server
+from tests.serve_support import ServerThread, run_router, run_toy_server, until
 from tests.toy_engine import expected_text
 from thalweg.serve.replicas import router as routing
 from thalweg.serve.replicas.pool import PoolLimits
@@ -104,13 +104,6 @@ def half_a_stream(handler: Any) -> None:
     handler.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
     time.sleep(0.05)
     hang_up(handler)
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def value(server: ServerThread, name: str) -> float:
