@@ -15,6 +15,7 @@ from tests.dist.parity import ParityCase, bitwise_equal, run_engine
 from tests.dist.tensor_models import build_model, compute_loss
 from tests.dist.tensor_models import make_batch as llama_batch
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.activation_checkpointing import (
     ActivationCheckpointPolicy,
     PartitionedActivationOffloader,
@@ -68,7 +69,7 @@ def _parts(rank: int, world: int) -> tuple[bool, int, int]:
     return bitwise_equal(*grads), sum(whole for whole, _ in held), sum(part for _, part in held)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, nightly(3)])
 def test_in_parts_the_bits_are_the_same(world: int) -> None:
     for same, whole, part in run_ranks(_parts, world):
         assert same and whole > 0

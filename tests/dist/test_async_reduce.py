@@ -10,6 +10,7 @@ import pytest
 
 from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import full_tensor
+from tests.marks import nightly
 
 STEPS = 3
 
@@ -65,7 +66,7 @@ def _train(rank, world, stage, accumulation, shared, delay):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 def test_delays_change_no_bit(together, stage, accumulation):
     ranks = together(_both, 2)
     known, found = ranks[0][0], [late for _, late in ranks]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import thalweg
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.checkpoint import Checkpoint, CheckpointNotFoundError
 
 REUSE_RANKS = True
@@ -119,7 +120,7 @@ def saved(tmp_path_factory):
     return folder, run_ranks(jobs, 4, save_job, folder, [*PLAIN, *OTHERS], [3])
 
 
-@pytest.mark.parametrize(("world", "stages"), [(1, [0]), (2, [1, 0]), (3, [2]), (4, [3])])
+@pytest.mark.parametrize(("world", "stages"), [(1, [0]), (2, [1]), nightly(3, [2]), (4, [3]), nightly(8, [1, 2])])
 def test_row01_an_engine_resumes_at_another_world_and_stage(saved, world, stages):
     """PAIN_POINTS 1: parameters, moments, schedule and step count bit-equal; the loss goes on."""
     folder, expected = saved
@@ -129,7 +130,7 @@ def test_row01_an_engine_resumes_at_another_world_and_stage(saved, world, stages
             assert world != 4 or losses == expected[rank][kind, 3][1], (kind, stage)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 2), (4, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 2), nightly(4, 3)])
 def test_other_dtypes_and_optimizers_reshard(saved, world, stage):
     folder, expected = saved
     for rank, results in enumerate(run_ranks(jobs, world, load_job, folder, OTHERS, [stage])):

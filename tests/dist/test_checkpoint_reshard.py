@@ -109,7 +109,10 @@ def saved(tmp_path_factory):
     return folder, prints[0]
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 3), (2, 2), (2, 0), (3, 1), (4, 3), nightly(8, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(1, 0), nightly(1, 3), (2, 2), nightly(2, 3), nightly(2, 0), (3, 1), nightly(4, 3), nightly(8, 3)],
+)
 def test_row01_saved_at_four_ranks_loads_at_any_world_and_stage(saved, tmp_path, world, stage):
     """PAIN_POINTS 1: parameters and moments bit-equal; and back to 4 ranks, bit-equal again."""
     folder, expected = saved

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.comm import (
     CommError,
     CommsLog,
@@ -47,7 +48,7 @@ def _reduce(rank, world, dtype):
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, nightly(4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reduce_scatter_sums_in_fp32_whatever_the_pace(world, dtype):
     assert max(run_ranks(_reduce, world, dtype)) < 1e-5
@@ -69,7 +70,7 @@ def _gather(rank, world):
     return good
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_all_gather_keeps_writers_behind_readers(world):
     assert run_ranks(_gather, world) == [True] * world
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import ParityCase, full_tensor, run_engine, run_plain
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 REUSE_RANKS = True
 
@@ -87,7 +88,7 @@ def _branches(rank, world, stage):
     return distance(engine, reference)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 def test_row08_a_random_branch_every_step(together, stage):
     assert max(together(_branches, 2)) < 1e-4
 
@@ -165,7 +166,7 @@ def _two_losses(rank, world, stage, how):
     return distance(engine, reference)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 @pytest.mark.parametrize("how", ["sum", "two", "again"])
 def test_row15_two_losses_shared_modules_retained_graphs(together, stage, how):
     assert max(together(_two_losses, 2)) < 1e-6
@@ -199,8 +200,8 @@ def _plain_loop(rank, world, stage, dtype):
     return worst, max(float((full_tensor(a) - full_tensor(b)).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", nightly("bf16"), "fp16"])
+@pytest.mark.parametrize("stage", [0, nightly(1), 3])
 def test_row16_the_unmodified_loop_gives_the_same(together, stage, dtype):
     for worst_grad, worst_parameter in together(_plain_loop, 2):
         limit = 1e-7 if dtype != "fp16" else 2e-3
@@ -229,7 +230,7 @@ def _dtypes(rank, world, stage, section, **expected):
     return seen[0], masters, grads, states
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 @pytest.mark.parametrize(
     ("section", "compute", "master"),
     [
@@ -322,8 +323,8 @@ def _overflow(rank, world, stage, dtype):
     return unchanged, moved, finite, engine.skipped_steps, engine.global_steps
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", nightly("bf16"), "fp16"])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 def test_one_rank_with_a_bad_gradient_skips_the_step_everywhere(together, stage, dtype):
     for outcome in together(_overflow, 2):
         assert outcome == (True, True, True, 1, 3)
@@ -357,7 +358,7 @@ def _modes(rank, world, stage):
     return distance(engine, reference), float((loss - expected).abs()), sharded, frozen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 def test_no_sync_evaluation_and_frozen_parts(together, stage):
     for worst, gap, sharded, frozen in together(_modes, 2):
         assert worst < 1e-4
@@ -382,7 +383,7 @@ def _submodule(rank, world, stage):
     return float((out.float() - expected.float()).abs().max())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), 3])
 def test_a_unit_called_by_itself_sees_the_latest_update(together, stage):
     assert max(together(_submodule, 2)) == 0.0
 
@@ -402,8 +403,8 @@ def _wire(rank, world, stage):
     return wire.max_loss_difference(plain), wire.losses == shared.losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
+@pytest.mark.parametrize("world", [2, nightly(3)])
 def test_wire_and_shared_memory_give_the_same_bits(together, stage, world):
     for worst, equal in together(_wire, world):
         assert worst < 2e-6
@@ -422,7 +423,7 @@ def _hosts(rank, world, stage):
     return outcome.max_loss_difference(plain), carriers
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 def test_two_hosts_of_two_ranks_use_both_levels(together, stage):
     for worst, carriers in together(_hosts, 4):
         assert worst < 2e-6
@@ -494,7 +495,7 @@ def _init_and_gather(rank, world, stage):
     return losses[0] == losses[1], shape, changed, float(full_tensor(weight).min())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, nightly(1), 3])
 def test_init_inside_the_context_and_gathered_writes(together, stage):
     assert together(_init_and_gather, 2) == [(True, (24,), True, 2.0)] * 2
 

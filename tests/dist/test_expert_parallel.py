@@ -102,6 +102,7 @@ def _lengths(rank: int, world: int) -> list[str]:
     return _parity(rank, world, [(2, 2, 1, False)], 3)
 
 
+@pytest.mark.nightly
 def test_parts_of_unequal_length():
     for failures in run_ranks(_lengths, 6):
         assert failures == []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 REUSE_RANKS = True
 
@@ -211,7 +212,7 @@ def _everywhere(rank: int, world: int, kind: str, low: bool) -> tuple[Any, list[
     return (first[0], [value.float().tolist() for value in first[1]]), failures
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4", "wrapper"])
+@pytest.mark.parametrize("kind", [nightly("fp32"), "bf16", nightly("int8"), "int4", "wrapper"])
 def test_row45_a_frozen_base_in_few_bits_trains_its_adapters_and_thaws(kind):
     losses, expected = plain(kind)
     ranks = run_ranks(_everywhere, RANKS, kind, False)
@@ -224,7 +225,7 @@ def test_row45_a_frozen_base_in_few_bits_trains_its_adapters_and_thaws(kind):
         torch.testing.assert_close(torch.tensor(value), wanted.float(), **close)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int4", "wrapper"])
+@pytest.mark.parametrize("kind", [nightly("bf16"), "int4", nightly("wrapper")])
 def test_row45_the_same_under_bf16(kind):
     for _, failures in run_ranks(_everywhere, RANKS, kind, True):
         assert failures == []
@@ -240,7 +241,7 @@ def _hosts(rank: int, world: int, kind: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int4", "wrapper"])
+@pytest.mark.parametrize("kind", [nightly("bf16"), "int4", nightly("wrapper")])
 def test_row45_over_two_hosts(together, kind):
     losses = torch.tensor(together(_hosts, RANKS)).mean(0)
     torch.testing.assert_close(losses, torch.tensor(plain(kind)[0]), rtol=2e-2, atol=2e-3)

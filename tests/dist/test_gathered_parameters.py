@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.zero.gathered_parameters import GatheredParameters, iter_gathered, register_sharded_model
 
 REUSE_RANKS = True
@@ -97,7 +98,7 @@ def _row10(rank: int, world: int) -> None:
     _same(model, plain)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3)])
 def test_row10_shape_and_init_as_unsharded(world: int) -> None:
     run_ranks(_row10, world)
 
@@ -110,7 +111,7 @@ def _read_only(rank: int, world: int) -> None:
     _same(model, plain)  # dropped: also the negative control of the tests that keep writes
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_writes_without_a_modifier_are_dropped(world: int) -> None:
     run_ranks(_read_only, world)
 
@@ -144,7 +145,7 @@ def _after_training(rank: int, world: int) -> None:
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_live_graphs_gradients_and_optimizer_survive(world: int) -> None:
     run_ranks(_after_training, world)
 
@@ -230,7 +231,7 @@ def _nested(rank: int, world: int) -> None:
         assert torch.equal(full, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_nested_exceptions_and_wrong_use(world: int) -> None:
     run_ranks(_nested, world)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import thalweg
+from tests.marks import nightly
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero.gathered_parameters import register_sharded_model
 
@@ -81,7 +82,7 @@ def _builds(rank: int, world: int, low: bool, accumulation: int) -> list[list[fl
     return [*found, _train(rank, world, 3, "init", accumulation, low, False)]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [nightly(1), 2])
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 def test_all_stages_and_builds_agree(together: Any, low: bool, accumulation: int) -> None:
     expected = together(_alone, 1)[0]

@@ -13,6 +13,7 @@ from tests.dist.models import tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.dist.test_offload_use import mine, start
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 REUSE_RANKS = True
 
@@ -76,7 +77,7 @@ def _skips(rank, world, dtype):
     return failures
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "fp16")])
+@pytest.mark.parametrize(("world", "dtype"), [nightly(1, "fp32"), (1, "bf16"), nightly(2, "fp32"), (2, "fp16")])
 def test_a_lost_step_changes_nothing_in_any_tier(world, dtype):
     for failures in run_ranks(_skips, world, dtype, timeout=240):
         assert failures == []
@@ -132,7 +133,7 @@ def _dropped(rank, world):
     return bitwise_equal(*results)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_gradients_that_the_user_drops_have_changed_nothing(world):
     assert all(run_ranks(_dropped, world))
 
@@ -170,7 +171,7 @@ def _on_the_host(rank, world):
     return skipped, changed, lines, same
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_on_the_host_what_came_before_is_updated_and_named(world):
     ranks = run_ranks(_on_the_host, world)
     assert any("blocks.1" in line and "kept their values" in line for line in ranks[0][2])

@@ -17,6 +17,7 @@ from tests.dist.parity import bitwise_equal, full_tensor
 from tests.dist.test_engine import Branching
 from tests.dist.test_exception_recovery import Fused
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 REUSE_RANKS = True
 
@@ -271,12 +272,12 @@ def _in_folder(rank, world, name, *args):
         return globals()[name](rank, world, folder, *args)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_row08_a_random_branch_with_parameters_on_a_disk(world):
     assert all(run_ranks(_in_folder, world, "_branches"))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_evaluation_no_sync_and_plain_loops_between_steps(world):
     for same in run_ranks(_in_folder, world, "_a_mixture"):
         assert same == (True, True, True)
@@ -309,7 +310,7 @@ def test_row05_random_delays_of_transfers_change_no_bit():
     assert all(run_ranks(_in_folder, 2, "_delays"))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_masters_go_to_the_disk_and_sixteen_bits_stay(world):
     assert run_ranks(_in_folder, world, "_masters") == [([False, True], True)] * world
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.dist.models import make_batch
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer
 
@@ -47,7 +48,7 @@ def _sharded(rank: int, world: int, name: str, kind: str) -> bool:
 
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, nightly(3)])
 def test_shards_have_the_bits_of_the_whole(together: Any, world: int, kind: str, name: str) -> None:
     assert all(together(_sharded, world))
 

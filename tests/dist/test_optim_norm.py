@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.optim import clip_grads_, global_grad_norm
 
 SHAPES = [(6, 4), (5,), (2, 3), (1,), (7, 2), (3, 3)]
@@ -168,7 +169,7 @@ def results(world: int) -> list[dict[str, Any]]:
     return run_ranks(all_cases, world)
 
 
-worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
+worlds = pytest.mark.parametrize("world", [nightly(1), 2, 3, nightly(4)])
 
 
 @worlds

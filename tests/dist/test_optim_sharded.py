@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.optim import build_optimizer, clip_grads_, global_grad_norm, to_local_optimizer
 from thalweg.optim.build import OPTIMIZERS
 
@@ -280,7 +281,7 @@ def results(world: int) -> list[dict[str, Any]]:
     return run_ranks(all_cases, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [nightly(1), 2, 3, nightly(4)])
 def test_sharded_equals_whole(world: int) -> None:
     for result in results(world):
         for name, (distance, control, odd) in result["parity"].items():
@@ -317,7 +318,7 @@ def test_adopted_torch_optimizers() -> None:
             assert distance < 1e-6, f"{name} is off by {distance}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [nightly(1), 2, 3, nightly(4)])
 @pytest.mark.parametrize("case", ["muon_shards", "muon_copies"])
 def test_muon_computes_each_matrix_once(world: int, case: str) -> None:
     """Also where rank 0 alone lacks a gradient: nobody waits for ever."""

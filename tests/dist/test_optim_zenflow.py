@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 
@@ -40,7 +41,7 @@ def _sharded(rank: int, world: int, overlap: bool, update: int | None) -> float:
     return max(float((p - q.full_tensor()).abs().max()) for p, q in zip(whole, cut, strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, nightly(3)])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("update", [3, None])
 def test_shards_are_stepped_as_the_whole(together: Any, world: int, overlap: bool, update: int | None) -> None:

@@ -13,6 +13,7 @@ from tests.dist.models import OddShapesModel, tiny_gpt
 from tests.dist.parity import ParityCase, run_engine, run_plain
 from tests.dist.zeropp_support import FEATURE_SETS, LAYOUTS, set_fake_host
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 RATE = 0.1
 # Half a unit in the last place of each format, times the roundings that a gradient of these models meets in a row
@@ -73,7 +74,7 @@ def _stages(rank: int, world: int, dtype: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, nightly(3)])
 def test_first_gradients_and_updates_are_those_of_one_process(world, dtype):
     for failures in run_ranks(_stages, world, dtype):
         assert failures == []

@@ -180,7 +180,7 @@ def _facts(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_state_logits_and_traffic(world):
     pytest.importorskip("transformers")
     for found in run_ranks(_facts, world):

@@ -11,6 +11,7 @@ import torch
 from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import ParityCase, bitwise_equal, full_tensor, run_engine
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 REUSE_RANKS = True
 
@@ -31,7 +32,7 @@ def _pair(rank: int, world: int, cases: list[tuple[ParityCase, bool]]) -> list[t
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_stages_equal_the_untiled_run(world: int) -> None:
     short = ParityCase(windows=(2,) * 4, accumulation=2, clip=1.0)
     cases = [(short.with_(stage=stage), tied) for stage in range(4) for tied in (True, False)]

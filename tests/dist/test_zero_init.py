@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.deferred_init.context import has_meta_tensors, materialize_module
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero import GatheredParameters, Init
@@ -85,7 +86,7 @@ def _sharded(rank: int, world: int) -> None:
     assert torch.equal(model(TOKENS), plain(TOKENS))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3)])
 def test_sharded_values_are_those_of_an_unsharded_build(world: int) -> None:
     run_ranks(_sharded, world)
 
@@ -122,6 +123,6 @@ def _gathered_before_sharding(rank: int, world: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_gathered_before_sharding(world: int) -> None:
     run_ranks(_gathered_before_sharding, world)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROWS = {
-    1: "tests/dist/test_engine_pain_points.py::test_rows_01_02_37_another_world_and_stage_goes_on",
+    1: "tests/dist/test_checkpoint_engine.py::test_row01_an_engine_resumes_at_another_world_and_stage",
     2: "tests/dist/test_engine_pain_points.py::test_rows_01_02_37_another_world_and_stage_goes_on",
     3: "tests/dist/test_engine_pain_points.py::test_row03_a_ragged_epoch_equals_big_batches",
     4: "tests/dist/test_parity.py::test_row04_stages_equal_one_process",
@@ -24,7 +24,7 @@ ROWS = {
     16: "tests/dist/test_engine.py::test_row16_the_unmodified_loop_gives_the_same",
     17: "tests/dist/test_engine.py::test_row17_live_tensors_have_the_dtypes_of_the_config",
     18: "tests/dist/test_engine_pain_points.py::test_row18_a_model_without_hidden_size_takes_auto",
-    19: "tests/dist/test_engine_pain_points.py::test_rows_18_19_20_bad_input_is_one_clear_error",
+    19: "tests/unit/test_config_resolve.py::test_row19_a_mismatch_shows_both_sides_and_the_missing_launcher_variable",
     20: "tests/dist/test_engine_pain_points.py::test_rows_18_19_20_bad_input_is_one_clear_error",
     21: "tests/dist/test_plan.py::test_row21_offload_stays_within_the_plan_and_saves_what_it_says",
     22: "tests/dist/test_plan.py::test_rows_21_22_sizes_around_a_limit_none_exceeds_it",
@@ -33,7 +33,7 @@ ROWS = {
     25: "tests/repo/test_wheel.py::test_wheel_works_without_a_compiler",
     26: "tests/repo/test_wheel.py::test_wheel_works_without_a_compiler",
     27: "tests/repo/test_import_cost.py::test_import_is_quick",
-    28: "tests/e2e/test_run_concurrent.py::test_eight_quiet_ranks_say_nothing",
+    28: "tests/e2e/test_run_concurrent.py::test_row28_ranks_that_train_stay_within_a_budget_of_lines",
     29: "tests/dist/test_launchers.py::test_row29_ranks_of_every_launcher_meet",
     30: "tests/e2e/test_run_concurrent.py::test_two_jobs_run_at_once",
     31: "tests/e2e/test_run_failures.py::test_killing_one_rank_ends_the_job",

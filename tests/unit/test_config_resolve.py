@@ -67,7 +67,7 @@ def test_the_missing_sizes_are_derived(given_sizes: dict, ranks: int, solved: tu
     assert config.data_parallel_size == ranks
 
 
-def test_a_mismatch_shows_both_sides_and_the_missing_launcher_variable() -> None:
+def test_row19_a_mismatch_shows_both_sides_and_the_missing_launcher_variable() -> None:
     """PAIN_POINTS 19: the message names the launcher variable that is not set."""
     problem = only_problem({TOTAL: 32, MICRO: 4, STEPS: 2})
     text = str(problem)
