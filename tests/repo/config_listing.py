@@ -8,7 +8,7 @@ The list is committed; regenerate it with
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from thalweg.config.errors import to_json_snippet
 from thalweg.config.schema import Config
@@ -25,7 +25,9 @@ def render_listing() -> str:
     """One line for each option, in the order of the schema, then the parameters by type."""
     lines = ["# path | type | default | fate; regenerate: python -m tests.repo.config_listing"]
     lines += [
-        _line(path, field, get_support_status(path)) for path, field in list_options(Config) if not _is_block(field)
+        _line(path, field, get_support_status(path, Config))
+        for path, field in list_options(Config)
+        if not _is_block(field)
     ]
     lines += _nested_options()
     for block, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
@@ -45,19 +47,14 @@ def _line(path: str, field: Any, fate: str) -> str:
 
 
 def _nested_options() -> list[str]:
-    """The options of blocks that stand in lists and mappings, which have no path of their own."""
+    """The options of blocks that stand in mappings, which have no path of their own."""
     lines = []
-    for model in sorted(_all_sections(Section), key=lambda one: one.__name__):
-        if model.__name__ in ("CurriculumMetric", "TPLayerSpec", "CompressionGroup"):
-            for path, field in list_options(model):
-                if not _is_block(field):
-                    lines.append(_line(f"({model.__name__}).{path}", field, "later"))
+    for outer, field in list_options(Config):
+        if get_origin(field.annotation) is dict and issubclass(get_args(field.annotation)[1], Section):
+            for path, inner in list_options(get_args(field.annotation)[1]):
+                if not _is_block(inner):
+                    lines.append(_line(f"{outer}.*.{path}", inner, get_support_status(outer, Config)))
     return lines
-
-
-def _all_sections(base: type[Section]) -> set[type[Section]]:
-    found = set(base.__subclasses__())
-    return found.union(*map(_all_sections, found))
 
 
 if __name__ == "__main__":

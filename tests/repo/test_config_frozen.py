@@ -11,8 +11,10 @@ import thalweg
 from tests.repo.config_listing import LISTING_FILE, render_listing
 from thalweg.config import Config
 from thalweg.config.schema.base import AUTO, Section, get_section_type, list_options, literal_choices
-from thalweg.config.support import IGNORED, UNSUPPORTED, UNSUPPORTED_BLOCKS, get_support_status
+from thalweg.config.support import get_support_status, ignored_options, unread_blocks, unsupported_options
 
+IGNORED, UNSUPPORTED = ignored_options(Config), unsupported_options(Config)
+UNSUPPORTED_BLOCKS = unread_blocks(Config)
 CURE = "run `python -m tests.repo.config_listing` and review the difference"
 PATHS = {path for path, _ in list_options(Config)}
 
@@ -30,23 +32,22 @@ def test_a_changed_default_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert render_listing() != LISTING_FILE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", [*IGNORED, *UNSUPPORTED_BLOCKS, *(switch.path for switch in UNSUPPORTED)])
+@pytest.mark.parametrize("path", [*IGNORED, *UNSUPPORTED_BLOCKS, *UNSUPPORTED])
 def test_tables_name_options_that_exist(path: str) -> None:
     assert path in PATHS
 
 
 def test_no_option_has_two_fates() -> None:
-    for switch in UNSUPPORTED:
-        assert switch.path not in IGNORED
+    assert not UNSUPPORTED.keys() & IGNORED.keys()
 
 
 def test_every_block_with_a_switch_is_listed_as_later() -> None:
     """A block whose only use is not built yet must not be printed as if its options were read."""
-    for switch in UNSUPPORTED:
-        block, _, name = switch.path.rpartition(".")
+    for path in UNSUPPORTED:
+        block, _, name = path.rpartition(".")
         if name == "enabled":
-            assert any(get_support_status(f"{block}.{key}") == "later" for key in ("enabled",))
-            assert any(switch.path.startswith(one) for one in UNSUPPORTED_BLOCKS), switch.path
+            assert any(get_support_status(f"{block}.{key}", Config) == "later" for key in ("enabled",))
+            assert any(path.startswith(one) for one in UNSUPPORTED_BLOCKS), path
 
 
 def test_every_default_has_its_declared_type() -> None:
@@ -81,7 +82,7 @@ def test_every_option_that_counts_as_read_is_named_outside_the_config() -> None:
     silent = {
         path
         for path, field in list_options(Config)
-        if get_support_status(path) == "read"
+        if get_support_status(path, Config) == "read"
         and not get_section_type(field.annotation)
         and not all(named(part) for part in path.split("."))
     }

@@ -18,8 +18,10 @@ from thalweg.config.schema.base import (
     literal_choices,
     replace_by_path,
 )
-from thalweg.config.support import IGNORED, UNSUPPORTED
+from thalweg.config.support import ignored_options, unread_blocks, unsupported_options
 
+IGNORED, UNSUPPORTED = ignored_options(Config), unsupported_options(Config)
+UNSUPPORTED_BLOCKS = unread_blocks(Config)
 LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
@@ -485,29 +487,67 @@ def _with(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**tree, head: _with(tree.get(head, {}), rest, value) if rest else value}
 
 
-@pytest.mark.parametrize("switch", UNSUPPORTED, ids=lambda switch: switch.path)
-def test_a_switch_of_later_work_is_one_clear_error(switch: Any) -> None:
-    field = dict(list_options(Config))[switch.path]
+@pytest.mark.parametrize("path", UNSUPPORTED)
+def test_a_switch_of_later_work_is_one_clear_error(path: str) -> None:
+    field = dict(list_options(Config))[path]
     kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
-    value, base = ON.get(switch.path, (True if bool in kinds else 2, {}))
+    value, base = ON.get(path, (True if bool in kinds else 2, {}))
     with pytest.raises(ConfigError) as caught:
-        load_config(_with(base, switch.path, value), world_size=2)
+        load_config(_with(base, path, value), world_size=2)
     problems = caught.value.problems
-    assert [problem.path for problem in problems] == [switch.path]
-    assert f"not built yet: {switch.path} = " in str(problems[0])
-    assert switch.hint in str(problems[0])
+    assert [problem.path for problem in problems] == [path]
+    assert f"not built yet: {path} = " in str(problems[0])
+    assert UNSUPPORTED[path][0] in str(problems[0])
 
 
 def test_blocks_that_are_switched_off_are_accepted() -> None:
     tree: dict[str, Any] = {"sparse_attention": {"mode": "dense"}}
     fields = dict(list_options(Config))
-    for switch in UNSUPPORTED:
-        default = fields[switch.path].default
-        if switch.path.endswith(".enabled"):
-            tree = _with(tree, switch.path, False)
+    for path in UNSUPPORTED:
+        default = fields[path].default
+        if path.endswith(".enabled"):
+            tree = _with(tree, path, False)
         elif isinstance(default, bool | int | float) or default in ("none", "skip", "ignore"):
-            tree = _with(tree, switch.path, default)
+            tree = _with(tree, path, default)
     load_config(tree, world_size=4)
+
+
+@pytest.mark.parametrize("block", UNSUPPORTED_BLOCKS)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_an_unknown_key_is_an_error_in_a_block_that_nothing_reads(block: str, enabled: bool) -> None:
+    """Whether the block is switched on or off, at any depth, with the nearest key."""
+    section = get_section_type(dict(list_options(Config))[block].annotation)
+    assert section is not None
+    known = next(reversed(section.model_fields))
+    tree = _with({}, f"{block}.{known}x", None)
+    if enabled and "enabled" in section.model_fields:
+        tree = _with(tree, f"{block}.enabled", True)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree)
+    problem = next(problem for problem in caught.value.problems if problem.path == f"{block}.{known}x")
+    assert "unknown key" in str(problem) and problem.suggestion == known
+
+
+def test_an_unknown_key_is_an_error_in_a_named_group_of_a_block_that_nothing_reads() -> None:
+    groups = {"different_groups": {"wq1": {"params": {"start_bit": 8}}}}
+    assert only_problem({"compression_training": {"weight_quantization": groups}}).suggestion == "start_bits"
+    metrics = {"curriculum_learning": {"curriculum_metrics": {"seqlen": {"min_dificulty": 8}}}}
+    assert only_problem({"data_efficiency": {"data_sampling": metrics}}).suggestion == "min_difficulty"
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ({"elasticity": {"max_gpus": "many"}}, "whole number"),
+        ({"flops_profiler": {"detailed": 1}}, "true or false"),
+        ({"comet": False}, "block"),
+        ({"autotuning": {"metric": "speed"}}, '"throughput"'),
+        ({"eigenvalue": {"tol": "small"}}, "a number"),
+        ({"nebula": {"persistent_time_interval": -1}}, "at least 0"),
+    ],
+)
+def test_values_of_blocks_that_nothing_reads_are_of_the_kind_of_their_defaults(source: Any, word: str) -> None:
+    assert word in only_problem(source).expected
 
 
 def test_a_degree_that_does_not_divide_is_blamed_before_the_batch_equation() -> None:

@@ -40,13 +40,7 @@ from thalweg.checkpoint.errors import (
     CorruptCheckpointError,
 )
 from thalweg.checkpoint.filesystem import FileSystem, read_file, remove_tree, write_file
-from thalweg.checkpoint.format.manifest import (
-    Manifest,
-    ManifestHead,
-    parse_head,
-    parse_manifest,
-    serialize_manifest,
-)
+from thalweg.checkpoint.format.manifest import Manifest, ManifestHead, parse_head, parse_manifest, serialize_manifest
 from thalweg.utils.log import get_logger
 
 MANIFEST = "manifest.json"

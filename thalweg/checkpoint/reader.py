@@ -20,11 +20,7 @@ from typing import Any
 import torch
 
 from thalweg.checkpoint import directory
-from thalweg.checkpoint.errors import (
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
+from thalweg.checkpoint.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem
 from thalweg.checkpoint.format.chunks import TensorChunk, full_chunk, local_chunks, local_tensor
 from thalweg.checkpoint.format.codec import decode_tree
@@ -282,10 +278,7 @@ class Checkpoint:
         return {"used": sorted(set(used)), "missing": missing, "cast": cast}
 
     def _check_all_requested(
-        self,
-        tensors: list[tuple[str, torch.Tensor]],
-        matched: list[dict[str, list[str]]],
-        extra_names: Iterable[str],
+        self, tensors: list[tuple[str, torch.Tensor]], matched: list[dict[str, list[str]]], extra_names: Iterable[str]
     ) -> None:
         used = {name for part in matched for name in part["used"]} | {
             self.manifest.resolve_alias(name) for name in extra_names

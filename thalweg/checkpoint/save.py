@@ -29,13 +29,7 @@ import thalweg
 from thalweg.checkpoint import directory
 from thalweg.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnserializableStateError
 from thalweg.checkpoint.filesystem import FileSystem
-from thalweg.checkpoint.format.chunks import (
-    TensorChunk,
-    covers_exactly,
-    local_chunks,
-    local_tensor,
-    split_chunk,
-)
+from thalweg.checkpoint.format.chunks import TensorChunk, covers_exactly, local_chunks, local_tensor, split_chunk
 from thalweg.checkpoint.format.codec import encode_tree
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest, ManifestHead, TensorRecord
@@ -158,8 +152,7 @@ def save_snapshot(
             directory.discard_save(io, temporary[0])
         raise
     final_paths = ranks.all_or_raise(
-        operation,
-        lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else "",
+        operation, lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else ""
     )
     return Path(final_paths[0])
 
@@ -176,10 +169,7 @@ def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int
         public = directory.finalize_tag(io, checkpoint_dir, tag)
         if keep_latest_k is not None:
             directory.remove_old_checkpoints(io, checkpoint_dir, keep_latest_k, public)
-    except (
-        OSError,
-        CheckpointError,
-    ) as error:  # the commit stands; what is left over goes with the next save
+    except (OSError, CheckpointError) as error:  # the commit stands; what is left over goes with the next save
         _log.warning("checkpoint %r is committed, but older ones could not be removed: %s", tag, error)
     return str(public)
 

@@ -128,10 +128,7 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
             raise ValueError(f"the conversation fills the model's {engine.metadata.max_length} tokens: begin with /new")
         stop = (FALLBACK_STOP,) if chat_tokenizer.chat_template is None else ()
         params = SamplingParams(
-            max_tokens=min(args.max_tokens, max_new_tokens),
-            temperature=args.temperature,
-            seed=args.seed,
-            stop=stop,
+            max_tokens=min(args.max_tokens, max_new_tokens), temperature=args.temperature, seed=args.seed, stop=stop
         )
         engine.add(Request("chat", tokens, params))
         try:

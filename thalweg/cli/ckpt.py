@@ -149,10 +149,7 @@ def _export(checkpoint: Any, args: argparse.Namespace) -> int:
     export_hf(checkpoint, out, dtype=dtype, max_shard_bytes=args.max_shard_bytes)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir()) if path.is_file()}
     report = {"path": str(checkpoint.path), "out": str(out), "files": files}
-    lines = [
-        f"{checkpoint.path} -> {out}",
-        *(f"  {name}  {_format_bytes(size)}" for name, size in files.items()),
-    ]
+    lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {_format_bytes(size)}" for name, size in files.items())]
     _print_report(report, lines, as_json=args.json)
     return 0
 

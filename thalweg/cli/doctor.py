@@ -128,10 +128,7 @@ def _check_processor() -> CheckResult:
     if "OMP_NUM_THREADS" in os.environ:
         threads = os.environ["OMP_NUM_THREADS"]
         return CheckResult(
-            "processor",
-            "warn",
-            f"{found}; OMP_NUM_THREADS={threads} is set",
-            "unset it to let `thalweg run` share out",
+            "processor", "warn", f"{found}; OMP_NUM_THREADS={threads} is set", "unset it to let `thalweg run` share out"
         )
     return CheckResult("processor", "ok", found)
 
@@ -205,10 +202,7 @@ def _check_loopback() -> CheckResult:
             server.bind(("127.0.0.1", 0))
     except OSError as error:
         return CheckResult(
-            "loopback",
-            "fail",
-            str(error),
-            "bring it up: ip link set lo up; add `127.0.0.1 localhost` to hosts",
+            "loopback", "fail", str(error), "bring it up: ip link set lo up; add `127.0.0.1 localhost` to hosts"
         )
     return CheckResult("loopback", "ok", f"localhost is {', '.join(addresses)}")
 

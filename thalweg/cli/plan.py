@@ -61,10 +61,7 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
     parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
     parser.add_argument(
-        "--sequence-length",
-        type=int_at_least(1),
-        metavar="T",
-        help="tokens (the model's longest, at most 1024)",
+        "--sequence-length", type=int_at_least(1), metavar="T", help="tokens (the model's longest, at most 1024)"
     )
 
 

@@ -179,13 +179,7 @@ def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple
     num_nodes = None if args.num_nodes is None else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
     tasks = schedulers.SchedulerJob(
-        spec,
-        hosts,
-        num_nodes,
-        environ,
-        args.master_addr,
-        args.python,
-        tuple(shlex.split(args.launcher_args)),
+        spec, hosts, num_nodes, environ, args.master_addr, args.python, tuple(shlex.split(args.launcher_args))
     )
     command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command
     port = random.SystemRandom().choice(range(20000, 32000))

@@ -8,13 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.plan import (
-    add_model_options,
-    check_parent_folder,
-    cluster_options,
-    int_at_least,
-    read_config,
-)
+from thalweg.cli.plan import add_model_options, check_parent_folder, cluster_options, int_at_least, read_config
 
 _EXAMPLES = """examples:
   thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
@@ -37,11 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--best",
-        type=int_at_least(0),
-        default=3,
-        metavar="N",
-        help="candidates to measure (3; 0 measures none)",
+        "--best", type=int_at_least(0), default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)")
     parser.add_argument("--output", metavar="FILE", help="write the best config there")
@@ -75,12 +65,7 @@ def run(args: argparse.Namespace) -> int:
         trials = [trial.to_dict() for trial in result.trials]
         print(
             json.dumps(
-                {
-                    "best": best,
-                    "changes": result.best.changes,
-                    "ruled_out": result.num_ruled_out,
-                    "trials": trials,
-                }
+                {"best": best, "changes": result.best.changes, "ruled_out": result.num_ruled_out, "trials": trials}
             )
         )
     else:

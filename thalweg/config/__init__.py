@@ -5,13 +5,4 @@ from thalweg.config.load import load, load_config
 from thalweg.config.resolve import resolve
 from thalweg.config.schema import Config, ModelSize
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "ConfigProblem",
-    "ModelSize",
-    "UnsupportedOption",
-    "load",
-    "load_config",
-    "resolve",
-]
+__all__ = ["Config", "ConfigError", "ConfigProblem", "ModelSize", "UnsupportedOption", "load", "load_config", "resolve"]

@@ -78,12 +78,7 @@ def _derive_from_micro_batch(
 
 
 def _derive_from_total(
-    total: int,
-    micro: int | None,
-    steps: int | None,
-    dp_size: int,
-    world_size: int,
-    dp_problem: ConfigProblem | None,
+    total: int, micro: int | None, steps: int | None, dp_size: int, world_size: int, dp_problem: ConfigProblem | None
 ) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
     reasons: dict[str, str] = {}
     if micro is None:
@@ -121,9 +116,7 @@ def _mismatch_problem(
     fitting_dp_size = total // (micro * steps)
     fits = fitting_dp_size > 0 and fitting_dp_size * micro * steps == total
     return ConfigProblem(
-        TOTAL,
-        total,
-        expected + _launcher_hint(world_size, fitting_dp_size * world_size // dp_size if fits else None),
+        TOTAL, total, expected + _launcher_hint(world_size, fitting_dp_size * world_size // dp_size if fits else None)
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from thalweg.config.errors import escape_surrogates, to_json_snippet
-from thalweg.config.rules import list_ignored
 from thalweg.config.schema.base import Section, get_by_path, get_section_type, list_options, to_jsonable
-from thalweg.config.support import is_under
+from thalweg.config.support import ignored_options, is_under
 
 if TYPE_CHECKING:
     from thalweg.config.schema import Provenance
@@ -37,7 +36,8 @@ _DEFAULT_REASONS = {
 def format_config(config: Section, provenance: Provenance) -> str:
     """One line per option that is set, derived or central; then renamed options and those without effect."""
     derived = dict(provenance.derived)
-    ignored = dict(list_ignored(provenance.user_set))
+    reasons = ignored_options(type(config))
+    ignored = {p: reasons[p] for p in reasons if any(is_under(user_path, p) for user_path in provenance.user_set)}
     lines = ["config"]
     block = ""
     for path, value in _list_shown(config, provenance):

@@ -25,12 +25,7 @@ from thalweg.config.resolve import find_batch_problems, try_resolve
 from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize, Provenance
 from thalweg.config.schema.base import AUTO, Section, get_section_type, to_jsonable, union_members
-from thalweg.config.schema.optimizer import (
-    OPTIMIZERS,
-    UNUSABLE_OPTIMIZERS,
-    canonical_name,
-    get_params_schema,
-)
+from thalweg.config.schema.optimizer import OPTIMIZERS, UNUSABLE_OPTIMIZERS, canonical_name, get_params_schema
 from thalweg.config.schema.scheduler import SCHEDULES, UNUSABLE_SCHEDULES
 from thalweg.config.suggestions import closest_match, describe_type, paths_by_key, suggest_value
 

@@ -68,10 +68,7 @@ def _warmup_steps(context: ResolveContext) -> tuple[Any, str] | None:
 
 
 AUTO_DEFAULTS: dict[str, AutoDefault] = {
-    "gradient_clipping": lambda context: (
-        1.0,
-        "asked for without a value; 1.0 as Hugging Face and DeepSpeed have it",
-    ),
+    "gradient_clipping": lambda context: (1.0, "asked for without a value; 1.0 as Hugging Face and DeepSpeed have it"),
     "zero_optimization.overlap_comm": lambda context: (True, "communication always overlaps"),
     "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda hidden: hidden * hidden, "hidden^2"),
     "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(lambda h: int(0.9 * h * h), "0.9 x hidden^2"),

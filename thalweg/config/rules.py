@@ -13,7 +13,7 @@ from typing import Any
 from thalweg.config.errors import ConfigProblem, UnsupportedOption
 from thalweg.config.schema.base import AUTO, Section, get_by_path
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS
-from thalweg.config.support import IGNORED, UNSUPPORTED, above_one, is_not_none_string, is_under
+from thalweg.config.support import is_under, unsupported_options
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,14 @@ def _both_set(first: Any, second: Any) -> bool:
     return bool(first and second)
 
 
+def above_one(value: Any) -> bool:
+    return value > 1
+
+
+def is_not_none_string(value: Any) -> bool:
+    return value != "none"
+
+
 _MODEL_SPLIT_PATHS = (
     "tensor_parallel.autotp_size",
     "tensor_parallel.tp.tp_size",
@@ -42,11 +50,7 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("tiling.loss", bool, "false"),
 )
 RULES = (
-    Rule(
-        ("bf16.enabled", "fp16.enabled"),
-        _both_set,
-        "false, because fp16.enabled is true; keep one of the two",
-    ),
+    Rule(("bf16.enabled", "fp16.enabled"), _both_set, "false, because fp16.enabled is true; keep one of the two"),
     Rule(
         ("torch_autocast.dtype", "torch_autocast.enabled", "fp16.enabled"),
         lambda dtype, autocast, on: autocast and on and dtype != "fp16",
@@ -118,11 +122,7 @@ RULES = (
             lambda on, stage: bool(on) and stage == 0,
             "false, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
         )
-        for name in (
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-        )
+        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     ),
     Rule(
         ("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"),
@@ -211,11 +211,7 @@ RULES = (
         lambda names, tiles: bool(names) and tiles == 1,
         "null, or tiling.mlp to be the number of tiles, 2 or more",
     ),
-    Rule(
-        ("tiling.head", "tiling.loss"),
-        lambda head, on: bool(head) and not on,
-        "null, or tiling.loss to be true",
-    ),
+    Rule(("tiling.head", "tiling.loss"), lambda head, on: bool(head) and not on, "null, or tiling.loss to be true"),
     Rule(
         ("optimizer.params.max_grad_norm",),
         lambda norm: norm != 0,
@@ -327,20 +323,12 @@ def _missing_required_params(config: Section, skipped: tuple[str, ...]) -> Itera
 def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
     """One problem for each switch of later work that is on."""
     skipped = tuple(skip_paths)
-    for feature in UNSUPPORTED:
-        value = get_by_path(config, feature.path)
-        if value is None or (isinstance(value, str) and value == AUTO) or _overlaps((feature.path,), skipped):
+    for path, (hint, is_on) in unsupported_options(type(config)).items():
+        value = get_by_path(config, path)
+        if value is None or (isinstance(value, str) and value == AUTO) or _overlaps((path,), skipped):
             continue
-        if feature.is_enabled(value):
-            yield UnsupportedOption(feature.path, value, feature.hint)
-
-
-def list_ignored(user_set: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Path and reason of each option that the user set and nothing reads, in the order of the table."""
-    user_paths = tuple(user_set)
-    for path, reason in IGNORED.items():
-        if any(is_under(user_path, path) for user_path in user_paths):
-            yield path, reason
+        if is_on(value):
+            yield UnsupportedOption(path, value, hint)
 
 
 def _overlaps(paths: tuple[str, ...], skipped: tuple[str, ...]) -> bool:

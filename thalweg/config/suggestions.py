@@ -13,13 +13,7 @@ from thalweg.config.schema.optimizer import OPTIMIZERS
 from thalweg.config.schema.scheduler import SCHEDULES
 
 _CUTOFF = 0.6
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    Any: "any value",
-}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Any: "any value"}
 
 
 def describe_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:

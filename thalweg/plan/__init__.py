@@ -19,11 +19,7 @@ import sys
 import types
 from typing import Any
 
-_PUBLIC = {
-    "Cluster": "thalweg.plan.spec.cluster",
-    "Plan": "thalweg.plan.result",
-    "plan": "thalweg.plan.api",
-}
+_PUBLIC = {"Cluster": "thalweg.plan.spec.cluster", "Plan": "thalweg.plan.result", "plan": "thalweg.plan.api"}
 
 __all__ = ["Cluster", "Plan", "plan"]
 

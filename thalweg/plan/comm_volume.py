@@ -14,11 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from thalweg.comm.collectives.quantized import (
-    GRADIENT_QUANTIZER,
-    INTRA_HOST_GRADIENT_QUANTIZER,
-    WEIGHT_QUANTIZER,
-)
+from thalweg.comm.collectives.quantized import GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER, WEIGHT_QUANTIZER
 from thalweg.comm.comms_logger import RING_FACTOR
 from thalweg.comm.quantization import BlockQuantizer
 from thalweg.plan.spec.run_spec import INTER_NODE, INTRA_NODE, RunSpec
@@ -63,10 +59,7 @@ def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> CommVolume:
     num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     for entry in trace.comm_ledger.entries():  # of split layers
         num_bytes = entry.sent_bytes * run_spec.accumulation_steps // num_traced
-        for table, key in (
-            (volume.bytes_by_collective, entry.kind),
-            (volume.bytes_by_link, run_spec.tp_link),
-        ):
+        for table, key in ((volume.bytes_by_collective, entry.kind), (volume.bytes_by_link, run_spec.tp_link)):
             table[key] = table.get(key, 0) + num_bytes
         volume.num_calls += entry.num_calls * run_spec.accumulation_steps // num_traced
     return volume

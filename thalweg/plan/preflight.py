@@ -36,13 +36,7 @@ from thalweg.plan.runtime import (
     try_meta_copy,
 )
 from thalweg.plan.search.search import suggest
-from thalweg.plan.spec.run_spec import (
-    RunSpec,
-    get_tp_size,
-    run_spec_from_config,
-    unmodelled_options,
-    with_optimizer,
-)
+from thalweg.plan.spec.run_spec import RunSpec, get_tp_size, run_spec_from_config, unmodelled_options, with_optimizer
 from thalweg.plan.trace.step import build_param_specs, resident_params, shard_bytes
 from thalweg.utils.formatting import format_bytes
 from thalweg.utils.log import get_logger
@@ -72,12 +66,7 @@ class Preflight:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        config: Config,
-        device: torch.device,
-        optimizer: Any = None,
+        self, model: nn.Module, mesh: DeviceMesh, config: Config, device: torch.device, optimizer: Any = None
     ) -> None:
         """``optimizer``: the one that the program has built, if any, or what makes it."""
         self.mode = config.memory.preflight

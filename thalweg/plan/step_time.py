@@ -91,9 +91,6 @@ def combine_times(breakdown: dict[str, float], cluster: Cluster) -> tuple[float,
         transfer_seconds = sum(
             value for key, value in breakdown.items() if key.startswith(("links", "network", "host", "disk"))
         )
-        longer, shorter = (
-            max(rank_seconds, transfer_seconds, breakdown["calls"]),
-            min(rank_seconds, transfer_seconds),
-        )
+        longer, shorter = (max(rank_seconds, transfer_seconds, breakdown["calls"]), min(rank_seconds, transfer_seconds))
         seconds = longer + 0.1 * shorter
     return seconds, bottleneck

@@ -68,11 +68,7 @@ _CODECS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any],
         lambda p: datetime.timedelta(*p),
     ),
     "decimal": ((decimal.Decimal,), str, decimal.Decimal),
-    "fraction": (
-        (fractions.Fraction,),
-        lambda v: [v.numerator, v.denominator],
-        lambda p: fractions.Fraction(*p),
-    ),
+    "fraction": ((fractions.Fraction,), lambda v: [v.numerator, v.denominator], lambda p: fractions.Fraction(*p)),
     "uuid": ((uuid.UUID,), str, uuid.UUID),
     "namespace": ((argparse.Namespace,), lambda v: dict(vars(v)), lambda p: argparse.Namespace(**p)),
     "simple": ((types.SimpleNamespace,), lambda v: dict(vars(v)), lambda p: types.SimpleNamespace(**p)),
@@ -81,11 +77,7 @@ _CODECS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any],
     "size": ((torch.Size,), list, torch.Size),
     "bytearray": ((bytearray,), bytes, bytearray),
 }
-_BUILTIN_CONVERTERS: dict[type, Callable[[Any], Any]] = {
-    int: int.__int__,
-    float: float.__float__,
-    str: str.__str__,
-}
+_BUILTIN_CONVERTERS: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 _ENCODERS_BY_TYPE = {cls: (name, codec[1]) for name, codec in _CODECS.items() for cls in codec[0]}
 
 
@@ -160,10 +152,7 @@ class _TreeEncoder:
         if kind in _ENCODERS_BY_TYPE:
             name, to_parts = _ENCODERS_BY_TYPE[kind]
             return _make_tagged(name, self.encode(to_parts(value), path))
-        for (
-            base,
-            plain,
-        ) in _BUILTIN_CONVERTERS.items():  # an IntEnum, say, comes back equal as the plain value
+        for base, plain in _BUILTIN_CONVERTERS.items():  # an IntEnum, say, comes back equal as the plain value
             if isinstance(value, base) and plain(value) == value:
                 return self.encode(plain(value), path)
         return self._fail(path, f"is a {kind.__module__}.{kind.__qualname__}, which has no safe form on disk")
@@ -191,18 +180,14 @@ class _TreeEncoder:
             or type(value) not in (numpy.ndarray, value.dtype.type)
         ):
             self._fail(
-                path,
-                f"is a numpy {type(value).__name__} of dtype {value.dtype}, which has no safe form on disk",
+                path, f"is a numpy {type(value).__name__} of dtype {value.dtype}, which has no safe form on disk"
             )
         if isinstance(value, numpy.generic):
             return {**_make_tagged("numpy", _base64_encode(value.tobytes())), "dtype": value.dtype.str}
         copied = numpy.array(value, copy=True, order="C")
         details = {"dtype": value.dtype.str, "shape": list(value.shape)}
         raw = torch.frombuffer(bytearray(copied.tobytes()), dtype=torch.uint8) if copied.nbytes else None
-        return {
-            **_make_tagged("ndarray", None if raw is None else self._extract_tensor(raw, path)),
-            **details,
-        }
+        return {**_make_tagged("ndarray", None if raw is None else self._extract_tensor(raw, path)), **details}
 
     def _extract_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         name = "/".join((self.prefix, *path))

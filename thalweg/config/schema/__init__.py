@@ -9,9 +9,10 @@ keys of the JSON.  It passes through these files::
     resolve.py  every "auto" and the batch equation filled in      (``resolve``)
 
 Invariants: an option that is not declared here is an error; an option that is declared is
-either read by some room, or listed in ``support.IGNORED`` with the reason, or answered by
-``support.UNSUPPORTED`` when switched on.  ``tests/repo/config_schema.txt`` lists every option,
-its type and default; a test compares it, so that each change is seen in review.
+either read by some room, or marked beside it as ``ignored`` with the reason, or as ``unsupported`` with what to do
+when it is switched on, or in the table of blocks that nothing reads (unsupported.py).
+``tests/repo/config_schema.txt`` lists every option, its type and default; a test compares it, so that each change is
+seen in review.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
 
-from thalweg.config.schema import parallel, training, unsupported, zero
+from thalweg.config.schema import parallel, training, zero
 from thalweg.config.schema.base import (
     AUTO,
     UNSET,
@@ -32,10 +33,14 @@ from thalweg.config.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
+    ignored,
     to_jsonable,
+    unsupported,
 )
+from thalweg.config.schema.unsupported import UNREAD_BLOCKS
+from thalweg.config.schema.zero import ONLY_ALL_GATHER
 
+_SAYS_WHEN = "says when the mean is divided, not what it is"
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
@@ -48,7 +53,7 @@ class Provenance:
     renamed: tuple[str, ...] = ()
 
 
-class Config(Section):
+class Config(UNREAD_BLOCKS):
     """The whole config.  ``load`` makes it, ``resolve`` completes it, the engine keeps it."""
 
     train_batch_size: PositiveInt = AUTO
@@ -58,12 +63,14 @@ class Config(Section):
     sequence_parallel_size: PositiveInt = 1
     context_parallel_size: PositiveInt = 1
     gradient_clipping: NonNegativeFloat = 0.0
-    prescale_gradients: bool = False
-    gradient_predivide_factor: PositiveFloat = 1.0
+    prescale_gradients: bool = ignored(False, _SAYS_WHEN)
+    gradient_predivide_factor: PositiveFloat = ignored(1.0, _SAYS_WHEN)
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     token_weighted_loss: bool = False
     communication_data_type: Dtype | None = None
-    seq_parallel_communication_data_type: Dtype | None = "fp32"
+    seq_parallel_communication_data_type: Dtype | None = ignored(
+        "fp32", "attention is exchanged in the dtype of the activations"
+    )
     seed: NonNegativeInt | None = None
     deterministic: bool = False
     cpu_kernels: Literal["auto", "torch"] = "auto"
@@ -73,14 +80,14 @@ class Config(Section):
     memory_breakdown: bool = False
     dump_state: bool = False
     log_level: Annotated[LogLevel, LowerCase] | None = None
-    vocabulary_size: PositiveInt | None = None
-    managed_gradient_accumulation: bool = True
-    zero_allow_untested_optimizer: bool = False
-    zero_force_ds_cpu_optimizer: bool = True
-    disable_allgather: bool = False
-    sparse_gradients: bool = False
-    graph_harvesting: bool = False
-    use_data_before_expert_parallelism: bool = False
+    vocabulary_size: PositiveInt | None = ignored(None, "was used for a warning about its divisor")
+    managed_gradient_accumulation: bool = unsupported(True, "set it to true")
+    zero_allow_untested_optimizer: bool = ignored(False, "every optimiser works at every stage")
+    zero_force_ds_cpu_optimizer: bool = ignored(True, "torch's own fused kernels run on the CPU")
+    disable_allgather: bool = ignored(False, ONLY_ALL_GATHER)
+    sparse_gradients: bool = ignored(False, "gradients are reduced dense; the values are the same")
+    graph_harvesting: bool = unsupported(False, "set it to false; compile.enabled is built")
+    use_data_before_expert_parallelism: bool = ignored(False, "expert-parallel ranks are neighbours on the data axis")
 
     optimizer: training.Optimizer | None = None
     scheduler: training.SchedulerConfig | None = None
@@ -88,40 +95,23 @@ class Config(Section):
     bf16: training.BF16 = training.BF16()
     torch_autocast: training.TorchAutocast = training.TorchAutocast()
     data_types: training.DataTypes = training.DataTypes()
-    amp: unsupported.Amp = unsupported.Amp()
     zero_optimization: zero.ZeroOptimization = zero.ZeroOptimization()
-    aio: zero.Aio = zero.Aio()
     activation_checkpointing: training.ActivationCheckpointing = training.ActivationCheckpointing()
     tiling: training.Tiling = training.Tiling()
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()
-    nebula: unsupported.Nebula = unsupported.Nebula()
-    datastates_ckpt: Literal[False] | AnyDict = False
+    datastates_ckpt: Literal[False] | AnyDict = unsupported(False, "remove it")
     health: training.Health = training.Health()
     memory: training.Memory = training.Memory()
-    timers: training.Timers = training.Timers()
     tensorboard: training.FileMonitor = training.FileMonitor()
     csv_monitor: training.FileMonitor = training.FileMonitor()
     jsonl_monitor: training.FileMonitor = training.FileMonitor()
     wandb: training.WandB = training.WandB()
-    comet: unsupported.Comet = unsupported.Comet()
     comms_logger: training.CommsLogger = training.CommsLogger()
-    flops_profiler: unsupported.FlopsProfiler = unsupported.FlopsProfiler()
 
     tensor_parallel: parallel.TensorParallel = parallel.TensorParallel()
     expert_parallel: parallel.ExpertParallel = parallel.ExpertParallel()
     pipeline: parallel.PipelineConfig = parallel.PipelineConfig()
-    hybrid_engine: unsupported.HybridEngine = unsupported.HybridEngine()
-    weight_quantization: unsupported.WeightQuantization | None = None
-    data_efficiency: unsupported.DataEfficiency = unsupported.DataEfficiency()
-    curriculum_learning: unsupported.CurriculumLearning = unsupported.CurriculumLearning()
-    progressive_layer_drop: unsupported.ProgressiveLayerDrop = unsupported.ProgressiveLayerDrop()
-    eigenvalue: unsupported.Eigenvalue = unsupported.Eigenvalue()
-    quantize_training: unsupported.QuantizeTraining = unsupported.QuantizeTraining()
-    compression_training: unsupported.CompressionTraining = unsupported.CompressionTraining()
-    sparse_attention: unsupported.SparseAttention | None = None
-    elasticity: unsupported.Elasticity = unsupported.Elasticity()
-    autotuning: unsupported.Autotuning = unsupported.Autotuning()
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
 
@@ -145,11 +135,21 @@ class Config(Section):
 
         return format_config(self, self._provenance)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By values: the classes of blocks that nothing reads have no name to be found by.
+        return _unpickle, (self.to_dict(), self._provenance)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         return hash(repr(self.to_dict()))
+
+
+def _unpickle(values: dict[str, Any], provenance: Provenance) -> Config:
+    config = Config.model_validate(values)
+    config._provenance = provenance
+    return config
 
 
 @dataclass(frozen=True)

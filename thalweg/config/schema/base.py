@@ -15,7 +15,7 @@ Rules that hold for every option of every block:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 AUTO: Any = "auto"
 UNSET: Any = None  # the default of an option whose "auto" is a choice of its own: the plan's
 _INT64_LIMIT = 2**63
+SINGLE_GRADIENT_PATH = "there is one gradient path for every stage"
 
 
 class FrozenDict(dict):
@@ -78,7 +79,7 @@ def coerce_int(value: Any) -> Any:
     return value
 
 
-def _to_str_tuple(value: Any) -> Any:
+def to_str_tuple(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -109,13 +110,24 @@ NonNegativeFloat = pydantic.NonNegativeFloat
 PositiveFloat = pydantic.PositiveFloat
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-StrTuple = Annotated[tuple[str, ...], BeforeValidator(_to_str_tuple)]
+StrTuple = Annotated[tuple[str, ...], BeforeValidator(to_str_tuple)]
 IntTuple = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(to_tuple)]
 Betas = Annotated[tuple[DecayRate, DecayRate], BeforeValidator(to_tuple)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_canonical_dtype)]
 AnyTuple = Annotated[tuple[Any, ...], BeforeValidator(to_tuple)]
 LowerCase = BeforeValidator(_to_lower)
 AnyDict = Annotated[dict[str, Any], Field(strict=True)]
+
+
+def ignored(default: Any, why: str) -> Any:
+    """An option that means nothing on FSDP2: it is accepted, and listed once with the reason where it was set."""
+    return Field(default, json_schema_extra={"ignored": why})
+
+
+def unsupported(default: Any, hint: str, on: Callable[[Any], bool] | None = None) -> Any:
+    """A switch of later work: where it is ``on`` (else: not at its default) it is an error that says what to do."""
+    notes: dict[str, Any] = {"unsupported": hint, "on": on or (lambda value: value != default)}
+    return Field(default, json_schema_extra=notes)
 
 
 class Section(BaseModel):

@@ -2,93 +2,83 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator
+from typing import Literal
 
 from thalweg.config.schema.base import (
     AUTO,
     AnyTuple,
     Dtype,
-    Int64,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
-    StrTuple,
-    to_tuple,
+    ignored,
+    unsupported,
 )
+from thalweg.config.schema.unsupported import UnreadBlock, ignored_options
 
 
 class TPSize(Section):
     """DeepSpeed's inner block of tensor parallelism."""
 
     tp_size: PositiveInt = 1
-    tp_grain_size: PositiveInt = 1
+    tp_grain_size: PositiveInt = ignored(1, "layers are cut by whole heads and even widths")
 
 
-class TPLayerSpec(Section):
-    """How the parameters that match ``patterns`` are split."""
-
-    patterns: StrTuple = ()
-    partition_type: Literal["row", "column", "skip"] = "column"
-    shape: AnyTuple | None = None
-    partition_dim: Int64 | None = None
-    model_types: StrTuple | None = None
-
-
-class TPPartition(Section):
+class TPPartition(UnreadBlock):
     """The user's own table of splits."""
 
     use_default_specs: bool = True
-    layer_specs: Annotated[tuple[TPLayerSpec, ...], BeforeValidator(to_tuple)] = ()
+    layer_specs: AnyTuple = unsupported((), "remove it; layers are found by themselves")
 
 
 class TensorParallel(Section):
     """Each linear layer split over ``autotp_size`` ranks (0 and 1: not at all)."""
 
     autotp_size: NonNegativeInt = 0
-    dtype: Dtype = "fp16"
-    tp_overlap_comm: bool = False
-    sequence_parallel: bool = False
+    dtype: Dtype = ignored("fp16", "the dtypes are those of bf16, fp16 and data_types")
+    tp_overlap_comm: bool = ignored(False, "layers wait for their sums; it cannot change a result")
+    sequence_parallel: bool = unsupported(
+        False, "set it to false; sequence_parallel_size and context_parallel_size cut the activations of norms too"
+    )
     partition_config: TPPartition | None = None
-    preset_model: str | None = None
-    keep_module_on_host: bool = False
-    replace_with_kernel_inject: bool = False
+    preset_model: str | None = ignored(None, "the family is read off the model's own config")
+    keep_module_on_host: bool = ignored(False, "the model is cut tensor by tensor where it is")
+    replace_with_kernel_inject: bool = ignored(False, "no kernel is injected")
     tp: TPSize = TPSize()
 
 
-class ExpertParallel(Section):
+_FOUND_BY_STRUCTURE = ignored_options(
+    "experts are found by their structure, whatever the model is called",
+    **dict.fromkeys(("preset_model", "expert_w1", "expert_w2", "expert_w3", "has_shared_experts")),
+    **dict.fromkeys(("shared_experts_pattern", "shared_experts_gate_pattern")),
+)
+_OWN_ROUTER = ignored_options(
+    "the model's own router decides; it runs as it is",
+    _FOUND_BY_STRUCTURE,
+    **dict.fromkeys(
+        ("router_pattern", "route_norm", "score_func", "score_apply", "combine_impl", "top_k", "top_k_attr")
+    ),
+    **dict.fromkeys(("routed_scaling_factor", "num_expert_groups", "num_limited_groups")),
+    route_scale=1.0,
+)
+
+
+class ExpertParallel(_OWN_ROUTER):
     """Experts spread over ``autoep_size`` ranks."""
 
-    enabled: bool = False
+    enabled: bool = ignored(False, "experts are spread where autoep_size is above 1")
     autoep_size: PositiveInt = 1
-    expert_tensor_parallel_size: PositiveInt = 1
-    preset_model: str | None = None
+    expert_tensor_parallel_size: PositiveInt = unsupported(
+        1, "set it to 1; tensor_parallel cuts experts as it cuts the other layers"
+    )
     moe_layer_pattern: str | None = None
-    router_pattern: str | None = None
     expert_pattern: str | None = None
     use_grouped_mm: bool = True
-    disable_triton_grouped_mm: bool = False
-    validate_folding_routing: bool = False
-    route_norm: bool | None = None
-    route_scale: NonNegativeFloat = 1.0
-    score_func: str | None = None
-    score_apply: str | None = None
-    combine_impl: str | None = None
-    top_k: PositiveInt | None = None
-    routed_scaling_factor: NonNegativeFloat | None = None
-    load_balance_coeff: NonNegativeFloat | None = None
-    num_expert_groups: PositiveInt | None = None
-    num_limited_groups: PositiveInt | None = None
-    expert_w1: str | None = None
-    expert_w2: str | None = None
-    expert_w3: str | None = None
+    disable_triton_grouped_mm: bool = ignored(False, "grouped products are torch's own")
+    validate_folding_routing: bool = ignored(False, "ranks of a tensor team route alike, to the bit")
+    load_balance_coeff: NonNegativeFloat | None = unsupported(None, "remove it; the model's own auxiliary loss counts")
     num_experts_attr: str | None = None
-    top_k_attr: str | None = None
-    has_shared_experts: bool | None = None
-    shared_experts_pattern: str | None = None
-    shared_experts_gate_pattern: str | None = None
 
 
 class PipelineConfig(Section):
@@ -99,8 +89,8 @@ class PipelineConfig(Section):
     micro_batches: PositiveInt = AUTO
     virtual_stages: PositiveInt = 1
     partition: str = "best"
-    seed_layers: bool = False
+    seed_layers: bool = ignored(False, "PipelineModule(seed_layers=...) says so")
     activation_checkpoint_interval: NonNegativeInt = 0
-    pipe_partitioned: bool = True
-    grad_partitioned: bool = True
-    use_reentrant: bool = True
+    pipe_partitioned: bool = ignored(True, "activations between stages travel whole")
+    grad_partitioned: bool = ignored(True, "gradients between stages travel whole")
+    use_reentrant: bool = ignored(True, "recomputation is never re-entrant; it gives the same values")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from thalweg.config.schema.base import (
+    SINGLE_GRADIENT_PATH,
     AnyDict,
     Dtype,
     FrozenDict,
@@ -15,14 +16,20 @@ from thalweg.config.schema.base import (
     PositiveInt,
     Section,
     StrTuple,
+    ignored,
+    unsupported,
 )
+from thalweg.config.schema.unsupported import block, ignored_options
+
+_UNBUILT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+_EVERY_COLLECTIVE = "the ledger counts every collective"
 
 
 class FP16(Section):
     """Half precision with loss scaling: static where ``loss_scale`` > 0, else dynamic."""
 
     enabled: bool = False
-    auto_cast: bool = False
+    auto_cast: bool = ignored(False, "floating-point inputs are always cast to the compute dtype")
     loss_scale: NonNegativeFloat = 0.0
     initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16
     loss_scale_window: NonNegativeInt = 1000
@@ -36,8 +43,8 @@ class BF16(Section):
     """bfloat16 compute over fp32 master weights; no loss scaling."""
 
     enabled: bool = False
-    immediate_grad_update: bool = False
-    check_grad_overflow: bool = True
+    immediate_grad_update: bool = ignored(False, SINGLE_GRADIENT_PATH)
+    check_grad_overflow: bool = ignored(True, "a step whose gradients are not finite is always skipped, in every dtype")
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
@@ -47,7 +54,9 @@ class TorchAutocast(Section):
 
     enabled: bool = False
     dtype: Dtype = "bf16"
-    lower_precision_safe_modules: StrTuple | None = None
+    lower_precision_safe_modules: StrTuple | None = ignored(
+        None, "autocast picks by operator; see communication_data_type"
+    )
 
 
 class DataTypes(Section):
@@ -62,9 +71,11 @@ class DataTypes(Section):
 class Optimizer(Section):
     """``params`` hold what the user gave, checked by the table in ``schema/optimizer.py``."""
 
-    type: str
+    type: str = unsupported(
+        ..., "use Adam or Lamb; gradients are then sent uncompressed", on=lambda name: name in _UNBUILT_OPTIMIZERS
+    )
     params: AnyDict = FrozenDict()
-    legacy_fusion: bool = False
+    legacy_fusion: bool = ignored(False, "chose between two fused kernels of DeepSpeed")
 
 
 class SchedulerConfig(Section):
@@ -81,11 +92,11 @@ class ActivationCheckpointing(Section):
     every: PositiveInt = 1
     offload: Literal["none", "cpu", "nvme"] = "none"
     partition_activations: bool = False
-    contiguous_memory_optimization: bool = False
+    contiguous_memory_optimization: bool = ignored(False, "torch's allocator places activations")
     cpu_checkpointing: bool = False
-    number_checkpoints: NonNegativeInt | None = None
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
+    number_checkpoints: NonNegativeInt | None = ignored(None, "sized a buffer that is not needed")
+    synchronize_checkpoint_boundary: bool = ignored(False, "no synchronisation is needed between units")
+    profile: bool = ignored(False, "wall_clock_breakdown times the phases")
 
 
 class Tiling(Section):
@@ -103,8 +114,19 @@ class Tiling(Section):
     mlp_modules: StrTuple | None = None
 
 
-class Compile(Section):
-    """``torch.compile`` of each unit; the lower half are the keys of DeepCompile."""
+_DEEPCOMPILE = ignored_options(
+    "belongs to DeepCompile; torch.compile decides by itself",
+    **dict.fromkeys(("offload_activation_pin_memory", "double_buffer", "keep_int_input_tensors"), True),
+    **dict.fromkeys(("symmetric_memory", "debug_log", "keep_all_input_tensors", "sync_before_reduce"), False),
+    **dict.fromkeys(("sync_after_reduce", "sync_before_allgather", "sync_after_allgather"), False),
+    free_activation_threshold=10 * 1024 * 1024,
+    passes=None,
+)
+_ONLY_ENABLED = "set it to false; compile.enabled alone is built"
+
+
+class Compile(_DEEPCOMPILE):
+    """``torch.compile`` of each unit; the lower half are switches of DeepCompile."""
 
     enabled: bool = False
     backend: str = "inductor"
@@ -112,68 +134,54 @@ class Compile(Section):
     dynamic: bool | None = None
     fullgraph: bool = False
     kwargs: AnyDict = FrozenDict()
-    deepcompile: bool = False
-    free_activation: bool = False
-    free_activation_threshold: NonNegativeInt = 10 * 1024 * 1024
-    offload_activation: bool = False
-    offload_activation_pin_memory: bool = True
-    offload_opt_states: bool = False
-    offload_parameters: bool = False
-    double_buffer: bool = True
-    symmetric_memory: bool = False
-    debug_log: bool = False
-    sync_before_reduce: bool = False
-    sync_after_reduce: bool = False
-    sync_before_allgather: bool = False
-    sync_after_allgather: bool = False
-    keep_int_input_tensors: bool = True
-    keep_all_input_tensors: bool = False
-    passes: StrTuple | None = None
+    deepcompile: bool = unsupported(False, _ONLY_ENABLED)
+    free_activation: bool = unsupported(False, _ONLY_ENABLED)
+    offload_activation: bool = unsupported(False, _ONLY_ENABLED)
+    offload_opt_states: bool = unsupported(False, _ONLY_ENABLED)
+    offload_parameters: bool = unsupported(False, _ONLY_ENABLED)
 
 
 def _capitalize(value: object) -> object:
     return value.capitalize() if isinstance(value, str) else value
 
 
-class CheckpointWriter(Section):
-    """DeepSpeed's choice of writer; Thalweg has one."""
-
-    type: str = "fast"
-    io_buffer_size: NonNegativeInt = 64 * 1024**2
-    io_buffer_double: bool = True
-    io_multiplier: PositiveInt = 1
-    show_statistics: bool = False
-    data_parallel: str | None = None
-    decoupled: bool = False
-
-
-class ParallelWrite(Section):
-    """DeepSpeed's per-stage writing for pipelines."""
-
-    pipeline_stage: bool = False
+_WRITER = block(
+    type="fast",
+    io_buffer_size=64 * 1024**2,
+    io_buffer_double=True,
+    io_multiplier=1,
+    show_statistics=False,
+    data_parallel=None,
+    decoupled=unsupported(False, "set it to false; saving then waits for the disk"),
+)
+_WRITERS = block(
+    {"writer": (_WRITER | None, ignored(None, "there is one writer"))},
+    base=Section,
+    parallel_write=ignored(block(pipeline_stage=False), "every rank writes its own shard"),
+)
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(_WRITERS):
     """How checkpoints are kept and taken up again."""
 
     tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capitalize)] = "Warn"
     keep: Literal["all"] | PositiveInt = "all"
     resume: Literal["auto", "must", "never"] = "auto"
-    asynchronous: bool = False
-    load_universal: bool = False
-    use_node_local_storage: bool = False
-    checkpoint_serialization: bool = True
-    parallel_write: ParallelWrite = ParallelWrite()
-    writer: CheckpointWriter | None = None
+    asynchronous: bool = unsupported(False, "set it to false; saving then waits for the disk")
+    load_universal: bool = ignored(False, "every checkpoint is universal")
+    use_node_local_storage: bool = unsupported(False, "set it to false and save to a shared folder")
+    checkpoint_serialization: bool = ignored(True, "one format: safetensors shards and a manifest")
 
 
 class Health(Section):
     """What a run does about silence, non-finite values and spikes."""
 
-    heartbeat_seconds: NonNegativeFloat | None = None
-    hang_seconds: NonNegativeFloat | None = None
-    non_finite: Literal["skip", "rewind", "stop"] = "skip"
-    spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
+    heartbeat_seconds: NonNegativeFloat | None = unsupported(None, "remove it")
+    hang_seconds: NonNegativeFloat | None = unsupported(
+        None, "remove it; the process group's timeout still ends a hung run"
+    )
+    non_finite: Literal["skip", "rewind", "stop"] = unsupported("skip", 'set it to "skip"')
+    spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = unsupported("ignore", 'set it to "ignore"')
 
 
 class Memory(Section):
@@ -183,19 +191,6 @@ class Memory(Section):
     host_limit: NonNegativeInt | str | None = None
     nvme_path: str | None = None
     preflight: Literal["refuse", "warn", "off"] = "refuse"
-
-
-class ThroughputTimer(Section):
-    """DeepSpeed's throughput timer."""
-
-    enabled: bool = True
-    synchronized: bool = True
-
-
-class Timers(Section):
-    """DeepSpeed's timers."""
-
-    throughput: ThroughputTimer = ThroughputTimer()
 
 
 class FileMonitor(Section):
@@ -220,6 +215,6 @@ class CommsLogger(Section):
 
     enabled: bool = False
     verbose: bool = False
-    prof_all: bool = True
-    debug: bool = False
-    prof_ops: StrTuple = ()
+    prof_all: bool = ignored(True, _EVERY_COLLECTIVE)
+    debug: bool = ignored(False, "the ledger names the module of every collective in any case")
+    prof_ops: StrTuple = ignored((), _EVERY_COLLECTIVE)

@@ -204,10 +204,7 @@ def _audio_inputs(
     model: nn.Module, config: Any, names: list[str], batch_size: int, requested_length: int | None
 ) -> InputSpec:
     """Spectra as Whisper and its like take them (always a whole window), or samples; texts as labels."""
-    frames, bands = (
-        _first_positive_int(config, "max_source_positions"),
-        _first_positive_int(config, "num_mel_bins"),
-    )
+    frames, bands = (_first_positive_int(config, "max_source_positions"), _first_positive_int(config, "num_mel_bins"))
     if "input_features" in names and frames and bands:
         strides = [module.stride[0] for module in model.modules() if isinstance(module, nn.Conv1d)]
         shape: tuple[int, ...] = (batch_size, bands, frames * prod(strides))

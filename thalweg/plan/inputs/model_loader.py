@@ -166,13 +166,7 @@ _ENCODER_DECODER_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq
 def _build_default_class(library: Any, config: Any) -> nn.Module:
     """The class that people train of a kind of model, where its config names none."""
     first = _ENCODER_DECODER_AUTO_CLASSES if getattr(config, "is_encoder_decoder", False) else _DECODER_AUTO_CLASSES
-    for name in (
-        *first,
-        *_DECODER_AUTO_CLASSES,
-        *_ENCODER_DECODER_AUTO_CLASSES,
-        "AutoModelForMaskedLM",
-        "AutoModel",
-    ):
+    for name in (*first, *_DECODER_AUTO_CLASSES, *_ENCODER_DECODER_AUTO_CLASSES, "AutoModelForMaskedLM", "AutoModel"):
         auto = getattr(library, name)
         if type(config) in auto._model_mapping:
             return auto.from_config(config)

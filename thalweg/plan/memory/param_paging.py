@@ -30,11 +30,7 @@ class _FakePagedUnit:
     def __init__(self, rank_memory: RankMemory, name: str, packed_bytes: int, unsharded_bytes: int) -> None:
         self.name, self.phase, self.in_use, self.released_at = name, cast(PagingPhase, "out"), False, -1
         self.last_use, self.read_bytes = 0, 0
-        self._rank_memory, self.packed_bytes, self._unsharded_bytes = (
-            rank_memory,
-            packed_bytes,
-            unsharded_bytes,
-        )
+        self._rank_memory, self.packed_bytes, self._unsharded_bytes = (rank_memory, packed_bytes, unsharded_bytes)
         self.reserved_bytes = round_up(packed_bytes, HUGE_PAGE)
         self._resident_bytes = 0  # bytes of the image that are in memory
 
@@ -134,9 +130,7 @@ class DiskOperands:
 
 
 def plan_streamed_update(
-    updates: Sequence[Sequence[tuple[ParamSpec, DiskOperands]]],
-    state_dtypes: Sequence[torch.dtype],
-    run_spec: RunSpec,
+    updates: Sequence[Sequence[tuple[ParamSpec, DiskOperands]]], state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> StreamedUpdate:
     """What the updates of a step (each a list of parameters) move through the ring of buffers."""
     depth, size = run_spec.optimizer_offload.buffer_ring_args

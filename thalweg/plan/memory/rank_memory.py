@@ -117,16 +117,10 @@ class RankMemory:
         resident_bytes = self.resident_bytes
         if resident_bytes > self.peak_bytes:
             self.peak_bytes = resident_bytes
-            self._mmapped_at_peak, self._heap_at_peak = (
-                dict(self.mmapped_bytes),
-                (top, self._live_at_heap_peak),
-            )
+            self._mmapped_at_peak, self._heap_at_peak = (dict(self.mmapped_bytes), (top, self._live_at_heap_peak))
         if self._segment and resident_bytes > self._segment_peak:
             alive = self._live_at_heap_peak if self.heap is not None else dict(self.live_bytes)
-            self._segment_peak, self._state_at_segment_peak = (
-                resident_bytes,
-                (top, alive, dict(self.mmapped_bytes)),
-            )
+            self._segment_peak, self._state_at_segment_peak = (resident_bytes, (top, alive, dict(self.mmapped_bytes)))
 
     def breakdown_at_peak(self) -> MemoryBreakdown:
         """The peak by what it is for; holes are what the heap holds beyond what is alive at its highest."""

@@ -109,11 +109,7 @@ def _measure_trial(trial: Trial, planner: Planner, model_path: str, timeout: flo
     limit = int(trial.plan.per_rank.total * _MEMORY_SLACK) + (1 << 28)
     if planner.cluster.host_memory is not None:
         limit = min(limit, planner.cluster.host_memory // world_size)
-    job = {
-        "model": model_path,
-        "config": trial.plan.config.to_dict(),
-        "sequence_length": planner.sequence_length,
-    }
+    job = {"model": model_path, "config": trial.plan.config.to_dict(), "sequence_length": planner.sequence_length}
     with tempfile.TemporaryDirectory(prefix="thalweg-tune-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
         workers = [_start_worker(Path(folder), rank, world_size) for rank in range(world_size)]

@@ -209,10 +209,7 @@ def _install_unit_hooks(
         source.paged_units = frozenset(paged)
     for unit_name, members in by_unit.items():
         info = _build_unit_info(unit_name, [param_specs[name] for name, _ in members], source.run_spec)
-        info.param_names, info.is_trainable = (
-            [name for name, _ in members],
-            any(p.requires_grad for _, p in members),
-        )
+        info.param_names, info.is_trainable = ([name for name, _ in members], any(p.requires_grad for _, p in members))
         unit = FsdpUnitEvents(source, info, [p for _, p in members])
         source.units.append(unit)
         module = model.get_submodule(unit_name)
@@ -303,10 +300,7 @@ def _explain_model_errors(model: nn.Module, input_spec: InputSpec) -> Iterator[N
     try:
         yield
     except Exception as error:
-        specs_by_name = {
-            **{str(index): one for index, one in enumerate(input_spec.args)},
-            **input_spec.kwargs,
-        }
+        specs_by_name = {**{str(index): one for index, one in enumerate(input_spec.args)}, **input_spec.kwargs}
         inputs = ", ".join(
             f"{key} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
             for key, one in specs_by_name.items()
@@ -320,11 +314,7 @@ def _explain_model_errors(model: nn.Module, input_spec: InputSpec) -> Iterator[N
 
 
 def _record_reductions_only(source: FsdpEventSource) -> None:
-    for name in (
-        "forward",
-        "backward",
-        *(f"last {u.info.name}" for u in source.units if u.info.is_trainable),
-    ):
+    for name in ("forward", "backward", *(f"last {u.info.name}" for u in source.units if u.info.is_trainable)):
         source.recorder.record_mark(name)
 
 
