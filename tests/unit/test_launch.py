@@ -160,6 +160,6 @@ def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
     ],
 )
 def test_the_scripts_arguments_are_set_apart(arguments: list[str], mine: list[str], script: list[str]) -> None:
-    subparsers = argparse.ArgumentParser().add_subparsers()
-    run.add_parser(subparsers)
-    assert run.split_passthrough(subparsers.choices["run"], arguments) == (mine, script)
+    parser = argparse.ArgumentParser(**run.PARSER_OPTIONS)
+    run.add_arguments(parser)
+    assert run.split_passthrough(parser, arguments) == (mine, script)

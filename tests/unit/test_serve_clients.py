@@ -300,10 +300,10 @@ class Terminal(io.StringIO):
 
 def talk(server: ServerThread, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     parser = argparse.ArgumentParser()
-    chat.add_parser(parser.add_subparsers())
+    chat.add_arguments(parser)
     monkeypatch.setattr("sys.stdin", Terminal(text))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    return chat.run(parser.parse_args(["chat", "--url", f"127.0.0.1:{server.port}/v1", *options]))
+    return chat.run(parser.parse_args(["--url", f"127.0.0.1:{server.port}/v1", *options]))
 
 
 def test_a_conversation_outlives_an_error(

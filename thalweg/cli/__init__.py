@@ -1,8 +1,8 @@
 """The command line: one program, one file for each subcommand.
 
-``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has
-``add_parser(subparsers)`` and ``run(args) -> int``) and no other, so `thalweg config` never pays for torch.
-A module that starts other programs has ``split_passthrough(parser, arguments)`` as well: what it sets apart
+``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has ``DESCRIPTION``,
+``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``) and no other, so `thalweg config` never pays for
+torch.  ``PARSER_OPTIONS`` are further keywords of its parser.  A module that starts other programs has ``split_passthrough(parser, arguments)`` as well: what it sets apart
 is in ``args.passthrough``, untouched.
 
 Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is not there), 1 for failure;
@@ -111,11 +111,13 @@ def _build_parser(command: str | None) -> tuple[argparse.ArgumentParser, Any, An
     subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", parser_class=_SuggestingParser)
     module = None
     for name, text in available_commands().items():
-        if name == command:
-            module = importlib.import_module(f"{__name__}.{name}")
-            module.add_parser(subparsers)
-        else:
+        if name != command:
             subparsers.add_parser(name, help=text)
+            continue
+        module = importlib.import_module(f"{__name__}.{name}")
+        texts = {"help": text, "description": module.DESCRIPTION, "epilog": module.EXAMPLES}
+        options = {"formatter_class": argparse.RawDescriptionHelpFormatter, **getattr(module, "PARSER_OPTIONS", {})}
+        module.add_arguments(subparsers.add_parser(name, **texts, **options))
     return parser, module, subparsers.choices.get(command or "")
 
 

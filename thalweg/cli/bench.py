@@ -15,26 +15,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import thalweg
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Run a benchmark of the checkout; what follows NAME goes to it (try NAME --help)."
+EXAMPLES = """examples:
   thalweg bench                          # what there is
   thalweg bench train_step --quick
   thalweg bench train_step --model 69m --ranks 2 4 --json
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``thalweg bench`` to the command line."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="run one of the benchmarks",
-        description="Run a benchmark of the checkout; what follows NAME goes to it (try NAME --help).",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="the benchmark; without it, the list of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--quick", action="store_true", help="a run of less than a minute")

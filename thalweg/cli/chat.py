@@ -10,7 +10,8 @@ from typing import Any
 
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
 
-_EPILOG = """examples:
+DESCRIPTION = "Talk to a model in the terminal: one loaded here, or one that a server has."
+EXAMPLES = """examples:
   thalweg chat ./my-model
   thalweg chat --url http://127.0.0.1:8000
 
@@ -20,15 +21,8 @@ Ctrl-C ends an answer; an empty line or Ctrl-D ends the conversation; /new begin
 Messages = list[dict[str, str]]
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add `chat` to the command line."""
-    parser = subparsers.add_parser(
-        "chat",
-        help="talk to a model in the terminal",
-        description="Talk to a model in the terminal: one loaded here, or one that a server has.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     # fmt: off
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a Hugging Face model's directory or name")
     add = parser.add_argument

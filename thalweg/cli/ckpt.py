@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Inspect, verify or export a checkpoint."
+EXAMPLES = """examples:
   thalweg ckpt inspect runs/a                      # the newest checkpoint below runs/a
   thalweg ckpt inspect runs/a/global_step100       # that one
   thalweg ckpt verify runs/a --tag global_step100
@@ -16,15 +17,8 @@ _EXAMPLES = """examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``ckpt`` and its three actions."""
-    parser = subparsers.add_parser(
-        "ckpt",
-        help="inspect, verify or export a checkpoint",
-        description="Inspect, verify or export a checkpoint.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     inspect = actions.add_parser("inspect", help="tag, step, world size, tensors and bytes")
     verify = actions.add_parser("verify", help="read every byte and name each damaged file and tensor")

@@ -10,7 +10,8 @@ import sys
 from thalweg.config import ConfigError, load_config
 from thalweg.utils.env import read_rank_info
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Check a config, all faults at once, and print what each option resolves to."
+EXAMPLES = """examples:
   thalweg config ds_config.json
   thalweg config ds_config.json --world-size 8 --json
   thalweg config - < ds_config.json
@@ -19,15 +20,8 @@ A config with faults: each of them on standard error, exit code 2.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add ``thalweg config``."""
-    parser = subparsers.add_parser(
-        "config",
-        help="check a ds_config.json and print it resolved",
-        description="Check a config, all faults at once, and print what each option resolves to.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     parser.add_argument(
         "file", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input"
     )
@@ -35,7 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--world-size", type=_parse_num_ranks, metavar="N", help="ranks in all (else the launcher's, else 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the resolved config as one JSON object")
-    parser.set_defaults(run=run)
 
 
 def _parse_num_ranks(text: str) -> int:

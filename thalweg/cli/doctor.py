@@ -41,7 +41,8 @@ _EXTRAS = {
 }
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 
-_EPILOG = """examples:
+DESCRIPTION = "Say what this machine has and what it lacks for training, with a cure for each lack."
+EXAMPLES = """examples:
   thalweg doctor
   thalweg doctor --json
 
@@ -59,15 +60,8 @@ class CheckResult:
     cure: str = ""
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add `doctor` to the command line."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="say what this machine has and what it lacks",
-        description="Say what this machine has and what it lacks for training, with a cure for each lack.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 

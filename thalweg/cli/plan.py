@@ -10,7 +10,11 @@ from typing import Any
 
 from thalweg.cli.plan_pipeline import add_pipeline_options, show_pipeline
 
-_EXAMPLES = """examples:
+DESCRIPTION = (
+    "Say what a run will need: bytes of each rank, bytes over each link, seconds of a step; "
+    "whether it fits, and the cheapest configuration that does."
+)
+EXAMPLES = """examples:
   thalweg plan --model ./llama-3-70b --config ds_config.json --nodes 128 --devices-per-node 8 --device h100
   thalweg plan --model config.json --config ds_config.json --device-memory 80GiB --sequence-length 4096 --json
   thalweg plan --model config.json --config ds_config.json --devices-per-node 2 --html plan.html
@@ -32,21 +36,12 @@ def int_at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add ``thalweg plan``."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="what a run will need: bytes, traffic, seconds",
-        description="Say what a run will need: bytes of each rank, bytes over each link, seconds of a step; "
-        "whether it fits, and the cheapest configuration that does.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     add_model_options(parser, required=False)
     add_pipeline_options(parser)
     parser.add_argument("--html", metavar="FILE", help="also write one page with the memory timeline of a step")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
-    parser.set_defaults(run=run)
 
 
 def add_model_options(parser: argparse.ArgumentParser, required: bool = True) -> None:

@@ -16,7 +16,9 @@ from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
 from thalweg.launch.spec import LaunchSpec, build_local_job
 
-_EPILOG = """examples:
+DESCRIPTION = "Start a script on several processes of this host, or of the hosts of a hostfile."
+PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
+EXAMPLES = """examples:
   thalweg run --nproc 2 train.py --config ds_config.json
   thalweg run --nproc 4 -m package.train --steps 100
   thalweg run --hostfile hosts --include a:0,1@b train.py      over ssh, from one place
@@ -28,17 +30,8 @@ that of the first rank that failed, 128 + n for signal n.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add `run` to the command line."""
-    parser = subparsers.add_parser(
-        "run",
-        help="start a script on several processes, on this host or several",
-        description="Start a script on several processes of this host, or of the hosts of a hostfile.",
-        usage="thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     add = parser.add_argument
     # fmt: off
     add("--nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus", metavar="N",

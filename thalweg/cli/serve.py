@@ -15,7 +15,8 @@ from typing import Any
 from thalweg.cli.console import log_stderr
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
 
-_EPILOG = """examples:
+DESCRIPTION = "Serve a model over HTTP: OpenAI's API, /health, /metrics, and a chat page at /."
+EXAMPLES = """examples:
   thalweg serve ./my-model
   thalweg serve ./my-model --port 9000 --replicas 2 --quantization int8
   thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
@@ -28,15 +29,8 @@ Keys may also be in the environment variable THALWEG_API_KEY.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add `serve` to the command line."""
-    parser = subparsers.add_parser(
-        "serve",
-        help="serve a model over HTTP (OpenAI's API and a chat page)",
-        description="Serve a model over HTTP: OpenAI's API, /health, /metrics, and a chat page at /.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     # fmt: off
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face model's directory or name")
     add = parser.add_argument_group("the address").add_argument

@@ -10,7 +10,8 @@ from typing import Any
 
 from thalweg.cli.plan import add_model_options, check_parent_folder, cluster_options, int_at_least, read_config
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Search configurations with the plan, measure the best few, write the best one."
+EXAMPLES = """examples:
   thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
   thalweg tune --model ./gpt2 --config ds_config.json --best 5 --timeout 300 --json
 
@@ -20,15 +21,8 @@ in processes of their own.  The result is a config that `thalweg.initialize` tak
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add ``thalweg tune``."""
-    parser = subparsers.add_parser(
-        "tune",
-        help="find the fastest configuration that fits",
-        description="Search configurations with the plan, measure the best few, write the best one.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     add_model_options(parser)
     parser.add_argument(
         "--best", type=int_at_least(0), default=3, metavar="N", help="candidates to measure (3; 0 measures none)"
@@ -36,7 +30,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each of them (120)")
     parser.add_argument("--output", metavar="FILE", help="write the best config there")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,23 +23,19 @@ from typing import Any
 
 from thalweg.cli.demo.settings import DemoSettings
 
-_EXAMPLES = """examples:
+DESCRIPTION = (
+    "Train a GPT on the source text of Python's standard library: tokenizer, ZeRO, "
+    "checkpoint, reload at world size 1, a sample. No download; about two minutes on two cores."
+)
+EXAMPLES = """examples:
   thalweg demo
   thalweg demo --steps 40 --stage 2 --out /tmp/demo
   thalweg demo --json | python -m json.tool
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="train a GPT on real text on two processes, from nothing",
-        description="Train a GPT on the source text of Python's standard library: tokenizer, ZeRO, "
-        "checkpoint, reload at world size 1, a sample. No download; about two minutes on two cores.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
     default = DemoSettings(out="demo-out", results="")
     parser.add_argument("--steps", type=int, default=default.steps, help="optimiser steps (%(default)s)")
     parser.add_argument("--stage", type=int, default=default.stage, help="ZeRO stage, 0 to 3 (%(default)s)")
