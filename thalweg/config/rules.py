@@ -51,55 +51,53 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 RULES = (
     Rule(("bf16.enabled", "fp16.enabled"), _both_set, "false, because fp16.enabled is true; keep one of the two"),
-    Rule(
-        ("torch_autocast.dtype", "torch_autocast.enabled", "fp16.enabled"),
-        lambda dtype, autocast, on: autocast and on and dtype != "fp16",
-        '"fp16", because fp16.enabled is true; or switch one of the two off',
+    *(
+        Rule(
+            ("torch_autocast.dtype", "torch_autocast.enabled", f"{kind}.enabled"),
+            lambda dtype, autocast, on, kind=kind: autocast and on and dtype != kind,
+            f'"{kind}", because {kind}.enabled is true; or switch one of the two off',
+        )
+        for kind in ("fp16", "bf16")
     ),
-    Rule(
-        ("torch_autocast.dtype", "torch_autocast.enabled", "bf16.enabled"),
-        lambda dtype, autocast, on: autocast and on and dtype != "bf16",
-        '"bf16", because bf16.enabled is true; or switch one of the two off',
-    ),
-    Rule(
-        ("fp16.loss_scale_window", "fp16.enabled", "fp16.loss_scale"),
-        lambda window, on, scale: on and scale == 0 and window < 1,
-        "at least 1, because the loss scale is dynamic (fp16.loss_scale is 0)",
-    ),
-    Rule(
-        ("fp16.min_loss_scale", "fp16.enabled", "fp16.loss_scale"),
-        lambda min_scale, on, scale: on and scale == 0 and min_scale <= 0,
-        "above 0, because the loss scale is dynamic (fp16.loss_scale is 0)",
+    *(
+        Rule(
+            (f"fp16.{name}", "fp16.enabled", "fp16.loss_scale"),
+            lambda value, on, scale, is_wrong=is_wrong: on and scale == 0 and is_wrong(value),
+            f"{bound}, because the loss scale is dynamic (fp16.loss_scale is 0)",
+        )
+        for name, is_wrong, bound in (
+            ("loss_scale_window", lambda window: window < 1, "at least 1"),
+            ("min_loss_scale", lambda min_scale: min_scale <= 0, "above 0"),
+            ("hysteresis", lambda hysteresis: hysteresis < 1, "at least 1"),
+        )
     ),
     Rule(
         ("fp16.min_loss_scale", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power"),
         lambda min_scale, on, scale, power: on and scale == 0 and min_scale > 2.0**power,
         "at most the initial scale, 2 to the power of fp16.initial_scale_power",
     ),
-    Rule(
-        ("fp16.hysteresis", "fp16.enabled", "fp16.loss_scale"),
-        lambda hysteresis, on, scale: on and scale == 0 and hysteresis < 1,
-        "at least 1, because the loss scale is dynamic (fp16.loss_scale is 0)",
+    *(
+        Rule(
+            (f"{block}.{name}", f"{block}.enabled"),
+            lambda asked, on: asked and not on,
+            f"false, or {block}.enabled to be true",
+        )
+        for block, name in (
+            ("fp16", "fp16_master_weights_and_grads"),
+            ("bf16", "bf16_master_weights_and_grads"),
+            ("bf16", "bf16_optimizer_states"),
+        )
     ),
-    Rule(
-        ("fp16.fp16_master_weights_and_grads", "fp16.enabled"),
-        lambda master, on: master and not on,
-        "false, or fp16.enabled to be true",
-    ),
-    Rule(
-        ("bf16.bf16_master_weights_and_grads", "bf16.enabled"),
-        lambda master, on: master and not on,
-        "false, or bf16.enabled to be true",
-    ),
-    Rule(
-        ("prescale_gradients", "gradient_allreduce_op"),
-        lambda prescale, op: prescale and op == "sum",
-        'false, because gradient_allreduce_op is "sum", which divides by nothing',
-    ),
-    Rule(
-        ("token_weighted_loss", "gradient_allreduce_op"),
-        lambda on, op: on and op == "sum",
-        'false, because gradient_allreduce_op is "sum", which is a mean over nothing',
+    *(
+        Rule(
+            (path, "gradient_allreduce_op"),
+            lambda asked, op: asked and op == "sum",
+            f'false, because gradient_allreduce_op is "sum", which {what}',
+        )
+        for path, what in (
+            ("prescale_gradients", "divides by nothing"),
+            ("token_weighted_loss", "is a mean over nothing"),
+        )
     ),
     Rule(
         ("scheduler.params.cycle_max_lr", "scheduler.params.cycle_min_lr"),
@@ -170,11 +168,6 @@ RULES = (
         ("zero_optimization.zenflow.topk_ratio", "bf16.bf16_optimizer_states"),
         lambda ratio, low: low,
         "no zenflow block, or bf16.bf16_optimizer_states to be false",
-    ),
-    Rule(
-        ("bf16.bf16_optimizer_states", "bf16.enabled"),
-        lambda states, on: states and not on,
-        "false, or bf16.enabled to be true",
     ),
     Rule(
         ("bf16.bf16_optimizer_states", "optimizer.type"),
