@@ -2,8 +2,8 @@
 
 ``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has ``DESCRIPTION``,
 ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``) and no other, so `thalweg config` never pays for
-torch.  ``PARSER_OPTIONS`` are further keywords of its parser.  A module that starts other programs has ``split_passthrough(parser, arguments)`` as well: what it sets apart
-is in ``args.passthrough``, untouched.
+torch.  ``PARSER_OPTIONS`` are further keywords of its parser.  A module that starts other programs has
+``split_passthrough(parser, arguments)`` as well: what it sets apart is in ``args.passthrough``, untouched.
 
 Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is not there), 1 for failure;
 `thalweg run` passes on the code of the rank that failed.  Errors are one paragraph on standard error that
