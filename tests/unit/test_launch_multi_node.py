@@ -24,10 +24,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _BackendRend
 
 from thalweg.launch import local, schedulers
 from thalweg.launch import rendezvous as launch_rendezvous
+from thalweg.launch.cpu_affinity import CpuBinding
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, check_hostname, filter_hosts, read_hostfile
-from thalweg.launch.local import LocalJob
 from thalweg.launch.multi_node.ssh import remote_command
 from thalweg.launch.multi_node.static_nodes import resolve_node
 from thalweg.launch.network import interface_for, local_address_for
@@ -39,7 +39,7 @@ from thalweg.launch.rendezvous import (
     find_mismatch,
     join_nodes,
 )
-from thalweg.launch.spec import LaunchSpec
+from thalweg.launch.spec import LaunchSpec, LocalJob
 from thalweg.utils.env import RankInfo
 from thalweg.utils.rendezvous import rendezvous, serve_store
 
@@ -95,10 +95,10 @@ def test_filters_as_deepspeed_reads_them() -> None:
         ("a", "b", "one of them"),
         ("c", None, "not in the hostfile"),
         ("a:4", None, "slots 0 to 3"),
-        ("a:x", None, "is not `a:0,1`"),
+        ("a:x", None, "is not a list of slots in --include a:x"),
         ("a:3-1", None, "no range of slots"),
         ("a:0-99999999999", None, "no range of slots"),
-        ("a:", None, "is not `a:0,1`"),
+        ("a:", None, "is not a list of slots"),
         ("a@", None, "not a host's name"),
         ("a@a:1", None, "twice"),
         (None, "a@b", "no slot"),
@@ -263,7 +263,7 @@ class FakeNodes:
             heartbeat_timeout=self._heartbeat_timeout,
         )
         with_defaults = _node_info(**{"host": "ab"[node_rank] if node_rank < 2 else "c", **card})
-        return _in_thread(lambda: join_nodes(node, with_defaults, lambda text: None))
+        return _in_thread(lambda: join_nodes(node, with_defaults))
 
     def start_job(self, num_nodes: int = 2) -> list[NodeRendezvous]:
         """Launchers that have met and whose hearts beat."""
@@ -397,7 +397,7 @@ def test_no_heartbeat_outlives_a_job_that_breaks(monkeypatch: pytest.MonkeyPatch
     listener = bind_master("127.0.0.1")
     node = NodeSpec(0, 1, "127.0.0.1", listener.getsockname()[1], listener)
     with pytest.raises(OSError, match="no more processes") as caught:  # whose traceback holds the handler
-        local.run_local(LocalJob(1, "script.py", (), node=node))
+        local.run_local(LocalJob(LaunchSpec("script.py"), 1, CpuBinding((), 1), {}), node)
     assert caught.tb and not list_heartbeats()
 
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from thalweg.cli.run_hints import hint_for_option
 from thalweg.launch.env_forwarding import collect_forwarded_env
@@ -103,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     spec = _build_spec(args)
     hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
-        result = _run_with_scheduler(args, spec, hosts)
-    elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
+        _run_with_scheduler(args, spec, hosts)
+    if len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
         result = _run_over_ssh(args, spec, hosts)
     else:
         result = _run_on_this_host(args, spec, hosts)
@@ -156,7 +157,7 @@ def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[H
     if hosts:
         spec = replace(spec, slots=hosts[0].slots, chosen=hosts[0].chosen)
     spec, node = resolve_node(spec, args.num_nodes, args.node_rank, args.master_addr, os.environ)
-    result = run_local(build_local_job(spec, node))
+    result = run_local(build_local_job(spec), node)
     if node is not None and result.exit_code:
         sys.stderr.write(result.report)
         exit_process(result.exit_code)
@@ -173,23 +174,16 @@ def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host,
     return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ))
 
 
-def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> NoReturn:
     from thalweg.launch import schedulers
 
     num_nodes = None if args.num_nodes is None else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
-    tasks = schedulers.SchedulerJob(
-        spec,
-        hosts,
-        num_nodes,
-        environ,
-        args.master_addr,
-        args.python,
-        tuple(shlex.split(args.launcher_args)),
-    )
+    words = tuple(shlex.split(args.launcher_args))
+    tasks = schedulers.SchedulerJob(spec, hosts, num_nodes, environ, args.master_addr, args.python, words)
     command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command
     port = random.SystemRandom().choice(range(20000, 32000))
-    return schedulers.run_command(command(tasks), schedulers.build_environ(tasks, port))
+    schedulers.run_command(command(tasks), schedulers.build_environ(tasks, port))
 
 
 def _parse_positive_int(flag: str, text: str) -> int:

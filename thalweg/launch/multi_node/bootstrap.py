@@ -18,9 +18,7 @@ def main() -> int:
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
-    message = bytearray()
-    while (byte := os.read(inbox, 1)) and byte != b"\n":  # one by one: what follows is not ours
-        message += byte
+    message = read_line(inbox)
     if not message:
         return 1
     job_message = json.loads(message)
@@ -30,13 +28,20 @@ def main() -> int:
         if not sys.flags.safe_path:  # the interpreter put this file's folder there
             del sys.path[0]
         sys.path.insert(0, job_message["root"])
+        from thalweg.launch.local import exit_process
         from thalweg.launch.multi_node.remote_node import run_node
     except (OSError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    code = run_node(job_message, inbox)
-    sys.stderr.flush()
-    os._exit(code)  # a thread may wait in C++ for a host that is gone; the interpreter's end would abort it
+    return exit_process(run_node(job_message, inbox))
+
+
+def read_line(fd: int) -> bytes:
+    """One line, without its end; shorter where the stream ended.  Nothing beyond it is read."""
+    line = bytearray()
+    while (byte := os.read(fd, 1)) and byte != b"\n":
+        line += byte
+    return bytes(line)
 
 
 if __name__ == "__main__":

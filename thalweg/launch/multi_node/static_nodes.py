@@ -51,8 +51,7 @@ def resolve_node(
         raise ValueError(f"{rank_name} {index} must be from 0 to {num_hosts - 1}, as {nodes_name} is {num_hosts}")
     if node_rank_text is None:
         raise ValueError(
-            f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank "
-            "0 to "
+            f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank 0 to "
             f"{num_hosts - 1}, or on one alone with --hostfile"
         )
     host, _, port_text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
@@ -61,14 +60,10 @@ def resolve_node(
     if addr is None:
         raise ValueError(f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host")
     port = spec.master_port or _parse_int("the port to meet at,", port_text)
-    return spec, _make_node(addr, port, index, num_hosts)
-
-
-def _make_node(addr: str, port: int, node_rank: int, num_nodes: int) -> NodeSpec:
     from thalweg.launch.rendezvous import NodeSpec, bind_master
 
-    listener = bind_master(addr, port, multi_node=True) if node_rank == 0 else None
-    return NodeSpec(node_rank, num_nodes, addr, port, listener)
+    listener = bind_master(addr, port, multi_node=True) if index == 0 else None
+    return spec, NodeSpec(index, num_hosts, addr, port, listener)
 
 
 def _option_or_env(flag: str, value: str | None, name: str, environ: Mapping[str, str]) -> tuple[str | None, str]:
