@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _BackendRendezvousStateHolder
 
 from thalweg.launch import local, schedulers
 from thalweg.launch import rendezvous as launch_rendezvous
@@ -285,8 +284,10 @@ MakeNodes = Callable[..., FakeNodes]
 
 
 @pytest.fixture
-def fake_nodes() -> Iterator[MakeNodes]:
+def fake_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNodes]:
     """Makes parties of launchers, and ends them with the test."""
+    # torch's hosts ask each second whether the others have joined
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: time.sleep(0.02))
     with contextlib.ExitStack() as stack:
 
         def make(**options: float) -> FakeNodes:
@@ -420,14 +421,16 @@ def test_what_a_stranger_writes_into_the_store_is_not_executed(fake_nodes: MakeN
     job = fake_nodes().start_job()
     payload = f"cos\nsystem\n(S'touch {tmp_path}/executed'\ntR."
     store, encoded = PrefixStore("nodes", job[0]._store), b64encode(payload.encode()).decode()
-    for text in (payload, encoded, "{}", "[]", "[" * 100000):
+    strange: list[Any] = [payload, encoded, b"\xff", "{}", "[]", "[" * 100000]
+    for text in strange:
         store.set("state", text)
         with pytest.raises(RendezvousStateError):
             job[1]._state_holder.sync()
     assert not (tmp_path / "executed").exists()
     job[0]._store.set("torch.rendezvous.theirs", encoded)
     with contextlib.suppress(AttributeError):  # what the payload returns is no state
-        _BackendRendezvousStateHolder(C10dRendezvousBackend(job[0]._store, "theirs"), job[0].settings).sync()
+        theirs = C10dRendezvousBackend(job[0]._store, "theirs")
+        dynamic_rendezvous._BackendRendezvousStateHolder(theirs, job[0].settings).sync()
     assert (tmp_path / "executed").exists()
 
 

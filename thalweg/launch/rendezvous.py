@@ -70,7 +70,7 @@ from thalweg.utils.rendezvous import (
 RUN_ID = "thalweg"
 _STORE_TIMEOUT = 600.0  # seconds
 _JOIN_TIMEOUT = 60.0  # seconds for torch's rendezvous of hosts that have all come
-_STARTUP_SECONDS = 30.0  # seconds from the start in which a launcher too many ends the job
+_STARTUP_SECONDS = 60.0  # seconds from the start in which a launcher too many ends the job
 _MUST_MATCH = {  # what every host must say alike, and what sets it
     "num_nodes": "--num-nodes",
     "target": "the script",
@@ -98,7 +98,7 @@ class JobEndedError(RuntimeError):
     """Another host ended the job, or is gone; ``silent_node`` is the number of the one that is gone."""
 
     def __init__(self, silent_node: int | None = None) -> None:
-        super().__init__("another host ended the job" if silent_node is None else f"host {silent_node} is gone")
+        super().__init__()
         self.silent_node = silent_node
 
 
@@ -224,7 +224,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         super().__init__(this_node, settings, "c10d", store, _JsonStateHolder(PrefixStore("nodes", store)))
         # Set, these keep torch from opening one more store on every interface.
         self._shared_tcp_store_server = store
-        self._bootstrap_store_info = RendezvousStoreInfo(node.addr, node.port)
+        self._bootstrap_store_info = self._master = RendezvousStoreInfo(node.addr, node.port)
         self._changes: dict[str, tuple[datetime, float]] = {}  # by host: its heartbeat, and when we saw it change
         self._silent: set[str] = set()
         self.startup_timer = threading.Timer(_STARTUP_SECONDS, store.set, ("started", "1"))
@@ -244,12 +244,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         """Join; the agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
         info = super().next_rendezvous()
         store = connect_store(self._node.addr, self._node.port, _JOIN_TIMEOUT)
-        return RendezvousInfo(
-            PrefixStore("agents", store),
-            info.rank,
-            info.world_size,
-            RendezvousStoreInfo(self._node.addr, self._node.port),
-        )
+        return RendezvousInfo(PrefixStore("agents", store), info.rank, info.world_size, self._master)
 
     def num_nodes_waiting(self) -> int:
         """0: hosts do not join later.  Called every 50 ms by the agent; reads what the heartbeats brought.
@@ -260,10 +255,9 @@ class NodeRendezvous(DynamicRendezvousHandler):
         state, now = self._state_holder.state, time.monotonic()
         if state.closed:
             raise JobEndedError
-        beats = {node.addr: beat for node, beat in list(state.last_heartbeats.items())}
-        for name, beat in beats.items():
-            if name not in self._changes or self._changes[name][0] != beat:
-                self._changes[name] = (beat, now)
+        for node, beat in list(state.last_heartbeats.items()):
+            if self._changes.get(node.addr, (None, now))[0] != beat:
+                self._changes[node.addr] = (beat, now)
         silent = {name for name, (_, when) in self._changes.items() if now - when > self._node.heartbeat_timeout}
         if self._this_node.addr in silent and self._node.node_rank == 0:
             self._changes.clear()  # the store is our own: this process was suspended
@@ -355,10 +349,10 @@ class _JsonStateHolder(_RendezvousStateHolder):
         try:
             if self._dirty:
                 own = _encode_state(self._state)
-                text = self._store.compare_set("state", self._text, own).decode()
+                text = self._store.compare_set("state", self._text, own).decode("utf-8", "replace")
                 written = text == own
             else:
-                text = self._store.get("state").decode() if self._store.check(["state"]) else ""
+                text = self._store.get("state").decode("utf-8", "replace") if self._store.check(["state"]) else ""
         except RuntimeError as error:
             self.is_lost = True
             raise RendezvousConnectionError("host 0's store does not answer") from error

@@ -14,11 +14,11 @@ import sys
 
 def main() -> int:
     """Take the job and run it; returns this host's exit code."""
-    inbox = os.dup(0)
+    inbox = os.fdopen(os.dup(0), "rb", buffering=0)  # reads not a byte more than the line that is asked for
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
-    message = read_line(inbox)
+    message = inbox.readline()
     if not message:
         return 1
     job_message = json.loads(message)
@@ -34,14 +34,6 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     return exit_process(run_node(job_message, inbox))
-
-
-def read_line(fd: int) -> bytes:
-    """One line, without its end; shorter where the stream ended.  Nothing beyond it is read."""
-    line = bytearray()
-    while (byte := os.read(fd, 1)) and byte != b"\n":
-        line += byte
-    return bytes(line)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import signal
 import socket
 import sys
 import threading
+from io import FileIO
 from typing import Any
 
 from thalweg.launch.failure import JobResult
 from thalweg.launch.local import run_local
-from thalweg.launch.multi_node.bootstrap import read_line
 from thalweg.launch.spec import LaunchSpec, build_local_job
 from thalweg.utils.env import is_loopback
 
@@ -26,7 +26,7 @@ MARK = b"\x00thalweg-node-1 "
 _LAUNCHER_TIMEOUT = 60.0  # seconds without a sign of life from the launcher
 
 
-def run_node(job_message: dict[str, Any], inbox: int) -> int:
+def run_node(job_message: dict[str, Any], inbox: FileIO) -> int:
     """Check the job on this host, report in, wait for the word, run; returns the exit code."""
     from thalweg.launch.rendezvous import NodeSpec, bind_master
 
@@ -42,7 +42,7 @@ def run_node(job_message: dict[str, Any], inbox: int) -> int:
         _send(error=str(error))
         return 2
     _send(hello={"addr": addr, "port": port})
-    start_message = read_line(inbox)
+    start_message = inbox.readline()
     if not start_message:
         return 1
     finished = threading.Event()
@@ -77,12 +77,12 @@ def _is_local_only(addr: str) -> bool:
     return False
 
 
-def _watch_launcher(inbox: int, finished: threading.Event) -> None:
+def _watch_launcher(inbox: FileIO, finished: threading.Event) -> None:
     """Stop the ranks when the launcher says so, ends, or falls silent."""
     poll = select.poll()
     poll.register(inbox, select.POLLIN)
     stop_signal = signal.SIGTERM
-    while poll.poll(_LAUNCHER_TIMEOUT * 1000) and (line := read_line(inbox)):
+    while poll.poll(_LAUNCHER_TIMEOUT * 1000) and (line := inbox.readline()).endswith(b"\n"):
         if line.strip():  # a blank is a sign of life
             stop_signal = signal.Signals(json.loads(line)["stop"])
             break

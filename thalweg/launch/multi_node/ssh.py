@@ -72,8 +72,8 @@ def remote_command(python: str, bootstrap: Path = _BOOTSTRAP) -> str:
 class RemoteNode:
     """The line to one host's agent: a process, and threads that read from it into ``inbox``."""
 
-    def __init__(self, node_rank: int, host: Host, command: Sequence[str], inbox: Inbox) -> None:
-        self.node_rank, self.host, self._inbox = node_rank, host, inbox
+    def __init__(self, host: Host, command: Sequence[str], inbox: Inbox) -> None:
+        self.host, self._inbox = host, inbox
         self._is_up = False  # the agent has spoken: what comes now is its ranks'
         self._stderr_tail = b""
         pipe = subprocess.PIPE
@@ -151,7 +151,7 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
     with handle_signals(lambda number: inbox.put((None, {"signal": number}))):
         try:
             for node_rank, host in enumerate(job.hosts):
-                node = RemoteNode(node_rank, host, _bootstrap_command(job, host), inbox)
+                node = RemoteNode(host, _bootstrap_command(job, host), inbox)
                 nodes.append(node)
                 node.send(_job_message(job, node_rank, host))
             stop_signal, address = _wait_ready(job, nodes, inbox)
@@ -193,13 +193,13 @@ def _job_message(job: MultiNodeJob, node_rank: int, host: Host) -> dict[str, Any
 
 def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tuple[int, list[Any]]:
     """Wait until every agent has reported in; returns (signal or 0, where host 0 listens)."""
-    pending = {node.node_rank: node for node in nodes}
+    pending = list(nodes)
     deadline, address = time.monotonic() + job.connect_timeout, [None, None]
     while pending:
         try:
             node, message = inbox.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
-            names = [node.host.name for node in pending.values()]
+            names = [node.host.name for node in pending]
             raise ValueError(
                 f"{', '.join(names)} did not report in within {job.connect_timeout:.0f} s: try "
                 f"`{shlex.join(job.ssh)} {names[0]} true`"
@@ -215,10 +215,9 @@ def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tup
                 f"{job.python or sys.executable} must be there with thalweg at the same path; --python and --ssh "
                 "choose others"
             )
-        hello = message["hello"]
-        if node.node_rank == 0:
-            address = [job.master_addr or hello["addr"], hello["port"]]
-        del pending[node.node_rank]
+        pending.remove(node)
+        if node is nodes[0]:
+            address = [job.master_addr or message["hello"]["addr"], message["hello"]["port"]]
     return 0, address
 
 
@@ -228,9 +227,7 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> 
     A certain result is the job's: the launcher then stops the hosts that the agents' own word has not reached.
     Of others, such as that of a host that was cut off and takes all others for lost, only the last resort is made.
     """
-    running = {node.node_rank for node in nodes}
-    result: JobResult | None = None
-    fallback: JobResult | None = None
+    running, failed = list(nodes), []
     deadline, next_keepalive = math.inf, 0.0
     while running and (now := time.monotonic()) < deadline:
         if now > next_keepalive:
@@ -241,28 +238,23 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> 
             node, message = inbox.get(timeout=0.2)
         except queue.Empty:
             continue
-        ended = None
         if node is None:
             text = f"thalweg run: stopped by {signal.Signals(message['signal']).name}, and the ranks with it\n"
             ended = JobResult(128 + message["signal"], text)
-        elif node.node_rank in running:
-            running.discard(node.node_rank)
+        elif node not in running:
+            continue
+        else:
+            running.remove(node)
             if "gone" in message:
                 reason = node.failure_reason(message["gone"])
                 text = f"thalweg run: host {node.host.name} is gone: its line broke ({reason})\n"
                 ended = JobResult(1, text, is_certain=False)
-            elif message["ended"]:
+            else:
                 ended = JobResult(message["ended"], message["report"], message["is_certain"])
-        if ended is None:
-            continue
-        deadline = min(deadline, now + job.spec.grace + _REPORT_TIMEOUT)
-        if not ended.is_certain:
-            fallback = fallback or ended
-        elif result is None:
-            result = ended
+        if ended.exit_code:
+            failed.append(ended)
+            deadline = min(deadline, now + job.spec.grace + _REPORT_TIMEOUT)
+        if ended.exit_code and ended.is_certain:
             for node in nodes:
                 node.send({"stop": message.get("signal", signal.SIGTERM)})
-    if running and result is None and fallback is None:
-        names = ", ".join(node.host.name for node in nodes if node.node_rank in running)
-        fallback = JobResult(1, f"thalweg run: {names} did not end\n")
-    return result or fallback or JobResult(0, "")
+    return min(failed, key=lambda ended: not ended.is_certain, default=JobResult(0, ""))

@@ -39,7 +39,7 @@ def resolve_node(
     endpoint = environ.get("PET_RDZV_ENDPOINT", "")
     if spec.nproc is None and (per_node := environ.get("PET_NPROC_PER_NODE")):
         spec = replace(spec, nproc=per_node)
-    num_hosts = _parse_num_nodes(nodes_name, num_nodes_text)
+    num_hosts = parse_num_nodes(nodes_name, num_nodes_text)
     index = 0 if node_rank_text is None else _parse_int(rank_name, node_rank_text)
     if num_hosts == 1:
         if index:
@@ -71,7 +71,8 @@ def _option_or_env(flag: str, value: str | None, name: str, environ: Mapping[str
     return (value, flag) if value is not None else (environ.get(name) or None, f"{name}=" if name in environ else flag)
 
 
-def _parse_num_nodes(name: str, text: str | None) -> int:
+def parse_num_nodes(name: str, text: str | None) -> int:
+    """A number of hosts; 1 where none is given."""
     if text is None:
         return 1
     low, colon, high = text.partition(":")
