@@ -169,3 +169,19 @@ def test_a_chosen_master_port_is_used(launch: Launch, tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     assert wait_output(launch(DESCRIBE, options=("--num_gpus", "2", "--master_port", str(port))))[0] == 0
     assert json.loads((tmp_path / "rank1.json").read_text())["MASTER_PORT"] == str(port)
+
+
+def test_a_schedulers_command_takes_the_launchers_place(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$$ $OMP_NUM_THREADS $*"\nexit 3\n')
+    (tmp_path / "srun").chmod(0o755)
+    command = [*RUN_COMMAND, "--launcher", "slurm", "--nproc", "2", "--threads", "5", "train.py", "a b"]
+    for path, code in ((str(tmp_path), 3), ("", 2)):
+        process = subprocess.Popen(
+            command, env=clean_environ(PATH=path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code
+        if code == 3:
+            assert out.startswith(f"{process.pid} 5 --nodes=1 --ntasks=2 ") and out.endswith(" -u train.py a b\n")
+        else:
+            assert "there is no srun on PATH: use --launcher ssh" in err

@@ -62,11 +62,10 @@ TRAIN = """
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, nightly(8)])
 def test_row28_ranks_that_train_stay_within_a_budget_of_lines(launch: Launch, ranks: int) -> None:
-    """The resolved config, once: no line comes from more than one rank."""
+    """The resolved config, once: no rank but one says it."""
     code, out, err = wait_output(launch(TRAIN, options=("--nproc", str(ranks))), timeout=240)
     assert (code, out) == (0, "done\n"), err
     lines = [line for line in err.splitlines() if line.strip()]
     assert len(lines) <= 40, err
-    for line in lines:
-        assert " = " not in line or lines.count(line) <= 2, f"more than one rank says: {line}"
-    assert sum("train_batch_size" in line.partition("=")[0] for line in lines) == 1, err
+    for name in ("train_batch_size", "data_parallel_size", "gradient_clipping"):
+        assert sum(line.strip().startswith(f"{name} =") for line in lines) == 1, err

@@ -61,5 +61,5 @@ def test_two_hosts_with_one_number_are_one_error(launch: Launch) -> None:
     """Whichever two of the three meet first: ranks that wait are stopped when the third comes."""
     port = _port()
     jobs = [launch(SCRIPT, options=_options(index, port, 1), RAISES="none") for index in (0, 1, 1)]
-    ends = [wait_output(job) for job in jobs]
+    ends = [wait_output(job, timeout=120) for job in jobs]
     assert all(code == 2 and "--node-rank 1 is given on" in err for code, _, err in ends), ends

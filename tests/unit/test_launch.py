@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.cli import run
-from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, parse_cpu_list, physical_cores
+from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, parse_list, physical_cores
 from thalweg.launch.failure import Failure, collect_failures, format_report
 
 
@@ -59,10 +59,12 @@ def test_siblings_and_nodes_are_read_from_sysfs(tmp_path: Path) -> None:
 
 
 def test_cpu_lists_and_quotas() -> None:
-    assert parse_cpu_list("0-3,8\n") == (0, 1, 2, 3, 8)
+    assert parse_list("0-3,8\n", "cores") == (0, 1, 2, 3, 8)
     for text in ("", "a", "1-", "-1", "1,,2"):
-        with pytest.raises(ValueError, match="0-3,8"):
-            parse_cpu_list(text)
+        with pytest.raises(ValueError, match="is not a list of cores: write it as 0-3,8"):
+            parse_list(text, "cores")
+    with pytest.raises(ValueError, match="3-1 is no range of cores"):
+        parse_list("0,3-1", "cores")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("250000 100000", 2.5), ("max 100000", None), ("junk", None)])

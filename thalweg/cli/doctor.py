@@ -202,11 +202,12 @@ def _check_loopback() -> CheckResult:
 
 
 def _check_two_ranks() -> CheckResult:
-    from thalweg.launch.local import LocalJob, run_local
+    from thalweg.launch.local import run_local
+    from thalweg.launch.spec import LaunchSpec, build_local_job
 
-    start = time.monotonic()
+    script, start = str(Path(thalweg.__file__).parent / "cli" / "doctor_check.py"), time.monotonic()
     try:
-        outcome = run_local(LocalJob(2, str(Path(thalweg.__file__).parent / "cli" / "doctor_check.py"), (), grace=2.0))
+        outcome = run_local(build_local_job(LaunchSpec(script, nproc="2", bind=False, grace=2.0)))
     except (ImportError, OSError, RuntimeError) as error:
         return CheckResult("two ranks over gloo", "fail", str(error).splitlines()[0], "see the checks above")
     seconds = time.monotonic() - start

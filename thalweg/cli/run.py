@@ -9,11 +9,13 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from thalweg.cli.run_hints import hint_for_option
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
+from thalweg.launch.multi_node.static_nodes import parse_num_nodes, resolve_node
 from thalweg.launch.spec import LaunchSpec, build_local_job
 
 DESCRIPTION = "Start a script on several processes of this host, or of the hosts of a hostfile."
@@ -96,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
     spec = _build_spec(args)
     hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
-        result = _run_with_scheduler(args, spec, hosts)
-    elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
+        _run_with_scheduler(args, spec, hosts)
+    if len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
         result = _run_over_ssh(args, spec, hosts)
     else:
         result = _run_on_this_host(args, spec, hosts)
@@ -134,7 +136,7 @@ def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts that are named, cut to ``--num-nodes`` where ranks are started from here."""
     hosts = filter_hosts(read_hostfile(args.hostfile) if args.hostfile else (), args.include, args.exclude)
     if hosts and args.num_nodes is not None:
-        number = _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
+        number = parse_num_nodes("--num-nodes", args.num_nodes)
         if number > len(hosts):
             raise ValueError(f"--num-nodes {number}: the hostfile or filter leaves {len(hosts)} hosts")
         return hosts[:number]
@@ -144,12 +146,11 @@ def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
 def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
     """The ranks of this host alone, or its part of a job whose other parts are started by hand."""
     from thalweg.launch.local import exit_process, run_local
-    from thalweg.launch.multi_node.static_nodes import resolve_node
 
     if hosts:
         spec = replace(spec, slots=hosts[0].slots, chosen=hosts[0].chosen)
     spec, node = resolve_node(spec, args.num_nodes, args.node_rank, args.master_addr, os.environ)
-    result = run_local(build_local_job(spec, node))
+    result = run_local(build_local_job(spec), node)
     if node is not None and result.exit_code:
         sys.stderr.write(result.report)
         exit_process(result.exit_code)
@@ -166,20 +167,19 @@ def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host,
     return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ))
 
 
-def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> NoReturn:
     from thalweg.launch import schedulers
 
-    num_nodes = None if args.num_nodes is None else _parse_positive_int("--num-nodes", args.num_nodes.partition(":")[0])
+    num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
+<<<<<<< HEAD
     tasks = schedulers.SchedulerJob(
         spec, hosts, num_nodes, environ, args.master_addr, args.python, tuple(shlex.split(args.launcher_args))
     )
+=======
+    words = tuple(shlex.split(args.launcher_args))
+    tasks = schedulers.SchedulerJob(spec, hosts, num_nodes, environ, args.master_addr, args.python, words)
+>>>>>>> launch
     command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command
     port = random.SystemRandom().choice(range(20000, 32000))
-    return schedulers.run_command(command(tasks), schedulers.build_environ(tasks, port))
-
-
-def _parse_positive_int(flag: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise ValueError(f"{flag} {text} must be a number, 1 or more")
-    return int(text)
+    schedulers.run_command(command(tasks), schedulers.build_environ(tasks, port))

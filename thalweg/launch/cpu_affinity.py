@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 _SYSFS = Path("/sys/devices/system/cpu")
+_MAX_NUMBER = 65536  # of a core or slot
 _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -48,7 +49,7 @@ def physical_cores(logical_cpus: Sequence[int], sysfs: Path = _SYSFS) -> list[tu
     for cpu in logical_cpus:
         folder = sysfs / f"cpu{cpu}"
         try:
-            siblings = parse_cpu_list((folder / "topology/thread_siblings_list").read_text())
+            siblings = parse_list((folder / "topology/thread_siblings_list").read_text(), "cores")
         except (OSError, ValueError):
             siblings = (cpu,)
         nodes = [int(name.name[4:]) for name in folder.glob("node[0-9]*")]
@@ -56,15 +57,18 @@ def physical_cores(logical_cpus: Sequence[int], sysfs: Path = _SYSFS) -> list[tu
     return [tuple(members) for _, members in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0]))]
 
 
-def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Read the kernel's ``0-3,8`` as ``(0, 1, 2, 3, 8)``; ``ValueError`` says what was expected."""
-    cpus: set[int] = set()
+def parse_list(text: str, what: str) -> tuple[int, ...]:
+    """Read ``0-3,8``, as the kernel writes it, as ``(0, 1, 2, 3, 8)``; ``ValueError`` says what was expected."""
+    numbers: set[int] = set()
     for item in text.strip().split(","):
         first, dash, last = item.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{text.strip()!r} is not a list of cores: write it as 0-3,8")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(cpus))
+            raise ValueError(f"{text.strip()!r} is not a list of {what}: write it as 0-3,8")
+        start, stop = int(first), int(last or first)
+        if not start <= stop < _MAX_NUMBER:
+            raise ValueError(f"{item} is no range of {what}: write the lower one first, as in 0-3")
+        numbers.update(range(start, stop + 1))
+    return tuple(sorted(numbers))
 
 
 def assign_cores(

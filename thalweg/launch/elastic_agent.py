@@ -11,17 +11,19 @@ import contextlib
 import functools
 import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
+from thalweg.launch.rendezvous import in_thread
+
 _BARRIER_TIMEOUT = 7 * 86400.0  # seconds; a lost host is noticed by its heartbeat
-_LOGGER = "torch.distributed.elastic"
+_log = logging.getLogger("torch.distributed.elastic")
+_log.addHandler(logging.NullHandler())  # without one, what does not propagate is written to standard error
 T = TypeVar("T")
 
 
@@ -59,16 +61,8 @@ class Agent(LocalElasticAgent):
         self._watched(super()._exit_barrier)
 
     def _watched(self, wait_for_hosts: Callable[[], T]) -> T:
-        """Let a thread wait for other hosts, and look meanwhile whether they are still there."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(wait_for_hosts())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
+        """Wait for other hosts, and look meanwhile whether they are still there."""
+        future = in_thread(wait_for_hosts)
         while wait([future], timeout=0.05).not_done:
             self._rdzv_handler.num_nodes_waiting()  # raises when another host has failed
         return future.result()
@@ -77,12 +71,8 @@ class Agent(LocalElasticAgent):
 @contextlib.contextmanager
 def mute_agent_log() -> Iterator[None]:
     """Keep the agent's pages of warnings to ourselves; our report says what they say."""
-    logger, handler = logging.getLogger(_LOGGER), logging.NullHandler()
-    before = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
+    before, _log.propagate = _log.propagate, False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+        _log.propagate = before

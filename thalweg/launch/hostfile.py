@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from thalweg.launch.cpu_affinity import parse_list
+from thalweg.utils.env import is_loopback
 
 _HOST_LINE = re.compile(r"^(?P<host>\S+)(?:\s+slots=(?P<slots>\d+))?(?:\s+max[-_]slots=\d+)?$")
 _HOSTNAME = re.compile(
     r"^(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*)$"
 )
-_MAX_SLOTS = 65536  # of one host
-_SLOT_LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,8 @@ class Host:
 
 def is_this_host(name: str) -> bool:
     """Whether ``name`` is this machine."""
-    return name.startswith("127.") or name in (
-        "localhost",
-        "::1",
-        socket.gethostname(),
-        socket.gethostname().partition(".")[0],
-    )
+    own = socket.gethostname()
+    return is_loopback(name) or name in (own, own.partition(".")[0])
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -57,7 +54,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
     Raises ``ValueError`` for a malformed line or name, a host that is there twice, or an empty file.
     """
-    hosts: dict[str, Host] = {}
+    hosts: list[Host] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -66,13 +63,13 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         if match is None:
             raise ValueError(f"{path}, line {number}: {text!r} is not `host slots=N`")
         name = check_hostname(match["host"], f"{path}, line {number}")
-        if any(Host(name).address == host.address for host in hosts.values()):
+        if any(Host(name).address == host.address for host in hosts):
             raise ValueError(f"{path}, line {number}: {name} is there twice; give each host one line")
-        hosts[name] = Host(name, int(match["slots"]) if match["slots"] else None)
-    usable = {name: host for name, host in hosts.items() if host.slots != 0}
+        hosts.append(Host(name, int(match["slots"]) if match["slots"] else None))
+    usable = tuple(host for host in hosts if host.slots != 0)
     if not usable:
         raise ValueError(f"{path} names no host: add `localhost slots=N`, or leave out --hostfile")
-    return tuple(usable.values())
+    return usable
 
 
 def check_hostname(name: str, where: str) -> str:
@@ -93,49 +90,38 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
         return tuple(hosts)
     flag, text = ("--include", include) if include is not None else ("--exclude", exclude or "")
     filters = _parse_filter(flag, text)
-    known = {host.name: host for host in hosts} or _hosts_from_filters(flag, filters)
+    if not hosts and exclude is not None:
+        raise ValueError("--exclude needs to know what there is: add --hostfile, or use --include")
+    hosts, named = hosts or [Host(name) for name in filters], {}
     for name, slots in filters.items():
-        if _find_host(known, name) is None:
-            raise ValueError(f"{flag} {text} names {name}, which is not in the hostfile: {', '.join(known)}")
-        host = known[_find_host(known, name) or name]
-        if slots is not None and host.slots is not None and (out_of_range := [s for s in slots if s >= host.slots]):
-            raise ValueError(f"{flag} {text} names slot {out_of_range[0]}, but {name} has slots 0 to {host.slots - 1}")
-    named = {_find_host(known, name) or name: slots for name, slots in filters.items()}
-    if flag == "--include":
-        chosen = [
-            host if named[name] is None else replace(host, chosen=named[name])
-            for name, host in known.items()
-            if name in named
-        ]
+        host = _find_host(hosts, name)
+        if host is None:
+            names = ", ".join(host.name for host in hosts)
+            raise ValueError(f"{flag} {text} names {name}, which is not in the hostfile: {names}")
+        if slots is not None and host.slots is not None and slots[-1] >= host.slots:
+            raise ValueError(f"{flag} {text} names slot {slots[-1]}, but {name} has slots 0 to {host.slots - 1}")
+        named[host.name] = slots
+    if include is not None:
+        chosen = [replace(host, chosen=named[host.name]) for host in hosts if host.name in named]
     else:
-        chosen = [
-            left for name, host in known.items() if (left := _exclude_slots(host, name in named, named.get(name)))
-        ]
+        chosen = [left for host in hosts if (left := _exclude_slots(host, named.get(host.name, ())))]
     if not chosen:
         raise ValueError(f"{flag} {text} leaves no slot to run on")
     return tuple(chosen)
 
 
-def _find_host(known: Mapping[str, Host], name: str) -> str | None:
-    """The key of ``name``: itself, the same host with a user, or another name of this host."""
-    for key, host in known.items():
-        if name in (key, host.address) or (is_this_host(name) and is_this_host(host.address)):
-            return key
+def _find_host(hosts: Sequence[Host], name: str) -> Host | None:
+    """The host of that name, with or without a user, or by another name of this one."""
+    for host in hosts:
+        if name in (host.name, host.address) or (is_this_host(name) and is_this_host(host.address)):
+            return host
     return None
 
 
-def _hosts_from_filters(flag: str, filters: Mapping[str, tuple[int, ...] | None]) -> dict[str, Host]:
-    if flag == "--exclude":
-        raise ValueError("--exclude needs to know what there is: add --hostfile, or use --include")
-    return {name: Host(name) for name in filters}
-
-
-def _exclude_slots(host: Host, named: bool, slots: tuple[int, ...] | None) -> Host | None:
-    """What is left of a host after ``--exclude``."""
-    if not named:
-        return host
-    if slots is None:
-        return None
+def _exclude_slots(host: Host, slots: tuple[int, ...] | None) -> Host | None:
+    """What is left of a host without ``slots``; None: without any."""
+    if not slots:
+        return None if slots is None else host
     if host.slots is None:
         raise ValueError(f"--exclude {host.name}:...: the hostfile does not say how many slots it has")
     remaining = tuple(slot for slot in range(host.slots) if slot not in slots)
@@ -150,18 +136,5 @@ def _parse_filter(flag: str, text: str) -> dict[str, tuple[int, ...] | None]:
         check_hostname(name, f"{flag} {text}")
         if name in filters:
             raise ValueError(f"{flag} {text} names {name} twice")
-        if colon and _SLOT_LIST.fullmatch(slots) is None:
-            raise ValueError(f"{flag} {text}: {item} is not `{name}:0,1`")
-        filters[name] = _parse_slots(slots, f"{flag} {text}") if colon else None
+        filters[name] = parse_list(slots, f"slots in {flag} {text}") if colon else None
     return filters
-
-
-def _parse_slots(text: str, where: str) -> tuple[int, ...]:
-    slot_ids: set[int] = set()
-    for item in text.split(","):
-        first, _, last = item.partition("-")
-        start, stop = int(first), int(last or first)
-        if not start <= stop < _MAX_SLOTS:
-            raise ValueError(f"{where}: {item} is no range of slots: write the lower one first, as in 0-3")
-        slot_ids.update(range(start, stop + 1))
-    return tuple(sorted(slot_ids))

@@ -11,49 +11,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from thalweg.launch.cpu_affinity import CpuBinding
 from thalweg.launch.failure import JobResult, collect_failures, format_report
 from thalweg.launch.network import interface_for
+from thalweg.launch.spec import LocalJob
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     from thalweg.launch.elastic_agent import Agent
-    from thalweg.launch.rendezvous import NodeRendezvous, NodeSpec
+    from thalweg.launch.rendezvous import NodeSpec
 
 _WORKER = Path(__file__).with_name("worker.py")
 _DIR_PREFIX = "thalweg-run-"
 _LOCAL_ADDR = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class LocalJob:
-    """What to start: ``nproc`` ranks of ``target`` with ``arguments``, delivered as they are.
-
-    ``kind`` says how: a script file, a module as `python -m` would, or a program that is not Python.
-    ``environ`` is added to the ranks' environment.  ``master_port`` None takes a free one.  ``grace`` is the
-    time in seconds that ranks which must end have between SIGTERM and SIGKILL.  ``node`` says which host of
-    several this is; None where there is only this one.
-    """
-
-    nproc: int
-    target: str
-    arguments: tuple[str, ...]
-    kind: Literal["script", "module", "program"] = "script"
-    cpu_binding: CpuBinding = field(default_factory=lambda: CpuBinding((), 1))
-    master_port: int | None = None
-    grace: float = 4.0
-    environ: Mapping[str, str] = field(default_factory=dict)
-    node: NodeSpec | None = None
-
-
-def run_local(job: LocalJob) -> JobResult:
-    """Start the ranks of this host, wait for them, and leave nothing behind.
+def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
+    """Start the ranks of this host, wait for them, and leave nothing behind; ``node``: which host of several this is.
 
     Returns exit code 0 when all ranks succeeded, the first failed rank's code otherwise, and 128 + n when
     this process was told to stop by signal n.  On several hosts all return the same.
@@ -66,20 +44,24 @@ def run_local(job: LocalJob) -> JobResult:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from thalweg.launch.elastic_agent import mute_agent_log
-    from thalweg.launch.rendezvous import JobEndedError, open_local_rendezvous
+    from thalweg.launch.rendezvous import JobEndedError, describe_host, join_nodes, open_local_rendezvous
+
+    def stop(number: int) -> None:
+        raise SignalException(f"stopped by signal {number}", signal.Signals(number))
 
     _remove_stale_dirs(Path(tempfile.gettempdir()))
     with (
         tempfile.TemporaryDirectory(prefix=f"{_DIR_PREFIX}{os.getpid()}-") as name,
-        _patched_environ(_worker_environ(job, job.node.addr if job.node else _LOCAL_ADDR)),
-        _stop_on_signals(),
+        _patched_environ(_worker_environ(job, node.addr if node else _LOCAL_ADDR)),
+        handle_signals(stop),  # also before the agent installs its handlers
         mute_agent_log(),
         contextlib.ExitStack() as stack,
     ):
-        nodes = _join_nodes(job) if job.node else None
+        nodes = join_nodes(node, describe_host(job)) if node else None
         if nodes:
             stack.callback(nodes.shutdown)
-        agent = _build_agent(job, nodes or open_local_rendezvous(_LOCAL_ADDR, job.master_port or 0), Path(name))
+        rendezvous = nodes or open_local_rendezvous(_LOCAL_ADDR, job.spec.master_port or 0)
+        agent = _build_agent(job, rendezvous, Path(name))
         where = f" on {socket.gethostname()}" if nodes else ""
         result, tell_others = None, False
         try:
@@ -93,7 +75,7 @@ def run_local(job: LocalJob) -> JobResult:
         except SignalException as error:
             number = int(error.sigval)
             text = f"thalweg run: stopped by {signal.Signals(number).name}{where}, and the ranks with it\n"
-            tell_others = not (job.node and job.node.has_launcher)
+            tell_others = not (node and node.has_launcher)
             result = JobResult(128 + number, text, is_certain=tell_others)
         except (JobEndedError, RendezvousError, DistError) as error:
             if nodes is None:
@@ -102,13 +84,28 @@ def run_local(job: LocalJob) -> JobResult:
             result = None if silent is None else nodes.lost_result(silent)
             tell_others = silent != 0  # whose store it is
         finally:
-            _ignore_signals()  # what is left takes seconds, and must be done
-            kill_sessions(set(agent.pids.values()))
+            stack.enter_context(handle_signals(lambda _: None))  # what is left takes seconds, and must be done
+            _kill_sessions(set(agent.pids.values()))
         if nodes and tell_others:
-            result = nodes.finish(result, wait=job.grace + 3.0) or JobResult(
+            result = nodes.finish(result, wait=job.spec.grace + 3.0) or JobResult(
                 128 + signal.SIGTERM, "thalweg run: another host stopped the job without saying why\n"
             )
         return result or JobResult(0, "")
+
+
+@contextlib.contextmanager
+def handle_signals(handler: Callable[[int], None]) -> Iterator[None]:
+    """Let ``handler`` hear the signals that end a job; at the end the caller's handlers are back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def exit_process(exit_code: int) -> NoReturn:
@@ -117,28 +114,6 @@ def exit_process(exit_code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_code)
-
-
-def _join_nodes(job: LocalJob) -> NodeRendezvous:
-    """Meet the other hosts."""
-    import torch
-
-    from thalweg import __version__
-    from thalweg.launch.rendezvous import join_nodes
-
-    assert job.node is not None
-    card = {
-        "host": socket.gethostname(),
-        "nproc": job.nproc,
-        "target": job.target,
-        "torch": torch.__version__,
-        "thalweg": __version__,
-    }
-
-    def on_wait(text: str) -> None:
-        sys.stderr.write(f"thalweg run: {text}\n")
-
-    return join_nodes(job.node, card, on_wait)
 
 
 def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> Agent:
@@ -160,10 +135,10 @@ def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> 
         monitor_interval=0.05,
         numa_options=LaunchConfig(1, 1, job.nproc, logs_specs).numa_options,  # torch's choice for ranks on GPUs
     )
-    return Agent(spec, logs_specs, job.grace)
+    return Agent(spec, logs_specs, job.spec.grace)
 
 
-def kill_sessions(session_ids: set[int]) -> None:
+def _kill_sessions(session_ids: set[int]) -> None:
     """SIGKILL what the ranks started and left: each rank leads a session of its own."""
     for _ in range(10):  # a process may fork while it is being ended
         members = [pid for pid, session in _list_sessions() if session in session_ids]
@@ -188,26 +163,17 @@ def _list_sessions() -> list[tuple[int, int]]:
 
 def _remove_stale_dirs(parent: Path) -> None:
     """Remove the folders of this user's launchers that were killed: nobody else can."""
+    alive = {pid for pid, _ in _list_sessions()}
     for folder in parent.glob(f"{_DIR_PREFIX}*-*"):
         pid = folder.name.removeprefix(_DIR_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdecimal() and folder.lstat().st_uid == os.getuid() and not _pid_exists(int(pid)):
+            if alive and pid.isdecimal() and int(pid) not in alive and folder.lstat().st_uid == os.getuid():
                 shutil.rmtree(folder)
 
 
-def _pid_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def _worker_arguments(job: LocalJob, folder: Path) -> list[str]:
-    cpus = ";".join(",".join(map(str, cpu_ids)) for cpu_ids in job.cpu_binding.cpus) or "-"
-    arguments = [str(folder), str(os.getpid()), str(job.grace), cpus, job.kind, job.target, *job.arguments]
+    cpus, spec = ";".join(",".join(map(str, cpu_ids)) for cpu_ids in job.cpu_binding.cpus) or "-", job.spec
+    arguments = [str(folder), str(os.getpid()), str(spec.grace), cpus, spec.kind, spec.target, *spec.arguments]
     # The agent runs each argument through string.Template; a doubled $ comes out as the one that went in.
     return [argument.replace("$", "$$") for argument in arguments]
 
@@ -234,33 +200,3 @@ def _patched_environ(changes: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """A signal stops the job also before the agent installs its handlers; at the end the caller's are
-    back."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    def stop(number: int, frame: Any) -> None:
-        raise SignalException(f"stopped by signal {number}", signal.Signals(number))
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in numbers:
-            signal.signal(number, stop)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ignore_signals() -> None:
-    """Signals were heard; :func:`_stop_on_signals` gives them back."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, lambda *_: None)

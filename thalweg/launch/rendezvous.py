@@ -26,13 +26,16 @@ import errno
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TypeVar
 
+import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -51,7 +54,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from thalweg import __version__
 from thalweg.launch.failure import JobResult
+from thalweg.launch.spec import LocalJob
 from thalweg.utils.rendezvous import (
     Card,
     LateArrivalError,
@@ -65,13 +70,14 @@ from thalweg.utils.rendezvous import (
 RUN_ID = "thalweg"
 _STORE_TIMEOUT = 600.0  # seconds
 _JOIN_TIMEOUT = 60.0  # seconds for torch's rendezvous of hosts that have all come
-_STARTUP_SECONDS = 30.0  # seconds from the start in which a launcher too many ends the job
+_STARTUP_SECONDS = 60.0  # seconds from the start in which a launcher too many ends the job
 _MUST_MATCH = {  # what every host must say alike, and what sets it
     "num_nodes": "--num-nodes",
     "target": "the script",
     "thalweg": "thalweg's version",
     "torch": "torch's version",
 }
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,22 @@ class JobEndedError(RuntimeError):
     """Another host ended the job, or is gone; ``silent_node`` is the number of the one that is gone."""
 
     def __init__(self, silent_node: int | None = None) -> None:
-        super().__init__("another host ended the job" if silent_node is None else f"host {silent_node} is gone")
+        super().__init__()
         self.silent_node = silent_node
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """What ``call`` will return: torch's store waits in C++, on a dead line for minutes, and hears no signal there."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def bind_master(addr: str, port: int = 0, *, multi_node: bool = False) -> socket.socket:
@@ -119,8 +139,14 @@ def open_local_rendezvous(addr: str, port: int) -> RendezvousHandler:
     return handler
 
 
-def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> NodeRendezvous:
-    """Meet the other launchers and compare ``card``, what this host says of itself, with theirs.
+def describe_host(job: LocalJob) -> Card:
+    """What this host says of itself to the others."""
+    versions = {"torch": torch.__version__, "thalweg": __version__}
+    return {"host": socket.gethostname(), "nproc": job.nproc, "target": job.spec.target, **versions}
+
+
+def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
+    """Meet the other launchers and compare ``card`` with theirs.
 
     Raises:
         ValueError: two hosts claim one place, contradict each other, one never comes or host 0 cannot be reached.
@@ -137,6 +163,9 @@ def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> No
             "listens: check --master-addr and --master-port, and that a firewall lets it through"
         ) from error
 
+    def notify(cards: list[Card]) -> None:
+        sys.stderr.write(f"thalweg run: waiting for --node-rank {list_missing(cards, node.num_nodes)}\n")
+
     def describe_missing(cards: list[Card]) -> str:
         return (
             f"--node-rank {list_missing(cards, node.num_nodes)} did not come within {node.join_timeout:.0f} s: start "
@@ -144,14 +173,9 @@ def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> No
         )
 
     try:
+        store_of_cards = PrefixStore("cards", store)
         cards = exchange_cards(
-            PrefixStore("cards", store),
-            card,
-            node.num_nodes,
-            node.join_timeout,
-            find_mismatch,
-            describe_missing,
-            lambda cards: on_wait(f"waiting for --node-rank {list_missing(cards, node.num_nodes)}"),
+            store_of_cards, card, node.num_nodes, node.join_timeout, find_mismatch, describe_missing, notify
         )
     except LateArrivalError as error:
         if not store.check(["started"]):  # a job that is under way is not stopped by a stray launcher
@@ -164,8 +188,6 @@ def join_nodes(node: NodeSpec, card: Card, on_wait: Callable[[str], None]) -> No
         ) from error
     nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store)
     if node.node_rank == 0:
-        nodes.startup_timer = threading.Timer(_STARTUP_SECONDS, store.set, ("started", "1"))
-        nodes.startup_timer.daemon = True
         nodes.startup_timer.start()
     return nodes
 
@@ -202,10 +224,11 @@ class NodeRendezvous(DynamicRendezvousHandler):
         super().__init__(this_node, settings, "c10d", store, _JsonStateHolder(PrefixStore("nodes", store)))
         # Set, these keep torch from opening one more store on every interface.
         self._shared_tcp_store_server = store
-        self._bootstrap_store_info = RendezvousStoreInfo(node.addr, node.port)
+        self._bootstrap_store_info = self._master = RendezvousStoreInfo(node.addr, node.port)
         self._changes: dict[str, tuple[datetime, float]] = {}  # by host: its heartbeat, and when we saw it change
         self._silent: set[str] = set()
-        self.startup_timer: threading.Timer | None = None
+        self.startup_timer = threading.Timer(_STARTUP_SECONDS, store.set, ("started", "1"))
+        self.startup_timer.daemon = True
 
     @property
     def world_size(self) -> int:
@@ -221,12 +244,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         """Join; the agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
         info = super().next_rendezvous()
         store = connect_store(self._node.addr, self._node.port, _JOIN_TIMEOUT)
-        return RendezvousInfo(
-            PrefixStore("agents", store),
-            info.rank,
-            info.world_size,
-            RendezvousStoreInfo(self._node.addr, self._node.port),
-        )
+        return RendezvousInfo(PrefixStore("agents", store), info.rank, info.world_size, self._master)
 
     def num_nodes_waiting(self) -> int:
         """0: hosts do not join later.  Called every 50 ms by the agent; reads what the heartbeats brought.
@@ -237,10 +255,9 @@ class NodeRendezvous(DynamicRendezvousHandler):
         state, now = self._state_holder.state, time.monotonic()
         if state.closed:
             raise JobEndedError
-        beats = {node.addr: beat for node, beat in list(state.last_heartbeats.items())}
-        for name, beat in beats.items():
-            if name not in self._changes or self._changes[name][0] != beat:
-                self._changes[name] = (beat, now)
+        for node, beat in list(state.last_heartbeats.items()):
+            if self._changes.get(node.addr, (None, now))[0] != beat:
+                self._changes[node.addr] = (beat, now)
         silent = {name for name, (_, when) in self._changes.items() if now - when > self._node.heartbeat_timeout}
         if self._this_node.addr in silent and self._node.node_rank == 0:
             self._changes.clear()  # the store is our own: this process was suspended
@@ -257,12 +274,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
 
     def shutdown(self) -> bool:
         """Stop the heartbeats; a thread that is in C++ while the interpreter ends aborts the process."""
-        if self.startup_timer is not None:
-            self.startup_timer.cancel()
-        stopping = threading.Thread(target=self._stop_heartbeats, daemon=True)
-        stopping.start()
-        stopping.join(2.0)  # on a dead line it takes minutes
-        return not stopping.is_alive()
+        self.startup_timer.cancel()
+        return not wait([in_thread(self._stop_heartbeats)], timeout=2.0).not_done
 
     def lost_result(self, node_rank: int) -> JobResult:
         """The report of a host that is gone."""
@@ -283,17 +296,9 @@ class NodeRendezvous(DynamicRendezvousHandler):
         there is one; else another host's is waited for, ``wait`` seconds.  Host 0, whose store it is, stays
         until the others have read it.
         """
-        agreed: list[JobResult | None] = []
-
-        def agree() -> None:
-            with contextlib.suppress(Exception):  # host 0 and its store are gone
-                agreed.append(self._agree(result, wait))
-
-        # In a thread: the store's client waits for minutes on a dead line, and hears no signal.
-        thread = threading.Thread(target=agree, daemon=True)
-        thread.start()
-        thread.join(2 * wait + 2.0)
-        return agreed[0] if agreed else result
+        with contextlib.suppress(Exception):  # host 0 and its store are gone, or the line is dead
+            return in_thread(lambda: self._agree(result, wait)).result(2 * wait + 2.0)
+        return result
 
     def _agree(self, result: JobResult | None, wait: float) -> JobResult | None:
         store, deadline = PrefixStore("end", self._store), time.monotonic() + wait
@@ -344,45 +349,33 @@ class _JsonStateHolder(_RendezvousStateHolder):
         try:
             if self._dirty:
                 own = _encode_state(self._state)
-                text = self._store.compare_set("state", self._text, own).decode()
+                text = self._store.compare_set("state", self._text, own).decode("utf-8", "replace")
                 written = text == own
             else:
-                text = self._store.get("state").decode() if self._store.check(["state"]) else ""
+                text = self._store.get("state").decode("utf-8", "replace") if self._store.check(["state"]) else ""
         except RuntimeError as error:
             self.is_lost = True
             raise RendezvousConnectionError("host 0's store does not answer") from error
         try:
-            state = _decode_state(text) if text else _RendezvousState()
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            state = _decode_state(text)
+        except (ValueError, TypeError, RecursionError) as error:
             raise RendezvousStateError(f"this is no state of a rendezvous: {text[:100]!r}") from error
         self._state, self._text, self._dirty = state, text, False
         return written
 
 
 def _encode_state(state: _RendezvousState) -> str:
-    def one(node: _NodeDesc) -> list[Any]:
-        return [node.addr, node.pid, node.local_id]
-
-    return json.dumps(
-        {
-            "round": state.round,
-            "complete": state.complete,
-            "closed": state.closed,
-            "deadline": state.deadline.isoformat() if state.deadline else None,
-            "participants": [[*one(node), rank] for node, rank in sorted(state.participants.items())],
-            "wait_list": [one(node) for node in sorted(state.wait_list)],
-            "redundancy_list": [one(node) for node in sorted(state.redundancy_list)],
-            "heartbeats": [[*one(node), beat.isoformat()] for node, beat in sorted(state.last_heartbeats.items())],
-        }
-    )
+    """Hosts neither wait for a next round nor leave: of torch's fields these alone are ever set."""
+    beats = state.last_heartbeats
+    nodes = [[node.addr, node.pid, rank, beats[node].isoformat()] for node, rank in state.participants.items()]
+    return json.dumps([state.complete, state.closed, nodes])
 
 
 def _decode_state(text: str) -> _RendezvousState:
-    fields, state = json.loads(text), _RendezvousState()
-    state.round, state.complete, state.closed = fields["round"], fields["complete"], fields["closed"]
-    state.deadline = datetime.fromisoformat(fields["deadline"]) if fields["deadline"] else None
-    state.participants = {_NodeDesc(*node): rank for *node, rank in fields["participants"]}
-    state.wait_list = {_NodeDesc(*node) for node in fields["wait_list"]}
-    state.redundancy_list = {_NodeDesc(*node) for node in fields["redundancy_list"]}
-    state.last_heartbeats = {_NodeDesc(*node): datetime.fromisoformat(beat) for *node, beat in fields["heartbeats"]}
+    state = _RendezvousState()
+    if text:
+        state.complete, state.closed, nodes = json.loads(text)
+        for addr, pid, rank, beat in nodes:
+            node = _NodeDesc(addr, pid, 0)
+            state.participants[node], state.last_heartbeats[node] = rank, datetime.fromisoformat(beat)
     return state

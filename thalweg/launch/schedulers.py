@@ -7,13 +7,11 @@ goes on the command line is a list of words, never a shell's line.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host
 from thalweg.launch.spec import LaunchSpec
 
@@ -36,14 +34,13 @@ class SchedulerJob:
         Raises:
             ValueError: the hosts differ, or nobody says.
         """
-        requested = self.spec.nproc
+        requested, counts = self.spec.nproc, {host.num_slots for host in self.hosts}
         if requested is not None:
             if not requested.isdecimal() or int(requested) < 1:
                 raise ValueError(f"--nproc {requested}: a scheduler needs the number of ranks on each host")
             return int(requested)
-        counts = {host.num_slots for host in self.hosts}
-        if len(counts) == 1 and None not in counts:
-            return next(iter(counts)) or 1
+        if len(counts) == 1 and (count := counts.pop()):
+            return count
         if not self.hosts:
             raise ValueError("--nproc is needed: the number of ranks on each host")
         raise ValueError(
@@ -52,16 +49,10 @@ class SchedulerJob:
 
     def worker_command(self) -> list[str]:
         """The words of one rank's command."""
-        spec, python = self.spec, self.python or sys.executable
-        if spec.kind == "program":
-            return [spec.target, *spec.arguments]
-        return [
-            python,
-            "-u",
-            *(["-m"] if spec.kind == "module" else []),
-            spec.target,
-            *spec.arguments,
-        ]
+        spec = self.spec
+        python = {"script": ["-u"], "module": ["-u", "-m"]}.get(spec.kind)
+        prefix = [] if python is None else [self.python or sys.executable, *python]
+        return [*prefix, spec.target, *spec.arguments]
 
 
 def build_srun_command(job: SchedulerJob) -> list[str]:
@@ -78,17 +69,15 @@ def build_srun_command(job: SchedulerJob) -> list[str]:
 def build_mpirun_command(job: SchedulerJob) -> list[str]:
     """Open MPI's command; the first host is where rank 0 listens."""
     names = sorted({*job.environ, "MASTER_ADDR", "MASTER_PORT"})
-    counts = [(host.address, host.num_slots or job.ranks_per_node()) for host in job.hosts]
-    if job.spec.nproc is not None:
-        counts = [(name, job.ranks_per_node()) for name, _ in counts]
+    own = job.spec.nproc is None
+    counts = [(host.address, (own and host.num_slots) or job.ranks_per_node()) for host in job.hosts]
     total = sum(count for _, count in counts) or job.ranks_per_node() * (job.num_nodes or 1)
     command = ["mpirun", "-n", str(total), "--bind-to", "none"]
     if counts:
         command += ["--host", ",".join(f"{name}:{count}" for name, count in counts)]
     elif job.num_nodes:
         command += ["--map-by", f"ppr:{job.ranks_per_node()}:node"]
-    for name in names:
-        command += ["-x", name]
+    command += [word for name in names for word in ("-x", name)]
     return [*command, *job.extra_args, *job.worker_command()]
 
 
@@ -103,29 +92,14 @@ def build_environ(job: SchedulerJob, port: int) -> dict[str, str]:
     return variables
 
 
-def run_command(command: Sequence[str], environ: Mapping[str, str]) -> JobResult:
-    """Run a scheduler's command to its end; SIGTERM and SIGHUP are passed on.
+def run_command(command: list[str], environ: Mapping[str, str]) -> NoReturn:
+    """Become a scheduler's command, whose signals and exit code are then the job's.
 
     Raises:
         ValueError: the command is not installed.
     """
+    sys.stderr.flush()
     try:
-        process = subprocess.Popen(list(command), env=dict(environ))
+        os.execvpe(command[0], command, environ)
     except FileNotFoundError as error:
         raise ValueError(f"there is no {command[0]} on PATH: use --launcher ssh, which needs none") from error
-    previous_handlers = {
-        number: signal.signal(number, lambda got, _: process.send_signal(got))
-        for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        while True:
-            try:
-                code = process.wait()
-                break
-            except KeyboardInterrupt:  # the terminal sent it to the command as well, which ends its tasks
-                continue
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
-    code = code if code >= 0 else 128 - code
-    return JobResult(code, f"thalweg run: {command[0]} ended with exit code {code}\n" if code else "")

@@ -1,7 +1,7 @@
 """What the user asked for, and what this host makes of it: ranks, cores, devices.
 
-A :class:`Request` is plain data, so it can travel to another host as JSON; :func:`build_local_job` then counts that
-host's own devices and cores.
+A :class:`LaunchSpec` is plain data, so it can travel to another host as JSON; :func:`build_local_job` then counts
+that host's own devices and cores.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, parse_cpu_list, physical_cores, usable_cpus
-
-if TYPE_CHECKING:
-    from thalweg.launch.local import LocalJob
-    from thalweg.launch.rendezvous import NodeSpec
-
-TargetKind = Literal["script", "module", "program"]
+from thalweg.launch.cpu_affinity import CpuBinding, assign_cores, cpu_quota, parse_list, physical_cores, usable_cpus
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """The options of `thalweg run` that each host acts on; ``slots`` and ``chosen`` are one host's."""
+    """The options of `thalweg run` that each host acts on; ``slots`` and ``chosen`` are one host's.
+
+    ``kind`` says how ``target`` is started: a script file, a module as `python -m` would, or a program that is not
+    Python.  ``master_port`` None takes a free one.  ``grace`` is the time in seconds that ranks which must end have
+    between SIGTERM and SIGKILL.  ``environ`` is added to the ranks' environment.
+    """
 
     target: str
     arguments: tuple[str, ...] = ()
-    kind: TargetKind = "script"
+    kind: Literal["script", "module", "program"] = "script"
     nproc: str | None = None
     slots: int | None = None
     chosen: tuple[int, ...] | None = None
@@ -41,51 +40,46 @@ class LaunchSpec:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> LaunchSpec:
         """Undo ``dataclasses.asdict`` and JSON."""
-        chosen = fields["chosen"]
-        return cls(
-            **{
-                **fields,
-                "arguments": tuple(fields["arguments"]),
-                "chosen": None if chosen is None else tuple(chosen),
-            }
-        )
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**values)
 
 
-def build_local_job(spec: LaunchSpec, node: NodeSpec | None = None) -> LocalJob:
+@dataclass(frozen=True)
+class LocalJob:
+    """The part of one host: ``nproc`` ranks, their cores, and what is added to their environment."""
+
+    spec: LaunchSpec
+    nproc: int
+    cpu_binding: CpuBinding
+    environ: Mapping[str, str]
+
+
+def build_local_job(spec: LaunchSpec) -> LocalJob:
     """The job of this host.
 
     Raises:
         ValueError: more ranks than slots, cores that this process may not use, no GPU where one is asked for.
         FileNotFoundError: the script is not there.
     """
-    from thalweg.launch.local import LocalJob
-
-    check_target(spec)
-    num_gpus = _count_gpus()
-    nproc = resolve_nproc(spec, num_gpus)
-    cpus = parse_cpu_list(spec.cores) if spec.cores else usable_cpus()
+    _check_target(spec)
+    num_gpus = 0 if spec.environ.get("CUDA_VISIBLE_DEVICES") == "" else _count_gpus()
+    nproc = _resolve_nproc(spec, num_gpus)
+    cpus = parse_list(spec.cores, "cores") if spec.cores else usable_cpus()
     if not set(cpus) <= set(usable_cpus()):
         raise ValueError(f"--cores {spec.cores}: this process may use {','.join(map(str, usable_cpus()))} only")
     bind = spec.bind and num_gpus == 0  # torch's agent binds the ranks of GPUs by their NUMA node
-    environ = dict(spec.environ)
-    if spec.threads is not None:
-        environ["OMP_NUM_THREADS"] = str(spec.threads)
+    environ = {**spec.environ, **({} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)})}
     if spec.chosen is not None and num_gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.chosen))
     return LocalJob(
-        nproc=nproc,
-        target=spec.target,
-        arguments=spec.arguments,
-        kind=spec.kind,
-        cpu_binding=assign_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
-        master_port=spec.master_port,
-        grace=spec.grace,
-        environ=environ,
-        node=node,
+        spec,
+        nproc,
+        assign_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
+        environ,
     )
 
 
-def check_target(spec: LaunchSpec) -> None:
+def _check_target(spec: LaunchSpec) -> None:
     """Raise ``FileNotFoundError`` where the program or script is not on this host."""
     if spec.kind == "program":
         if shutil.which(spec.target) is None:
@@ -95,14 +89,18 @@ def check_target(spec: LaunchSpec) -> None:
         raise FileNotFoundError(f"there is no script {spec.target} in {os.getcwd()}{program}")
 
 
-def resolve_nproc(spec: LaunchSpec, num_gpus: int) -> int:
+def _resolve_nproc(spec: LaunchSpec, num_gpus: int) -> int:
     """Ranks of this host: what was asked for, else its slots, else its GPUs, else one."""
     requested, num_slots = spec.nproc, spec.slots if spec.chosen is None else len(spec.chosen)
     if requested is None:
         return num_slots or num_gpus or 1
     if requested == "gpu" and num_gpus == 0:
         raise ValueError("--nproc gpu: this host has no GPU; say how many ranks to run on its processor")
-    by_keyword = {"gpu": num_gpus, "cpu": len(physical_cores(usable_cpus())), "auto": num_gpus or 1}
+    by_keyword = {
+        "gpu": num_gpus,
+        "cpu": len(physical_cores(usable_cpus())),
+        "auto": num_gpus or 1,
+    }
     if requested not in by_keyword and not (requested.isascii() and requested.isdecimal()):
         raise ValueError(f"--nproc {requested} is not a number, gpu, cpu or auto")
     nproc = by_keyword[requested] if requested in by_keyword else int(requested)

@@ -139,9 +139,9 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
     if local_rank is None or local_world_size is None:
         if scheduler is not None and (scheduler.rank, scheduler.world_size) == (rank, world_size):
             local = (scheduler.local_rank, scheduler.local_world_size)
-        elif "KUBERNETES_SERVICE_HOST" in environ and addr is not None and not _is_loopback_addr(addr):
+        elif "KUBERNETES_SERVICE_HOST" in environ and addr is not None and not is_loopback(addr):
             local = (0, 1)
-        elif world_size == 1 or addr is None or _is_loopback_addr(addr):
+        elif world_size == 1 or addr is None or is_loopback(addr):
             local = (rank, world_size)
         else:
             name, hint = ("LOCAL_RANK", 0) if local_rank is None else ("LOCAL_WORLD_SIZE", 1)
@@ -362,7 +362,8 @@ def _any_set(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
     return _first_set(environ, names) is not None
 
 
-def _is_loopback_addr(addr: str) -> bool:
+def is_loopback(addr: str) -> bool:
+    """Whether ``addr``, which is not looked up, leads back to this host."""
     return addr in _LOOPBACK or addr.startswith("127.")
 
 

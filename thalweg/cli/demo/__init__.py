@@ -162,22 +162,14 @@ def _launch_phase(phase: str, nproc: int, settings: Path) -> int:
     """Run one part of the demo on ``nproc`` ranks; returns the exit code, standard error has what failed."""
     import torch
 
-    from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
-    from thalweg.launch.local import LocalJob, run_local
+    from thalweg.launch.local import run_local
+    from thalweg.launch.spec import LaunchSpec, build_local_job
 
-    few_gpus = torch.cuda.device_count() < nproc
-    bind = few_gpus and nproc > 1
-    outcome = run_local(
-        LocalJob(
-            nproc=nproc,
-            target="thalweg.cli.demo.worker",
-            arguments=(phase, str(settings)),
-            kind="module",
-            cpu_binding=assign_cores(nproc, physical_cores(usable_cpus()), quota=cpu_quota(), bind=bind),
-            # Two ranks cannot share one GPU under NCCL: with fewer GPUs than ranks, use the processor.
-            environ={"CUDA_VISIBLE_DEVICES": ""} if few_gpus else {},
-        )
-    )
+    # Two ranks cannot share one GPU under NCCL: with fewer GPUs than ranks, use the processor.
+    environ = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < nproc else {}
+    arguments = (phase, str(settings))
+    spec = LaunchSpec("thalweg.cli.demo.worker", arguments, "module", str(nproc), bind=nproc > 1, environ=environ)
+    outcome = run_local(build_local_job(spec))
     sys.stderr.write(outcome.report)
     return outcome.exit_code
 

@@ -14,13 +14,11 @@ import sys
 
 def main() -> int:
     """Take the job and run it; returns this host's exit code."""
-    inbox = os.dup(0)
+    inbox = os.fdopen(os.dup(0), "rb", buffering=0)  # reads not a byte more than the line that is asked for
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
-    message = bytearray()
-    while (byte := os.read(inbox, 1)) and byte != b"\n":  # one by one: what follows is not ours
-        message += byte
+    message = inbox.readline()
     if not message:
         return 1
     job_message = json.loads(message)
@@ -30,13 +28,12 @@ def main() -> int:
         if not sys.flags.safe_path:  # the interpreter put this file's folder there
             del sys.path[0]
         sys.path.insert(0, job_message["root"])
+        from thalweg.launch.local import exit_process
         from thalweg.launch.multi_node.remote_node import run_node
     except (OSError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    code = run_node(job_message, inbox)
-    sys.stderr.flush()
-    os._exit(code)  # a thread may wait in C++ for a host that is gone; the interpreter's end would abort it
+    return exit_process(run_node(job_message, inbox))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shlex
@@ -23,13 +24,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, is_this_host
+from thalweg.launch.local import handle_signals
 from thalweg.launch.multi_node.remote_node import MARK
 from thalweg.launch.network import local_address_for
 from thalweg.launch.spec import LaunchSpec
@@ -70,28 +72,29 @@ def remote_command(python: str, bootstrap: Path = _BOOTSTRAP) -> str:
 class RemoteNode:
     """The line to one host's agent: a process, and threads that read from it into ``inbox``."""
 
-    def __init__(self, node_rank: int, host: Host, command: Sequence[str], inbox: Inbox) -> None:
-        self.node_rank, self.host, self._inbox = node_rank, host, inbox
+    def __init__(self, host: Host, command: Sequence[str], inbox: Inbox) -> None:
+        self.host, self._inbox = host, inbox
         self._is_up = False  # the agent has spoken: what comes now is its ranks'
         self._stderr_tail = b""
         pipe = subprocess.PIPE
         # a session of its own: a terminal's ^C reaches the launcher, which passes it on in order
-        self.process = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        self.process: Any = subprocess.Popen(
+            list(command), bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
         for read in (self._read_stdout, self._read_stderr):
             threading.Thread(target=read, daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Send one line; None is a mere sign of life."""
-        assert self.process.stdin is not None
+        text = b" \n" if message is None else json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError, ValueError):  # a broken line is noticed by its reader
-            self.process.stdin.write((b" " if message is None else json.dumps(message).encode()) + b"\n")
-            self.process.stdin.flush()
+            while text:
+                text = text[self.process.stdin.write(text) :]
 
     def _read_stdout(self) -> None:
         """Take the agent's messages out, pass on what lies between them."""
-        assert self.process.stdout is not None
         pending = b""
-        while chunk := os.read(self.process.stdout.fileno(), _CHUNK_BYTES):
+        while chunk := self.process.stdout.read(_CHUNK_BYTES):
             pending += chunk
             while (start := pending.find(MARK)) >= 0 and (end := pending.find(b"\n", start)) >= 0:
                 self._pass_on(sys.stdout, pending[:start])
@@ -108,8 +111,7 @@ class RemoteNode:
         self._inbox.put((self, {"gone": self.process.returncode}))
 
     def _read_stderr(self) -> None:
-        assert self.process.stderr is not None
-        while chunk := os.read(self.process.stderr.fileno(), _CHUNK_BYTES):
+        while chunk := self.process.stderr.read(_CHUNK_BYTES):
             if not self._is_up:
                 self._stderr_tail = (self._stderr_tail + chunk)[-2000:]
             self._pass_on(sys.stderr, chunk)
@@ -128,7 +130,6 @@ class RemoteNode:
     def close(self, timeout: float) -> None:
         """Hang up, wait, end the process if it stays."""
         with contextlib.suppress(OSError):
-            assert self.process.stdin is not None
             self.process.stdin.close()
         try:
             self.process.wait(timeout)
@@ -147,10 +148,10 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
     inbox: Inbox = queue.Queue()
     nodes: list[RemoteNode] = []
     close_timeout = 1.0
-    with _queue_signals(inbox):
+    with handle_signals(lambda number: inbox.put((None, {"signal": number}))):
         try:
             for node_rank, host in enumerate(job.hosts):
-                node = RemoteNode(node_rank, host, _bootstrap_command(job, host), inbox)
+                node = RemoteNode(host, _bootstrap_command(job, host), inbox)
                 nodes.append(node)
                 node.send(_job_message(job, node_rank, host))
             stop_signal, address = _wait_ready(job, nodes, inbox)
@@ -192,13 +193,13 @@ def _job_message(job: MultiNodeJob, node_rank: int, host: Host) -> dict[str, Any
 
 def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tuple[int, list[Any]]:
     """Wait until every agent has reported in; returns (signal or 0, where host 0 listens)."""
-    pending = {node.node_rank: node for node in nodes}
+    pending = list(nodes)
     deadline, address = time.monotonic() + job.connect_timeout, [None, None]
     while pending:
         try:
             node, message = inbox.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
-            names = [node.host.name for node in pending.values()]
+            names = [node.host.name for node in pending]
             raise ValueError(
                 f"{', '.join(names)} did not report in within {job.connect_timeout:.0f} s: try "
                 f"`{shlex.join(job.ssh)} {names[0]} true`"
@@ -214,10 +215,9 @@ def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tup
                 f"{job.python or sys.executable} must be there with thalweg at the same path; --python and --ssh "
                 "choose others"
             )
-        hello = message["hello"]
-        if node.node_rank == 0:
-            address = [job.master_addr or hello["addr"], hello["port"]]
-        del pending[node.node_rank]
+        pending.remove(node)
+        if node is nodes[0]:
+            address = [job.master_addr or message["hello"]["addr"], message["hello"]["port"]]
     return 0, address
 
 
@@ -227,59 +227,34 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> 
     A certain result is the job's: the launcher then stops the hosts that the agents' own word has not reached.
     Of others, such as that of a host that was cut off and takes all others for lost, only the last resort is made.
     """
-    running = {node.node_rank for node in nodes}
-    result: JobResult | None = None
-    fallback: JobResult | None = None
-    deadline: float | None = None
-    last_keepalive = time.monotonic()
-    while running and (deadline is None or time.monotonic() < deadline):
-        if time.monotonic() - last_keepalive > _KEEPALIVE_INTERVAL:
-            last_keepalive = time.monotonic()
+    running, failed = list(nodes), []
+    deadline, next_keepalive = math.inf, 0.0
+    while running and (now := time.monotonic()) < deadline:
+        if now > next_keepalive:
+            next_keepalive = now + _KEEPALIVE_INTERVAL
             for node in nodes:
                 node.send(None)
         try:
             node, message = inbox.get(timeout=0.2)
         except queue.Empty:
             continue
-        stop_signal, ended = int(message.get("signal", signal.SIGTERM)), None
         if node is None:
-            text = f"thalweg run: stopped by {signal.Signals(stop_signal).name}, and the ranks with it\n"
-            ended = JobResult(128 + stop_signal, text)
-        elif node.node_rank in running:
-            running.discard(node.node_rank)
+            text = f"thalweg run: stopped by {signal.Signals(message['signal']).name}, and the ranks with it\n"
+            ended = JobResult(128 + message["signal"], text)
+        elif node not in running:
+            continue
+        else:
+            running.remove(node)
             if "gone" in message:
                 reason = node.failure_reason(message["gone"])
                 text = f"thalweg run: host {node.host.name} is gone: its line broke ({reason})\n"
                 ended = JobResult(1, text, is_certain=False)
-            elif message["ended"]:
+            else:
                 ended = JobResult(message["ended"], message["report"], message["is_certain"])
-        if ended is None:
-            continue
-        deadline = deadline or time.monotonic() + job.spec.grace + _REPORT_TIMEOUT
-        if not ended.is_certain:
-            fallback = fallback or ended
-        elif result is None:
-            result = ended
+        if ended.exit_code:
+            failed.append(ended)
+            deadline = min(deadline, now + job.spec.grace + _REPORT_TIMEOUT)
+        if ended.exit_code and ended.is_certain:
             for node in nodes:
-                node.send({"stop": stop_signal})
-    if running and result is None and fallback is None:
-        names = ", ".join(node.host.name for node in nodes if node.node_rank in running)
-        fallback = JobResult(1, f"thalweg run: {names} did not end\n")
-    return result or fallback or JobResult(0, "")
-
-
-@contextlib.contextmanager
-def _queue_signals(inbox: Inbox) -> Iterator[None]:
-    """Let signals to the launcher be messages like any other."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    previous_handlers = {
-        number: signal.signal(number, lambda got, _: inbox.put((None, {"signal": int(got)}))) for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+                node.send({"stop": message.get("signal", signal.SIGTERM)})
+    return min(failed, key=lambda ended: not ended.is_certain, default=JobResult(0, ""))

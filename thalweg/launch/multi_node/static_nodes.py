@@ -39,7 +39,7 @@ def resolve_node(
     endpoint = environ.get("PET_RDZV_ENDPOINT", "")
     if spec.nproc is None and (per_node := environ.get("PET_NPROC_PER_NODE")):
         spec = replace(spec, nproc=per_node)
-    num_hosts = _parse_num_nodes(nodes_name, num_nodes_text)
+    num_hosts = parse_num_nodes(nodes_name, num_nodes_text)
     index = 0 if node_rank_text is None else _parse_int(rank_name, node_rank_text)
     if num_hosts == 1:
         if index:
@@ -51,8 +51,7 @@ def resolve_node(
         raise ValueError(f"{rank_name} {index} must be from 0 to {num_hosts - 1}, as {nodes_name} is {num_hosts}")
     if node_rank_text is None:
         raise ValueError(
-            f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank "
-            "0 to "
+            f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank 0 to "
             f"{num_hosts - 1}, or on one alone with --hostfile"
         )
     host, _, port_text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
@@ -61,14 +60,10 @@ def resolve_node(
     if addr is None:
         raise ValueError(f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host")
     port = spec.master_port or _parse_int("the port to meet at,", port_text)
-    return spec, _make_node(addr, port, index, num_hosts)
-
-
-def _make_node(addr: str, port: int, node_rank: int, num_nodes: int) -> NodeSpec:
     from thalweg.launch.rendezvous import NodeSpec, bind_master
 
-    listener = bind_master(addr, port, multi_node=True) if node_rank == 0 else None
-    return NodeSpec(node_rank, num_nodes, addr, port, listener)
+    listener = bind_master(addr, port, multi_node=True) if index == 0 else None
+    return spec, NodeSpec(index, num_hosts, addr, port, listener)
 
 
 def _option_or_env(flag: str, value: str | None, name: str, environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -76,7 +71,8 @@ def _option_or_env(flag: str, value: str | None, name: str, environ: Mapping[str
     return (value, flag) if value is not None else (environ.get(name) or None, f"{name}=" if name in environ else flag)
 
 
-def _parse_num_nodes(name: str, text: str | None) -> int:
+def parse_num_nodes(name: str, text: str | None) -> int:
+    """A number of hosts; 1 where none is given."""
     if text is None:
         return 1
     low, colon, high = text.partition(":")
