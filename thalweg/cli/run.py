@@ -172,14 +172,8 @@ def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple
 
     num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
     environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
-<<<<<<< HEAD
-    tasks = schedulers.SchedulerJob(
-        spec, hosts, num_nodes, environ, args.master_addr, args.python, tuple(shlex.split(args.launcher_args))
-    )
-=======
     words = tuple(shlex.split(args.launcher_args))
     tasks = schedulers.SchedulerJob(spec, hosts, num_nodes, environ, args.master_addr, args.python, words)
->>>>>>> launch
     command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command
     port = random.SystemRandom().choice(range(20000, 32000))
     schedulers.run_command(command(tasks), schedulers.build_environ(tasks, port))
