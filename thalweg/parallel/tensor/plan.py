@@ -50,6 +50,16 @@ class TpPlan:
     per_head_args: dict[str, tuple[str, ...]] = field(default_factory=dict)
     head_assignment: HeadAssignment | None = None
 
+    def describe(self) -> dict[str, str]:
+        """What must be the same on all ranks: by module how it is cut, and under "" where that comes from."""
+        text = {"": self.source}
+        for name, layer in self.layers.items():
+            specs = (f"{key} in dim {spec.dim} at {spec.spans}" for key, spec in sorted(layer.shard_specs.items()))
+            text[name] = ", ".join((layer.kind, *specs))
+        for name, values in self.local_attributes.items():
+            text[name] = "; ".join(filter(None, (text.get(name), f"local {sorted(values)}")))
+        return text
+
 
 class UnshardableModelError(ValueError):
     """A model cannot be cut; the message names the module and the cure."""
