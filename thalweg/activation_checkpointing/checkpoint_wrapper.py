@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from thalweg.activation_checkpointing.offload import ActivationOffloader
 from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward, OffloadState

@@ -34,14 +34,7 @@ from thalweg.deferred_init.op_graph import (
     make_view_ref,
     storage_records,
 )
-from thalweg.deferred_init.pytree import (
-    CallSpec,
-    flatten,
-    flatten_call,
-    get_leaves,
-    unflatten,
-    unflatten_call,
-)
+from thalweg.deferred_init.pytree import CallSpec, flatten, flatten_call, get_leaves, unflatten, unflatten_call
 from thalweg.deferred_init.replay import compute_values, pause_recording_no_grad, thread_state
 from thalweg.deferred_init.tensor_swap import swap_tensors
 

@@ -159,10 +159,7 @@ class RecordMode(TorchDispatchMode):
         if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
             dtype = next(iter(new_tensors.values())).dtype
             if not tensors and any(argument.name == "dtype" for argument in func._schema.arguments):
-                kwargs = {
-                    **kwargs,
-                    "dtype": kwargs.get("dtype") or dtype,
-                }  # the default may change until replay
+                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or dtype}  # the default may change until replay
             inputs, input_spec = flatten_call(args, kwargs)
             record_op(func, inputs, input_spec, rng_state, new_tensors)
         return unflatten(spec, iter(leaves))

@@ -109,12 +109,7 @@ class _TiledForward(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        module: nn.Module,
-        forward: Any,
-        tiled_args: _TiledArgs,
-        out_specs: list[Any],
-        *tensors: Tensor,
+        ctx: Any, module: nn.Module, forward: Any, tiled_args: _TiledArgs, out_specs: list[Any], *tensors: Tensor
     ) -> Any:
         inputs = tensors[: len(tiled_args.tiled) + len(tiled_args.untiled)]
         ctx.rng_state = _RngAutocastState.capture(inputs[0].device)

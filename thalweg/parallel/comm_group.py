@@ -132,11 +132,7 @@ class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # a copy: the gradient may belong to another branch as well
-        return (
-            ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
-            None,
-            None,
-        )
+        return (ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name), None, None)
 
 
 class _ReduceFromRegion(torch.autograd.Function):

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.nn.losses.lazy_logits import (
-    HeadCall,
-    LazyLogits,
-    LossTiling,
-    RunHead,
-    contains_lazy_logits,
-    hook_ids,
-)
+from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, RunHead, contains_lazy_logits, hook_ids
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
 from thalweg.ops._torch_private import is_plain_tensor
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class, restore_class

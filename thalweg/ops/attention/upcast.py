@@ -23,12 +23,7 @@ _MIN_SPEEDUP = 1.1
 
 
 def upcast_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Any]:
     """Hugging Face's SDPA attention; fp16 on a CPU is computed in fp32 and rounded once."""
     hf_sdpa = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward

@@ -41,15 +41,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @cache
 def get_cpu_name() -> str:
     """Name the processor as exactly as the system tells: vendor, family, model, stepping, vector unit."""
-    field_names = (
-        "vendor_id",
-        "cpu family",
-        "model",
-        "model name",
-        "stepping",
-        "CPU implementer",
-        "CPU part",
-    )
+    field_names = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():

@@ -125,11 +125,7 @@ def make_operands(
     kind: str, rows: int, k: int, n: int, dtype: torch.dtype, *, seed: int | None = None
 ) -> tuple[Tensor, ...]:
     """Make operands of one product: constant, or uniform in [-1, 1) by a generator of their own."""
-    shapes = {
-        "nt": ((rows, k), (n, k), (n,)),
-        "nn": ((rows, k), (k, n)),
-        "tn": ((rows, k), (rows, n)),
-    }[kind]
+    shapes = {"nt": ((rows, k), (n, k), (n,)), "nn": ((rows, k), (k, n)), "tn": ((rows, k), (rows, n))}[kind]
     if seed is None:
         return tuple(torch.full(shape, 0.5, dtype=dtype) for shape in shapes)
     generator = torch.Generator().manual_seed(seed)

@@ -25,12 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.ops.grouped_mm import RowGroups
-from thalweg.parallel.expert.expert_parallel import (
-    ExpertShardSpec,
-    TokenDispatcher,
-    local_rows,
-    replace_expert_forward,
-)
+from thalweg.parallel.expert.expert_parallel import ExpertShardSpec, TokenDispatcher, local_rows, replace_expert_forward
 from thalweg.parallel.shard_spec import ShardSpec, split_evenly
 from thalweg.parallel.tensor.layers import functional_forward
 from thalweg.zero.units import is_expert_list
@@ -100,9 +95,7 @@ class ExpertModuleList:
             state = torch.get_rng_state()
             try:
                 inner(
-                    self,
-                    *_clone_tensors(args),
-                    **{key: _clone_tensors((value,))[0] for key, value in kwargs.items()},
+                    self, *_clone_tensors(args), **{key: _clone_tensors((value,))[0] for key, value in kwargs.items()}
                 )
                 sample = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
                 zero = _run_experts(call, num_experts, dispatcher, local_experts, sample)
@@ -147,11 +140,7 @@ def _cached_forward(module: nn.Module, inner: Any, active_calls: list[_TwoPassCa
 
 
 def _run_experts(
-    call: _TwoPassCall,
-    num_experts: int,
-    dispatcher: TokenDispatcher,
-    local_experts: list[Any],
-    sample: Tensor,
+    call: _TwoPassCall, num_experts: int, dispatcher: TokenDispatcher, local_experts: list[Any], sample: Tensor
 ) -> Tensor | None:
     """Find the answers, in the order of the calls; where none were asked, a 0 that hangs on the exchange."""
     requests, call.is_recording = call.requests, False

@@ -23,30 +23,15 @@ from torch import Tensor, nn
 from thalweg.comm import CommsLog
 from thalweg.config import Config
 from thalweg.deferred_init.context import has_meta_tensors
-from thalweg.parallel.pipeline.module import (
-    DUMMY_PARAM_NAME,
-    PipelineModule,
-    PipelineModuleStages,
-    add_dummy_param,
-)
+from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule, PipelineModuleStages, add_dummy_param
 from thalweg.parallel.pipeline.partition import partition_balanced
-from thalweg.parallel.pipeline.pipeline_runner import (
-    ForwardHooks,
-    GradientReduction,
-    LocalStages,
-    PipelineRunner,
-)
+from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, GradientReduction, LocalStages, PipelineRunner
 from thalweg.parallel.pipeline.profile_blocks import BlockCost, profile_blocks, stage_costs
 from thalweg.parallel.pipeline.schedules.auto_schedule import choose_schedule, rank_schedules
 from thalweg.parallel.pipeline.schedules.builders import ScheduleName, assign_stages, build_schedule
 from thalweg.parallel.pipeline.schedules.schedule import PipelineSchedule
 from thalweg.parallel.pipeline.split_model import BlockLayout, SplitModelStages, find_blocks, partition_blocks
-from thalweg.parallel.pipeline.tied_weights import (
-    ParamNaming,
-    TiedWeights,
-    find_alias_groups,
-    find_tied_weights,
-)
+from thalweg.parallel.pipeline.tied_weights import ParamNaming, TiedWeights, find_alias_groups, find_tied_weights
 from thalweg.parallel.sequence.pipeline_layers import LayerSequenceParallel
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, SequenceParallelAttention
 from thalweg.parallel.tensor.tensor_parallel import broadcast_model
@@ -275,15 +260,7 @@ class PipelineParallel:
         if self._tied_weights is not None:
             self._tied_weights.ledger = ledger
         return PipelineRunner(
-            self._stages,
-            self._build_schedule,
-            pp_rank,
-            group,
-            device,
-            reduction,
-            hooks,
-            ledger,
-            reverse_group,
+            self._stages, self._build_schedule, pp_rank, group, device, reduction, hooks, ledger, reverse_group
         )
 
 

@@ -216,9 +216,7 @@ class _RingAttentionFunction(torch.autograd.Function):
                 if step + 1 < ring.size:
                     wait_next = ring.send_recv_next(block.flat, numel, _KV_TAG)
                 kv_grad = _KVBlock(
-                    torch.zeros(block.flat.numel(), dtype=lse.dtype, device=q.device),
-                    block.k.shape,
-                    block.v.shape,
+                    torch.zeros(block.flat.numel(), dtype=lse.dtype, device=q.device), block.k.shape, block.v.shape
                 )
                 for tile in spec.tiles(ring.rank, kv_rank, q.device):
                     _add_gradients(dq, kv_grad, grad, q, block, y, lse, spec, tile)

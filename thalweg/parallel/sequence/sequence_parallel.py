@@ -307,10 +307,7 @@ def _forward_in_mode(inner: Callable[..., Any], make_mode: Callable[[], TorchFun
 
 
 def _split_batch_forward(
-    model: nn.Module,
-    attention: SequenceParallelAttention,
-    splitter: BatchSplitter,
-    signature: ForwardSignature,
+    model: nn.Module, attention: SequenceParallelAttention, splitter: BatchSplitter, signature: ForwardSignature
 ) -> Callable[..., Any]:
     inner, sp_group = type(model).forward, attention.groups.sp_group
 
@@ -336,12 +333,7 @@ def _split_batch_forward(
 
 def _register_attention_interface(models: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import (
-        and_masks,
-        packed_sequence_mask_function,
-        padding_mask_function,
-        sdpa_mask,
-    )
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function, padding_mask_function, sdpa_mask
 
     name = f"thalweg_sequence_{next(_interface_ids)}"
 

@@ -160,11 +160,7 @@ def qkv_fused_spec(assignment: HeadAssignment, dim: int, with_queries: bool = Tr
 
 
 def _with_shared_tail(
-    assignment: HeadAssignment,
-    dim: int,
-    leading_spans: Sequence[tuple[Span, ...]],
-    offset: int,
-    num_sections: int,
+    assignment: HeadAssignment, dim: int, leading_spans: Sequence[tuple[Span, ...]], offset: int, num_sections: int
 ) -> FusedSpec:
     """``leading_spans`` of each rank, then ``num_sections`` of key-value rows from ``offset`` on."""
     head_dim, world_size = assignment.heads.head_dim, len(assignment.query_spans)

@@ -206,10 +206,7 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
     for name, arg_names in plan.per_head_args.items():
         module = model.get_submodule(name)
         assert plan.head_assignment is not None
-        span, num_heads = (
-            plan.head_assignment.query_spans[tp_group.rank],
-            plan.head_assignment.heads.num_heads,
-        )
+        span, num_heads = (plan.head_assignment.query_spans[tp_group.rank], plan.head_assignment.heads.num_heads)
         replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
 
 

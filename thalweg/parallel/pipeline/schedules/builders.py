@@ -193,8 +193,7 @@ def _list_schedule(request: _ScheduleRequest, limits: list[int], preference: dic
                 if any(need not in intervals for need in needed):
                     continue
                 arrival = max(
-                    (arrival_time(need, intervals, rank, stage_to_rank, costs) for need in needed),
-                    default=0.0,
+                    (arrival_time(need, intervals, rank, stage_to_rank, costs) for need in needed), default=0.0
                 )
                 arrivals[action] = arrival
             # Later stages first among equals: what has come furthest frees memory soonest.

@@ -87,8 +87,7 @@ def simulate(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Ti
                 if any(need not in intervals for need in needed):
                     break
                 arrival = max(
-                    (arrival_time(need, intervals, rank, schedule.stage_to_rank, costs) for need in needed),
-                    default=0.0,
+                    (arrival_time(need, intervals, rank, schedule.stage_to_rank, costs) for need in needed), default=0.0
                 )
                 begin = max(rank_free_at[rank], arrival)
                 rank_free_at[rank] = begin + costs.action_cost(action.kind, action.stage)

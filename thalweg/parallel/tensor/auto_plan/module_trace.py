@@ -16,17 +16,7 @@ from thalweg.parallel.tensor.dummy_inputs import DummyInputs
 from thalweg.utils.trees import iter_tensors
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_METADATA_GETTERS = (
-    "dtype",
-    "device",
-    "shape",
-    "ndim",
-    "requires_grad",
-    "is_cuda",
-    "grad",
-    "layout",
-    "is_leaf",
-)
+_METADATA_GETTERS = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "grad", "layout", "is_leaf")
 
 
 def is_close(a: Any, b: Any) -> bool:
