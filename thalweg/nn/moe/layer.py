@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from thalweg.nn.moe.experts import Experts
 from thalweg.ops.grouped_mm import sort_by_expert
-from thalweg.parallel.expert.expert_parallel import ExpertShardSpec, TokenDispatcher, expert_row_spec
+from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertShardSpec, expert_row_spec
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class MoE(nn.Module):
         self.residual = copy.deepcopy(expert) if use_residual else None
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
         self.shared = shared_expert
-        self._dispatcher: TokenDispatcher | None = None
+        self._dispatcher: AllToAllDispatcher | None = None
 
-    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+    def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Let the experts of a team of ranks work together; each has its rows of the stack by now."""
         self._dispatcher = dispatcher
 

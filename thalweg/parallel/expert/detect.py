@@ -26,15 +26,14 @@ from torch import Tensor, nn
 from thalweg.deferred_init.op_graph import is_meta
 from thalweg.ops.grouped_mm import RowGroups, grouped_linear, sort_by_expert
 from thalweg.parallel.expert.expert_parallel import (
+    AllToAllDispatcher,
     ExpertLayer,
     ExpertShardSpec,
-    TokenDispatcher,
     expert_row_spec,
     local_rows,
-    replace_expert_forward,
 )
 from thalweg.parallel.expert.module_list import find_expert_lists
-from thalweg.parallel.tensor.layers import ReplacedForward, functional_forward
+from thalweg.parallel.tensor.layers import ReplacedForward, functional_forward, replace_forward
 from thalweg.parallel.tensor.plan import UnshardableModelError
 
 
@@ -111,12 +110,11 @@ class StackedExperts:
             if parameter is not None:
                 yield ExpertShardSpec(key, self.module, key, spec)
 
-    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+    def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Take the exchange that brings tokens to their experts."""
         module = self.module
-        compute = (
-            _grouped_forward if self.use_grouped_mm and _is_transformers_format(module) else _per_row_forward(module)
-        )
+        is_grouped = self.use_grouped_mm and _is_transformers_format(module)
+        compute = _grouped_forward if is_grouped else _per_row_forward(module)
         names = _positional_args(module)[:3]
         num_experts = self.num_experts
         num_local = next(len(local_rows(p, p.dtype)) for p in module._parameters.values() if p is not None)
@@ -130,10 +128,12 @@ class StackedExperts:
             chosen = chosen.reshape(len(tokens), -1)
             permutation = sort_by_expert(chosen, num_experts, chosen < num_experts)
             rows, groups, combine = dispatcher.dispatch(permutation.permute(tokens), permutation.groups)
-            results = combine(compute(self, rows, groups, dispatcher))
+            named_params = ((key, p) for key, p in self._parameters.items() if p is not None)
+            local_weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in named_params}
+            results = combine(compute(self, rows, groups, local_weights))
             return permutation.combine(results, weights.reshape(chosen.shape)).to(hidden.dtype).view_as(hidden)
 
-        replace_expert_forward(module, forward)
+        replace_forward(module, forward)
 
 
 def _is_transformers_format(module: nn.Module) -> bool:
@@ -149,8 +149,7 @@ def _is_transformers_format(module: nn.Module) -> bool:
     return has_flags and has_no_post_norm and keys == present and not isinstance(module, ReplacedForward)
 
 
-def _grouped_forward(module: Any, rows: Tensor, groups: RowGroups, dispatcher: TokenDispatcher) -> Tensor:
-    weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in module._parameters.items() if p is not None}
+def _grouped_forward(module: Any, rows: Tensor, groups: RowGroups, weights: dict[str, Tensor]) -> Tensor:
     first = "gate_up_proj" if module.has_gate else "up_proj"
     inputs_first = module.is_transposed
     inner = grouped_linear(rows, weights[first], groups, weights.get(f"{first}_bias"), in_features_first=inputs_first)
@@ -164,11 +163,9 @@ def _per_row_forward(module: nn.Module) -> Any:
     """The module's own forward on rows that have one choice each, of weight 1."""
     inner = type(module).forward
 
-    def compute(self: Any, rows: Tensor, groups: RowGroups, dispatcher: TokenDispatcher) -> Tensor:
-        weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in self._parameters.items() if p is not None}
-        return functional_forward(
-            self, inner, weights, (rows, groups.group_ids[:, None], rows.new_ones(len(rows), 1)), {}
-        )
+    def compute(self: Any, rows: Tensor, groups: RowGroups, weights: dict[str, Tensor]) -> Tensor:
+        args = (rows, groups.group_ids[:, None], rows.new_ones(len(rows), 1))
+        return functional_forward(self, inner, weights, args, {})
 
     return compute
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from thalweg.comm import CommsLog
 from thalweg.deferred_init.deferred_tensor import is_deferred, materialize_tensor
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.grouped_mm import RowGroups, sort_by_expert, unpermute
 from thalweg.parallel.comm_group import ParallelGroup, all_to_all
 from thalweg.parallel.shard_spec import ShardSpec, split_evenly
@@ -40,18 +39,6 @@ from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.tp_layout import TensorParallelLayout
 
 CombineFn = Callable[[Tensor], Tensor]
-
-
-class TokenDispatcher(Protocol):
-    """What takes sorted rows to the ranks of their experts, and back."""
-
-    def dispatch(self, rows: Tensor, groups: RowGroups) -> tuple[Tensor, RowGroups, CombineFn]:
-        """Rows of own experts, which expert each is for, and the way back for their results."""
-        ...
-
-    def local_weight(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """What this rank computes with where ``parameter`` stands, after :meth:`to_experts`."""
-        ...
 
 
 class AllToAllDispatcher:
@@ -78,7 +65,12 @@ class AllToAllDispatcher:
         counts_by_source = recv_expert_counts.view(ep_group.size, num_local)  # (source rank, own expert)
         send_counts = [int(part.sum()) for part in groups.counts.split(self.experts_per_rank)]
         recv_counts = counts_by_source.sum(1).tolist()
-        received = _all_to_all_rows(rows, send_counts, recv_counts, width, ep_group)
+
+        def exchange(rows: Tensor, send_counts: list[int], recv_counts: list[int]) -> Tensor:
+            send_numels, recv_numels = [n * width for n in send_counts], [n * width for n in recv_counts]
+            return all_to_all(rows.reshape(-1), send_numels, recv_numels, ep_group, "experts").view(-1, width)
+
+        received = exchange(rows, send_counts, recv_counts)
         # Rows came by source and, within, by expert: bring those of one expert together.
         expert_index = (
             torch.arange(num_local, device=rows.device)
@@ -88,7 +80,7 @@ class AllToAllDispatcher:
         permutation = sort_by_expert(expert_index[:, None], num_local)
 
         def combine(results: Tensor) -> Tensor:
-            return _all_to_all_rows(unpermute(results, permutation), recv_counts, send_counts, width, ep_group)
+            return exchange(unpermute(results, permutation), recv_counts, send_counts)
 
         return permutation.permute(received), permutation.groups, combine
 
@@ -96,22 +88,6 @@ class AllToAllDispatcher:
         """All rows that this rank has of ``parameter``."""
         rows = None if self.expert_params is None else self.expert_params.get_rows(parameter)
         return local_rows(parameter if rows is None else rows, dtype)
-
-
-def _all_to_all_rows(
-    rows: Tensor, send_counts: list[int], recv_counts: list[int], width: int, ep_group: ParallelGroup
-) -> Tensor:
-    send_numels, recv_numels = [n * width for n in send_counts], [n * width for n in recv_counts]
-    return all_to_all(rows.reshape(-1), send_numels, recv_numels, ep_group, "experts").view(-1, width)
-
-
-class ReplacedExpertForward(DynamicSubclass):
-    """Mixin of every module whose forward goes to experts elsewhere."""
-
-
-def replace_expert_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let this one module compute by ``forward(self, ...)``."""
-    module.__class__ = make_subclass(type(module), ReplacedExpertForward, forward=forward)
 
 
 # Spreading
@@ -144,7 +120,7 @@ class ExpertLayer(Protocol):
         """The experts' parameters and how ``num_ranks`` divide them."""
         ...
 
-    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+    def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Take the exchange that brings tokens to their experts; the parameters are own ones by now."""
         ...
 

@@ -37,8 +37,9 @@ from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.shard_spec import ShardSpec
 from thalweg.parallel.tensor import layers
 from thalweg.parallel.tensor.auto_plan.infer_plan import infer_plan
+from thalweg.parallel.tensor.dummy_inputs import make_dummy_inputs
 from thalweg.parallel.tensor.layers import TpContext, replace_forward
-from thalweg.parallel.tensor.parity_check import ParityCheck
+from thalweg.parallel.tensor.parity_check import check_parity, run_for_parity
 from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, build_tp_plan
 from thalweg.utils.log import get_logger
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -65,14 +66,14 @@ def apply_tensor_parallel(
     """
     broadcast_model(model, world_group)
     plan = _agree_on_plan(model, tp_group, world_group)
-    parity_check = ParityCheck.from_model(model, plan) if check else None
-    expected = parity_check.run(model) if parity_check else None
+    inputs = make_dummy_inputs(model) if check else None
+    expected = run_for_parity(model, plan, inputs) if check else None
     placements = _replace_parameters(model, plan, tp_group)
     _replace_forwards(model, plan, tp_group, kernels)
     tp_group.has_dropout = has_dropout(model)
     model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
-    if parity_check and expected is not None:
-        parity_check.compare(model, expected, plan, tp_group)
+    if expected is not None:
+        check_parity(model, plan, inputs, expected, tp_group.size)
     _log.info("tensor parallelism over %d ranks by %s: %d layers", tp_group.size, plan.source, len(plan.layers))
     return TensorParallelLayout(tp_fsdp_mesh, placements)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree
 
 from thalweg.parallel.comm_group import ParallelGroup, gather_from_region
 
@@ -158,13 +159,7 @@ def _preserves_last_dim(index: Any, dim: int) -> bool:
 
 
 def _materialize(tree: Any) -> Any:
-    if isinstance(tree, VocabParallelLogits):
-        return tree.full_tensor()
-    if isinstance(tree, dict):
-        return {key: _materialize(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_materialize(value) for value in tree)
-    return tree
+    return _pytree.tree_map_only(VocabParallelLogits, VocabParallelLogits.full_tensor, tree)
 
 
 def _sharded_cross_entropy(
