@@ -34,7 +34,7 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from thalweg.nn.losses.tiled_cross_entropy import LogitTransform, tiled_cross_entropy
-from thalweg.ops._torch_private import is_plain_tensor, no_torch_function
+from thalweg.ops._torch_private import METADATA_OPS, is_plain_tensor, no_torch_function
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -193,16 +193,7 @@ def contains_lazy_logits(value: Any) -> bool:
     return any(isinstance(leaf, LazyLogits) for leaf in _pytree.tree_leaves(value))
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
-
-
-_METADATA = {
-    *(_getter(name) for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),
-    *(_getter(name) for name in ("is_cpu", "is_leaf", "is_sparse", "is_quantized", "is_meta", "_base")),
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
-    Tensor.nelement, Tensor.element_size, Tensor.ndimension, Tensor.get_device,
-}  # fmt: skip
+_METADATA = METADATA_OPS | {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "_base")}
 
 
 # What may be done without computing anything

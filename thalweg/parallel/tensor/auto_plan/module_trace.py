@@ -17,7 +17,8 @@ from thalweg.parallel.tensor.dummy_inputs import DummyInputs
 from thalweg.utils.trees import iter_tensors
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_METADATA_GETTERS = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "grad", "layout", "is_leaf")
+_METADATA_NAMES = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "grad", "layout", "is_leaf")
+_GETTERS = {getattr(Tensor, name).__get__ for name in _METADATA_NAMES}
 
 
 def is_close(a: Any, b: Any) -> bool:
@@ -166,9 +167,7 @@ class _ExternalWeightUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        getter = getattr(func, "__name__", "") == "__get__"
-        getter_name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if not (getter and getter_name in _METADATA_GETTERS):
+        if func not in _GETTERS:
             for tensor in iter_tensors((args, kwargs)):
                 users = self._users.get(id(tensor))
                 if users is not None and not (self.running and self.running[-1] in users):
