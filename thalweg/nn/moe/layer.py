@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from thalweg.nn.moe.experts import Experts
 from thalweg.ops.grouped_mm import sort_by_expert
-from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertShardSpec, expert_row_spec
+from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertShardSpec
+from thalweg.parallel.shard_spec import contiguous_spec
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class MoE(nn.Module):
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
         """The experts' parameters and how ``num_ranks`` divide them."""
-        spec = expert_row_spec(self.num_experts, num_ranks)
+        spec = contiguous_spec(0, self.num_experts, num_ranks)
         for path, module in self.experts.stack.named_modules(prefix="experts.stack"):
             for key, parameter in module._parameters.items():
                 if parameter is not None:

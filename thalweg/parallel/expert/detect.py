@@ -29,10 +29,10 @@ from thalweg.parallel.expert.expert_parallel import (
     AllToAllDispatcher,
     ExpertLayer,
     ExpertShardSpec,
-    expert_row_spec,
     local_rows,
 )
 from thalweg.parallel.expert.module_list import find_expert_lists
+from thalweg.parallel.shard_spec import contiguous_spec
 from thalweg.parallel.tensor.layers import ReplacedForward, functional_forward, replace_forward
 from thalweg.parallel.tensor.plan import UnshardableModelError
 
@@ -105,7 +105,7 @@ class StackedExperts:
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
         """The experts' parameters and how ``num_ranks`` divide them."""
-        spec = expert_row_spec(self.num_experts, num_ranks)
+        spec = contiguous_spec(0, self.num_experts, num_ranks)
         for key, parameter in self.module._parameters.items():
             if parameter is not None:
                 yield ExpertShardSpec(key, self.module, key, spec)

@@ -125,11 +125,6 @@ class ExpertLayer(Protocol):
         ...
 
 
-def expert_row_spec(num_experts: int, num_ranks: int) -> ShardSpec:
-    """How ranks divide a parameter that has a row for each expert."""
-    return ShardSpec(0, num_experts, tuple((span,) for span in split_evenly(num_experts, num_ranks)))
-
-
 def shard_experts(
     layers: Mapping[str, ExpertLayer],
     meshes: ParallelMeshes,
@@ -148,23 +143,24 @@ def shard_experts(
         ValueError: the number of ranks does not divide the data-parallel ones, or a layer has
             fewer experts than ranks.
     """
-    meshes_by_size: dict[int, _ExpertMesh] = {}
+    meshes_by_size: dict[int, tuple[ParallelGroup, DeviceMesh]] = {}
+    data_group = meshes.fsdp.get_group()
     for name, layer in layers.items():
         num_ranks = layer.ep_size if layer.ep_size > 1 else ep_size
         if num_ranks == 1:
             continue
         _check_ep_size(name, layer, num_ranks, meshes.fsdp.size())
         if num_ranks not in meshes_by_size:
-            meshes_by_size[num_ranks] = _ExpertMesh.build(meshes, num_ranks, tp_layout, ledger)
-        expert_mesh = meshes_by_size[num_ranks]
+            meshes_by_size[num_ranks] = _build_expert_mesh(meshes, num_ranks, tp_layout, ledger)
+        ep_group, mesh = meshes_by_size[num_ranks]
         for shard_spec in layer.shard_specs(num_ranks):
             parameter = shard_spec.module._parameters[shard_spec.key]
             assert parameter is not None
             tp_placement = None if tp_layout is None else tp_layout.tp_placements.get(f"{name}.{shard_spec.name}")
-            shard_spec.module._parameters[shard_spec.key] = expert_mesh.shard_parameter(
-                parameter, shard_spec.spec, tp_placement
+            shard_spec.module._parameters[shard_spec.key] = _shard_parameter(
+                parameter, shard_spec.spec, tp_placement, mesh, ep_group.rank, data_group
             )
-        layer.attach_dispatcher(AllToAllDispatcher(expert_mesh.ep_group, layer.num_experts, expert_params))
+        layer.attach_dispatcher(AllToAllDispatcher(ep_group, layer.num_experts, expert_params))
 
 
 def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks: int) -> None:
@@ -182,58 +178,49 @@ def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks
         )
 
 
-@dataclass(frozen=True)
-class _ExpertMesh:
-    """Where spread parameters lie: ``mesh`` ends in the axes ("ep", "copies")."""
+def _build_expert_mesh(
+    meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None, ledger: CommsLog | None
+) -> tuple[ParallelGroup, DeviceMesh]:
+    """Groups of ``ep_size`` neighbours on the data axis, and the mesh where spread parameters lie, which ends in
+    the axes ("ep", "copies"); collective over the data ranks."""
+    data = meshes.fsdp
+    ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()
+    first = rank // ep_size * ep_size
+    # Only this data axis takes part, so that others of the job need not do the same.
+    rank_groups = (ranks[first : first + ep_size], ranks[rank % ep_size :: ep_size])
+    groups = [new_subgroup(members, data.get_group()) for members in rank_groups]
+    ep_group, names = groups[0], ("ep", "copies")
+    grid = torch.tensor(ranks).view(-1, ep_size).T
+    if tp_layout is not None:
+        groups, names = [tp_layout.mesh.get_group(0), *groups], ("tp", *names)
+        grid = tp_layout.mesh.mesh.view(tp_layout.mesh.size(0), -1, ep_size).transpose(1, 2)
+    mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
+    return ParallelGroup(ep_group, "expert", ledger), mesh
 
-    ep_group: ParallelGroup
-    mesh: DeviceMesh
-    data_group: dist.ProcessGroup
 
-    @classmethod
-    def build(
-        cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None, ledger: CommsLog | None
-    ) -> _ExpertMesh:
-        """Groups of ``ep_size`` neighbours on the data axis; collective over its ranks."""
-        data = meshes.fsdp
-        ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()
-        first = rank // ep_size * ep_size
-        # Only this data axis takes part, so that others of the job need not do the same.
-        rank_groups = (ranks[first : first + ep_size], ranks[rank % ep_size :: ep_size])
-        groups = [new_subgroup(members, data.get_group()) for members in rank_groups]
-        ep_group, names = groups[0], ("ep", "copies")
-        grid = torch.tensor(ranks).view(-1, ep_size).T
-        if tp_layout is not None:
-            groups, names = [tp_layout.mesh.get_group(0), *groups], ("tp", *names)
-            grid = tp_layout.mesh.mesh.view(tp_layout.mesh.size(0), -1, ep_size).transpose(1, 2)
-        mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
-        return cls(ParallelGroup(ep_group, "expert", ledger), mesh, data.get_group())
-
-    def shard_parameter(
-        self, parameter: nn.Parameter, spec: ShardSpec, tp_placement: tuple[torch.Size, Placement] | None
-    ) -> nn.Parameter:
-        """This rank's part of rank 0's values, under the logical shape; collective over the data ranks."""
-        value = materialize_tensor(parameter) if is_deferred(parameter) else parameter.detach()
-        if value.is_meta:
-            raise ValueError(
-                "experts on the meta device have no values to spread: build the model under "
-                "thalweg.zero.Init(), or on the CPU"
-            )
-        full = value.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(full, src=dist.get_global_rank(self.data_group, 0), group=self.data_group)
-        shape, tensor_axis = tp_placement if tp_placement is not None else (full.shape, Replicate())
-        placements: list[Placement] = [spec.placement(), Replicate()]
-        if self.mesh.ndim == 3:
-            placements.insert(0, tensor_axis)
-        sharded = DTensor.from_local(
-            spec.local_slice(full, self.ep_group.rank),
-            self.mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+def _shard_parameter(
+    parameter: nn.Parameter,
+    spec: ShardSpec,
+    tp_placement: tuple[torch.Size, Placement] | None,
+    mesh: DeviceMesh,
+    ep_rank: int,
+    data_group: dist.ProcessGroup,
+) -> nn.Parameter:
+    """This rank's part of rank 0's values, under the logical shape; collective over the data ranks."""
+    value = materialize_tensor(parameter) if is_deferred(parameter) else parameter.detach()
+    if value.is_meta:
+        raise ValueError(
+            "experts on the meta device have no values to spread: build the model under "
+            "thalweg.zero.Init(), or on the CPU"
         )
-        return nn.Parameter(sharded, parameter.requires_grad)
+    full = value.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(full, src=dist.get_global_rank(data_group, 0), group=data_group)
+    shape, tensor_axis = tp_placement or (full.shape, Replicate())
+    placements = [tensor_axis, spec.placement(), Replicate()][-mesh.ndim :]
+    stride = torch.empty(shape, device="meta").stride()
+    local = spec.local_slice(full, ep_rank)
+    sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(sharded, parameter.requires_grad)
 
 
 def local_rows(parameter: Tensor, dtype: torch.dtype) -> Tensor:
