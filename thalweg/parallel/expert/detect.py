@@ -33,6 +33,7 @@ from thalweg.parallel.expert.expert_parallel import (
 )
 from thalweg.parallel.expert.module_list import find_expert_lists
 from thalweg.parallel.shard_spec import contiguous_spec
+from thalweg.parallel.tensor.dummy_inputs import eval_mode
 from thalweg.parallel.tensor.layers import ReplacedForward, functional_forward, replace_forward
 from thalweg.parallel.tensor.plan import UnshardableModelError
 
@@ -181,27 +182,24 @@ def _check_weighted_sum(name: str, module: nn.Module, expert_filter: ExpertFilte
     down = module._parameters.get("down_proj")
     if down is not None:
         widths = {down.shape[2 if getattr(module, "is_transposed", False) else 1]}
-    state = torch.get_rng_state()
     generator = torch.Generator().manual_seed(2026)
-    chosen = torch.stack([torch.randperm(count, generator=generator)[:2] for _ in range(5)])
+    chosen = torch.stack([torch.randperm(count, generator=generator)[:2] for _ in range(5)]).to(example.device)
     weights = torch.rand(5, 2, generator=generator).to(example)
-    chosen = chosen.to(example.device)
-    training, problem = module.training, "it takes other arguments"
-    module.eval()
+    problem = "it takes other arguments"
     for width in sorted(widths):
         x = torch.randn(5, width, generator=generator).to(example)
         try:
-            combined = module(x, chosen, weights)
-            per_choice = [module(x, chosen[:, i : i + 1], torch.ones_like(weights[:, :1])) for i in range(2)]
+            with eval_mode(module):
+                combined = module(x, chosen, weights)
+                per_choice = [module(x, chosen[:, i : i + 1], torch.ones_like(weights[:, :1])) for i in range(2)]
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         expected = sum(part.double() * weights[:, i : i + 1].double() for i, part in enumerate(per_choice))
-        scale = float(expected.abs().max()) if isinstance(expected, Tensor) else 1.0
-        close = (combined.double() - expected).abs().max() <= 2e-2 * max(scale, 1e-6)
+        assert isinstance(expected, Tensor)
+        scale = max(float(expected.abs().max()), 1e-6)
+        close = (combined.double() - expected).abs().max() <= 2e-2 * scale
         problem = "" if close else "its output is not the weighted sum of its experts' outputs"
         break
-    module.train(training)
-    torch.set_rng_state(state)
     if problem:
         raise UnshardableModelError(
             f"{name} ({type(module).__name__}) looks like a stack of {count} experts, but {problem}: "

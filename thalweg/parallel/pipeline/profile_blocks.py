@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,18 +51,14 @@ def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -
     """The cost of each block of the ``ModuleList`` named ``list_name``; the last one's includes the exit."""
     modules = list(model.get_submodule(list_name).children())
     calls: list[CallArgs] = []
-    handles = [
-        module.register_forward_pre_hook(
-            lambda _m, args, kwargs: calls.append((args, kwargs)), prepend=True, with_kwargs=True
-        )
-        for module in modules
-    ]
-    try:
-        with torch.no_grad():
-            model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def record_call(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append((args, kwargs))
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(record_call, prepend=True, with_kwargs=True))
+        model(**batch)
     block_costs = [
         _measure_call(module, lambda module=module, call=call: module(*call[0], **call[1]))
         for module, call in zip(modules, (_detach_hidden(call) for call in calls[: len(modules)]), strict=True)
