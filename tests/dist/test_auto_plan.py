@@ -83,6 +83,38 @@ def test_a_wrong_plan_is_refused_and_other_weights_are_noticed():
         assert "the graph of LanguageModel's linear layers" in text
 
 
+def _disagreeing(rank: int, world: int, kind: str) -> str:
+    """Rank 1 leaves the last pair whole, or can run nothing."""
+    import thalweg
+    import thalweg.parallel.tensor.auto_plan.infer_plan as derive
+
+    torch.set_num_threads(1)
+    harmless = derive._drop_failing
+
+    def pairs_of_rank(model, seen, pairs, world):
+        if rank == 1 and kind == "raises":
+            raise RuntimeError("out of memory")
+        return harmless(model, seen, pairs, world)[: -1 if rank == 1 else None]
+
+    derive._drop_failing = pairs_of_rank
+    with pytest.raises(ValueError) as caught:
+        thalweg.initialize(model=build_model("gated"), config=make_config(0, 2, 2, 1))
+    return str(caught.value)
+
+
+def test_ranks_that_find_other_plans_are_told_where_they_differ():
+    texts = run_ranks(_disagreeing, 2, "differs", timeout=60)
+    assert texts[0] == texts[1]
+    assert "rank 1" in texts[0] and "blocks.1." in texts[0] and "rank 0" in texts[0]
+    assert "set tensor_parallel.autotp_size to 1" in texts[0]
+
+
+def test_a_rank_that_finds_no_plan_does_not_leave_the_others_waiting():
+    texts = run_ranks(_disagreeing, 2, "raises", timeout=60)
+    assert "running it shows none" in texts[1]
+    assert "rank 1" in texts[0] and "running it shows none" in texts[0]
+
+
 def _refused(rank: int, world: int) -> str:
     import thalweg
 

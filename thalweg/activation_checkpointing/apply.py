@@ -27,11 +27,10 @@ def setup_activation_checkpointing(
     section = config.activation_checkpointing
     policy = ActivationCheckpointPolicy(policy=section.policy, every=section.every)
     target = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
-    base_offloader = (
-        build_activation_offloader(target, device, default_nvme_path(config)) if section.policy != "none" else None
-    )
-    offloader = base_offloader
-    if section.partition_activations and section.policy != "none":
+    if section.policy == "none":
+        return _noop
+    offloader = base_offloader = build_activation_offloader(target, device, default_nvme_path(config))
+    if section.partition_activations:
         if axes.tp is not None:
             offloader = PartitionedActivationOffloader(axes.tp.get_group(), base_offloader)
         else:

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from thalweg.activation_checkpointing.offload import ActivationOffloader
 from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward, OffloadState
@@ -111,9 +107,8 @@ class _CheckpointedModule(DynamicSubclass):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        if not (torch.is_grad_enabled() and self.training):  # pyright: ignore[reportAttributeAccessIssue]
-            return plain(*args, **kwargs)
-        if getattr(self, "gradient_checkpointing", False):
+        is_trained = torch.is_grad_enabled() and self.training  # pyright: ignore[reportAttributeAccessIssue]
+        if not is_trained or getattr(self, "gradient_checkpointing", False):
             return plain(*args, **kwargs)
         if not getattr(self, "_can_checkpoint_with_cache", False):
             args, kwargs = _without_cache(args, kwargs)
@@ -121,7 +116,7 @@ class _CheckpointedModule(DynamicSubclass):
         # torch.compile understands a partial here, but not the default spelled out.
         contexts: dict[str, Any] = {"context_fn": partial(_selective_context_fn, groups)} if groups else {}
         storage = self._thalweg_storage
-        if storage is not None and not storage.nesting_guard.is_active:
+        if storage is not None and not storage.is_active:
             with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:
                 both = partial(offloaded_forward.context_fn, contexts.get("context_fn"))
                 return checkpoint(offloaded_forward, use_reentrant=False, preserve_rng_state=True, context_fn=both)
@@ -135,13 +130,9 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     if library is None:
         return args, kwargs
     args = tuple(None if isinstance(arg, library.Cache) else arg for arg in args)
-    kwargs = {
-        key: None if key in _CACHE_ARGUMENTS or isinstance(value, library.Cache) else value
-        for key, value in kwargs.items()
-    }
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return args, kwargs
+    caches = {key for key, value in kwargs.items() if key in _CACHE_ARGUMENTS or isinstance(value, library.Cache)}
+    no_cache = {"use_cache": False} if kwargs.get("use_cache") else {}
+    return args, kwargs | dict.fromkeys(caches) | no_cache
 
 
 @cache

@@ -16,8 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -48,25 +47,6 @@ class ActivationOffloader(Protocol):
     def save(self, tensor: Tensor) -> OffloadedActivation:
         """Put a detached tensor away; its memory may be given back once nobody else holds it."""
         ...
-
-
-@dataclass
-class NestingGuard:
-    """Says whether this thread is inside of a unit whose inputs are put away already."""
-
-    thread_state: threading.local = field(default_factory=threading.local)
-
-    @property
-    def is_active(self) -> bool:
-        return getattr(self.thread_state, "depth", 0) > 0
-
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        self.thread_state.depth = getattr(self.thread_state, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self.thread_state.depth -= 1
 
 
 @dataclass(frozen=True)
@@ -117,10 +97,11 @@ class _NvmeTensor:
     def __init__(self, offloader: NvmeActivationOffloader, tensor: Tensor) -> None:
         self._offloader, self._device = offloader, tensor.device
         self._shape, self._dtype = tensor.shape, tensor.dtype
-        self._room = offloader.allocate(tensor.numel() * tensor.element_size())
+        self._region = offloader.allocate(tensor.numel() * tensor.element_size())
+        self._file, self._offset = self._region
         self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype)
         self._buffer.copy_(tensor)
-        self._write = self._room.swap_file.write(self._room.offset, self._buffer)
+        self._write = self._file.write(self._offset, self._buffer)
         self._read = IoFuture()
         self._read_buffer: Tensor | None = None
 
@@ -134,7 +115,7 @@ class _NvmeTensor:
     def read_ahead(self) -> None:
         if self._buffer is None and self._read_buffer is None:
             self._read_buffer = aligned_empty(self._shape, self._dtype, pinned=self._device.type == "cuda")
-            self._read = self._room.swap_file.read(self._room.offset, self._read_buffer)
+            self._read = self._file.read(self._offset, self._read_buffer)
 
     def fetch(self) -> Tensor:
         if self._buffer is not None:  # hardly out yet: no need to read it
@@ -152,15 +133,12 @@ class _NvmeTensor:
         for future in (self.__dict__.get("_write"), self.__dict__.get("_read")):
             if future is not None:
                 future.wait_ignoring_errors()
-        region = self.__dict__.get("_room")
+        region = self.__dict__.get("_region")
         if region is not None:
             self._offloader.free(region)
 
 
-@dataclass(frozen=True)
-class _SwapRegion:
-    swap_file: SwapFile
-    offset: int
+_SwapRegion = tuple[SwapFile, int]  # the offset in it
 
 
 class NvmeActivationOffloader:
@@ -201,7 +179,7 @@ class NvmeActivationOffloader:
             if file is None:
                 file = self._add_swap_file(num_bytes)
                 self._files.append(file)
-            return _SwapRegion(file, file.allocate(num_bytes))
+            return file, file.allocate(num_bytes)
 
     def _add_swap_file(self, num_bytes: int) -> SwapFile:
         """A swap file of a whole segment, or of less where the disk has no room for that."""
@@ -226,8 +204,9 @@ class NvmeActivationOffloader:
     def free(self, region: _SwapRegion) -> None:
         """Room that nobody needs any more."""
         with self._lock:
-            if region.swap_file in self._files:
-                region.swap_file.free(region.offset)
+            file, offset = region
+            if file in self._files:
+                file.free(offset)
 
     @property
     def num_bytes(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils import _pytree
 from thalweg.activation_checkpointing.offload import (
     MIN_OFFLOAD_BYTES,
     ActivationOffloader,
-    NestingGuard,
     OffloadedActivation,
 )
 from thalweg.ops._torch_private import is_plain_tensor
@@ -22,22 +21,30 @@ from thalweg.ops._torch_private import is_plain_tensor
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-@dataclass
 class OffloadState:
     """A saver, and whether a unit that uses it is under way in this thread; shared by a model's units."""
 
-    offloader: ActivationOffloader
-    nesting_guard: NestingGuard = field(default_factory=NestingGuard)
+    def __init__(self, offloader: ActivationOffloader) -> None:
+        self.offloader, self._thread_state = offloader, threading.local()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this thread is inside of a unit whose inputs are put away already."""
+        return getattr(self._thread_state, "depth", 0) > 0
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        self._thread_state.depth = getattr(self._thread_state, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._thread_state.depth -= 1
 
     def __deepcopy__(self, memo: Any) -> OffloadState:
         return self
 
     def __reduce__(self) -> Any:
-        return _no_offload_state, ()
-
-
-def _no_offload_state() -> None:
-    return None
+        return type(None), ()  # a pickled unit keeps its inputs
 
 
 class OffloadedForward:
@@ -53,7 +60,7 @@ class OffloadedForward:
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         self._offloaded: dict[int, OffloadedActivation] = {}
         self._original_leaves: list[Any] | None = list(self._leaves)
-        self._fetched_leaves: list[Any] | None = None
+        self.fetched_leaves: list[Any] | None = None
 
     def __enter__(self) -> OffloadedForward:
         for index, leaf in enumerate(self._leaves):
@@ -82,20 +89,16 @@ class OffloadedForward:
             leaves[index] = offloaded.fetch().detach().requires_grad_()
         for index, leaf in enumerate(self._leaves):
             self._check(index, leaf)
-        self._fetched_leaves = leaves
+        self.fetched_leaves = leaves
 
     def __call__(self) -> Any:
         leaves = self._original_leaves
         if leaves is None:
-            leaves, self._fetched_leaves = self._fetched_leaves, None
+            leaves, self.fetched_leaves = self.fetched_leaves, None
         assert leaves is not None
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        with self._offload_state.nesting_guard.enter():
+        with self._offload_state.enter():
             return self._forward(*args, **kwargs)
-
-    def release_inputs(self) -> None:
-        """Let go of fetched arguments that no run has taken."""
-        self._fetched_leaves = None
 
     def _check(self, index: int, leaf: Any) -> None:
         if isinstance(leaf, Tensor) and leaf._version != self._versions[index]:
@@ -116,7 +119,7 @@ class _FetchContext:
         return self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        self._offloaded_forward.release_inputs()
+        self._offloaded_forward.fetched_leaves = None  # which no run has taken
         return self._inner.__exit__(*error)
 
 

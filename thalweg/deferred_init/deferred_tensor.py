@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +36,7 @@ from thalweg.deferred_init.op_graph import (
     make_view_ref,
     storage_records,
 )
-from thalweg.deferred_init.pytree import (
-    CallSpec,
-    flatten,
-    flatten_call,
-    get_leaves,
-    unflatten,
-    unflatten_call,
-)
+from thalweg.deferred_init.pytree import CallSpec, flatten, flatten_call, get_leaves, unflatten, unflatten_call
 from thalweg.deferred_init.replay import compute_values, pause_recording_no_grad, thread_state
 from thalweg.deferred_init.tensor_swap import swap_tensors
 
@@ -90,13 +85,8 @@ class DeferredTensor(torch.Tensor):
     def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         parse = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
         device, dtype, _, memory_format = parse(*args, **kwargs)
-        stays_deferred = (
-            device is None
-            or device == META
-            or _is_called_by_module_to()
-            or (device == CPU and thread_state.is_recording)
-        )
-        if not stays_deferred:
+        is_here = device in (None, META) or (device == CPU and thread_state.is_recording)
+        if not is_here and not _is_called_by_module_to():
             return materialize_tensor(self).to(*args, **kwargs)
         source = self.clone() if copy else self
         return torch.Tensor.to(source, dtype=dtype or self.dtype, memory_format=memory_format)
@@ -253,12 +243,8 @@ def dispatch_deferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs, device = _split_device(kwargs)
     call = _OpCall(func, traits, args, kwargs)
     if device is not None:
-        device_kwargs = {"device": device}
-        return (
-            call.run(_make_meta_alias, **device_kwargs)
-            if traits.is_shape_only
-            else call.run_materialized(**device_kwargs)
-        )
+        run = partial(call.run, _make_meta_alias) if traits.is_shape_only else call.run_materialized
+        return run(device=device)
     if any(not is_meta(tensor) for tensor in call.written):
         if any(is_deferred(tensor) for tensor in call.written):
             raise ValueError(f"{func} writes real and pending tensors at once: write them one by one")
@@ -375,7 +361,7 @@ class _OpCall:
             leaves[position] = _as_deferred(leaf if is_meta(leaf) else _meta_like(leaf))
             if leaf.untyped_storage()._cdata not in viewed_storages:
                 new_tensors[position] = leaves[position]
-        if self.written or (new_tensors and not _returns_uninitialized(self.func)):
+        if self.written or (new_tensors and not returns_uninitialized(self.func)):
             record_op(self.func, self.leaves, self.spec, rng_state, new_tensors, self.written)
         return unflatten(spec, iter(leaves))
 
@@ -392,15 +378,10 @@ def record_op(
     with pause_recording_no_grad():
         recorded = [_to_recorded_leaf(leaf) for leaf in leaves]
     if get_op_traits(func).overwrites_first_arg and isinstance(recorded[0], ViewRef) and recorded[0].is_full:
-        first = recorded[0]
-        recorded[0] = ViewRef(
-            first.storage_record, None, first.dtype, first.size, first.stride, first.offset, first.conj
-        )
+        recorded[0] = replace(recorded[0], version=None)
     op = RecordedOp(func, recorded, spec, rng_state)
-    targets = [*(make_view_ref(tensor) for tensor in written)]
-    for position, tensor in new_tensors.items():
-        op.outputs[position] = make_view_ref(tensor)
-        targets.append(op.outputs[position])
+    op.outputs = {position: make_view_ref(tensor) for position, tensor in new_tensors.items()}
+    targets = (*map(make_view_ref, written), *op.outputs.values())
     op.writes = list(dict.fromkeys(ref.storage_record for ref in targets))
     for storage_record in op.writes:
         storage_record.last_write = op
@@ -420,7 +401,7 @@ def get_call_rng_state(leaves: list[Any]) -> Tensor:
     return torch.get_rng_state() if generator is None else generator.get_state()
 
 
-def _returns_uninitialized(func: Any) -> bool:
+def returns_uninitialized(func: Any) -> bool:
     """Whether the values that ``func`` returns are undefined (zeros, to us)."""
     return func._schema.name.startswith(("aten::empty", "aten::new_empty"))
 

@@ -33,10 +33,11 @@ from thalweg.deferred_init.deferred_tensor import (
     get_call_rng_state,
     is_deferred,
     record_op,
+    returns_uninitialized,
     set_data,
 )
-from thalweg.deferred_init.op_graph import OpTraits, get_op_traits, is_meta, storage_records
-from thalweg.deferred_init.pytree import flatten, flatten_call, get_leaves, unflatten
+from thalweg.deferred_init.op_graph import get_op_traits, is_meta, storage_records
+from thalweg.deferred_init.pytree import flatten, flatten_call, unflatten
 from thalweg.deferred_init.replay import thread_state
 
 
@@ -102,15 +103,13 @@ class RecordMode(TorchDispatchMode):
             if is_plain and param.grad is None and param.untyped_storage()._cdata in self._new_storages:
                 defer_parameter(param, storages)
 
-    def _track_new_storages(self, func: Any, tensors: list[Tensor], result: Any) -> None:
-        """Remember the storages that ``result`` brought into being."""
-        known_storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
-        for leaf in get_leaves(result):
-            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.device != CPU:
-                continue
-            storage = leaf.untyped_storage()
-            if storage._cdata not in known_storages or func is torch.ops.aten.lift_fresh.default:
-                self._new_storages[storage._cdata] = StorageWeakRef(storage)
+    def _track_new_storages(self, leaves: list[Any], known_storages: set[int]) -> None:
+        """Remember the storages that a result brought into being."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device == CPU:
+                storage = leaf.untyped_storage()
+                if storage._cdata not in known_storages:
+                    self._new_storages[storage._cdata] = StorageWeakRef(storage)
         if len(self._new_storages) > self._cleanup_threshold:
             self._new_storages = {key: ref for key, ref in self._new_storages.items() if not ref.expired()}
             self._cleanup_threshold = max(4096, 2 * len(self._new_storages))
@@ -119,58 +118,37 @@ class RecordMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if thread_state.num_pauses:
             return func(*args, **kwargs)
-        leaves, _ = flatten_call(args, kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs, _ = flatten_call(args, kwargs)
+        tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
         if any(is_deferred(tensor) for tensor in tensors):
             return dispatch_deferred(func, args, kwargs)
         traits = get_op_traits(func)
         if func._schema.name == "aten::_to_copy" and kwargs.get("device") == torch.device("meta"):
             kwargs = {**kwargs, "device": CPU}  # x.to(pending) must not lose the value of x
-        rng_state = get_call_rng_state(leaves) if traits.is_random else None
+        rng_state = get_call_rng_state(inputs) if traits.is_random else None
         result = func(*args, **kwargs)
-        self._track_new_storages(func, tensors, result)
-        if traits.written_args or (self._reads_large_tensor(tensors) and not traits.is_shape_only):
-            return result
-        return self._defer(func, traits, args, kwargs, tensors, result, rng_state)
-
-    def _reads_large_tensor(self, tensors: list[Tensor]) -> bool:
-        return any(tensor.numel() > self.max_real_numel and not is_meta(tensor) for tensor in tensors)
-
-    def _defer(
-        self,
-        func: Any,
-        traits: OpTraits,
-        args: Any,
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        result: Any,
-        rng_state: Tensor | None,
-    ) -> Any:
-        """Replace the big tensors of ``result`` by pending ones; the values just computed are dropped."""
         leaves: list[Any] = []
         spec = flatten(result, leaves)
         known_storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
-        new_tensors = {}
+        is_lifted = func is torch.ops.aten.lift_fresh.default  # what it returns is new, though it has the storage
+        self._track_new_storages(leaves, set() if is_lifted else known_storages)
+        reads_large = any(tensor.numel() > self.max_real_numel and not is_meta(tensor) for tensor in tensors)
+        if traits.written_args or (reads_large and not traits.is_shape_only):
+            return result
+        new_tensors = {}  # the big ones become pending; the values just computed are dropped
         for position, leaf in enumerate(leaves):
             if self._is_large(leaf) and leaf.untyped_storage()._cdata not in known_storages:
                 new_tensors[position] = leaves[position] = deferred_like(leaf)
         if not new_tensors:
             return result
-        if not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
-            dtype = next(iter(new_tensors.values())).dtype
+        if not returns_uninitialized(func):
             if not tensors and any(argument.name == "dtype" for argument in func._schema.arguments):
-                kwargs = {
-                    **kwargs,
-                    "dtype": kwargs.get("dtype") or dtype,
-                }  # the default may change until replay
-            inputs, input_spec = flatten_call(args, kwargs)
-            record_op(func, inputs, input_spec, rng_state, new_tensors)
+                # the default may change until replay
+                dtype = kwargs.get("dtype") or next(iter(new_tensors.values())).dtype
+                kwargs = {**kwargs, "dtype": dtype}
+            record_op(func, *flatten_call(args, kwargs), rng_state, new_tensors)
         return unflatten(spec, iter(leaves))
 
     def _is_large(self, leaf: Any) -> bool:
-        return (
-            type(leaf) is Tensor
-            and leaf.device == CPU
-            and leaf.layout is torch.strided
-            and leaf.numel() > self.max_real_numel
-        )
+        is_plain = type(leaf) is Tensor and leaf.device == CPU and leaf.layout is torch.strided
+        return is_plain and leaf.numel() > self.max_real_numel

@@ -163,9 +163,7 @@ class _Executor:
         self.versions: dict[StorageRecord, RecordedOp] = {cell: op for cell, (op, _) in (cached or {}).items()}
 
     def run(
-        self,
-        targets: Sequence[tuple[int, ViewRef]] = (),
-        emit: Callable[[int, Tensor], None] | None = None,
+        self, targets: Sequence[tuple[int, ViewRef]] = (), emit: Callable[[int, Tensor], None] | None = None
     ) -> None:
         """Run all operations; emit each target as soon as it has its final version."""
         last_use = {cell: op for op in self.ops for cell in _get_touched_storages(op)}

@@ -13,10 +13,10 @@ tiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,37 +71,22 @@ def _split_args(args: Any, kwargs: Any, dim: int, num_tiles: int) -> _TiledArgs 
     return _TiledArgs(spec, non_tensors, tiled, untiled, dim, min(num_tiles, length), tuple(leading_shape[:-1]), length)
 
 
-@dataclass
-class _RngAutocastState:
-    """What a second run must find as the first did: random state and autocast."""
-
-    cpu_rng_state: Tensor
-    device: torch.device
-    cuda_rng_state: Tensor | None
-    autocast: tuple[bool, torch.dtype, bool]
-
-    @classmethod
-    def capture(cls, device: torch.device) -> _RngAutocastState:
-        cuda_rng_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        device_type = device.type
-        autocast = (
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-        return cls(torch.get_rng_state(), device, cuda_rng_state, autocast)
+def _capture_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """What gives a second run what the first one found: random state and autocast."""
+    cuda_devices = [device] if device.type == "cuda" else []
+    cpu_state, cuda_states = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in cuda_devices]
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    autocast = partial(torch.autocast, device.type, dtype, enabled, torch.is_autocast_cache_enabled())
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            devices = [self.device] if self.cuda_rng_state is not None else []
-            stack.enter_context(torch.random.fork_rng(devices=devices))
-            torch.set_rng_state(self.cpu_rng_state)
-            if self.cuda_rng_state is not None:
-                torch.cuda.set_rng_state(self.cuda_rng_state, self.device)
-            enabled, dtype, caching = self.autocast
-            stack.enter_context(torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=caching))
+    def restored() -> Iterator[None]:
+        with torch.random.fork_rng(devices=cuda_devices), autocast():
+            torch.set_rng_state(cpu_state)
+            for one, state in zip(cuda_devices, cuda_states, strict=True):
+                torch.cuda.set_rng_state(state, one)
             yield
+
+    return restored
 
 
 class _TiledForward(torch.autograd.Function):
@@ -109,15 +94,10 @@ class _TiledForward(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        module: nn.Module,
-        forward: Any,
-        tiled_args: _TiledArgs,
-        out_specs: list[Any],
-        *tensors: Tensor,
+        ctx: Any, module: nn.Module, forward: Any, tiled_args: _TiledArgs, out_specs: list[Any], *tensors: Tensor
     ) -> Any:
         inputs = tensors[: len(tiled_args.tiled) + len(tiled_args.untiled)]
-        ctx.rng_state = _RngAutocastState.capture(inputs[0].device)
+        ctx.restored_state = _capture_state(inputs[0].device)
         outputs, spec = _forward_in_tiles(forward, tiled_args, inputs)
         out_specs.append(spec)
         ctx.save_for_backward(*inputs)
@@ -137,7 +117,7 @@ class _TiledForward(torch.autograd.Function):
             None if not want else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
             for i, (t, want) in enumerate(zip(tensors, needs_grad, strict=True))
         ]
-        with ctx.rng_state.restored():
+        with ctx.restored_state():
             for start, size in tiled_args.tile_bounds():
                 _backward_tile(ctx.plain_forward, tiled_args, tensors, needs_grad, grads, sums, start, size)
         grads_out = (None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True))
@@ -186,13 +166,13 @@ def _backward_tile(
         for out, grad in zip(flat, grads, strict=True)
         if grad is not None and out.requires_grad
     ]
-    sources = [t for t, want in zip(tile_inputs, needs_grad, strict=True) if want]
-    if not pairs or not sources:
+    wanted = [i for i, want in enumerate(needs_grad) if want]
+    if not pairs or not wanted:
         return
     outs, out_grads = zip(*pairs, strict=True)
-    tile_grads = iter(torch.autograd.grad(outs, sources, out_grads, allow_unused=True))
-    for i, (total, want) in enumerate(zip(sums, needs_grad, strict=True)):
-        grad = next(tile_grads) if want else None
+    tile_grads = torch.autograd.grad(outs, [tile_inputs[i] for i in wanted], out_grads, allow_unused=True)
+    for i, grad in zip(wanted, tile_grads, strict=True):
+        total = sums[i]
         if grad is None or total is None:
             continue
         if i < num:

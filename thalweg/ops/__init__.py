@@ -29,12 +29,7 @@ from collections.abc import Mapping
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
 from thalweg.ops.linear.functional import patch_linear_layers, restore_linear_layers
 
-__all__ = [
-    "export_autotune_cache",
-    "import_autotune_cache",
-    "patch_linear_layers",
-    "restore_linear_layers",
-]
+__all__ = ["export_autotune_cache", "import_autotune_cache", "patch_linear_layers", "restore_linear_layers"]
 
 
 def export_autotune_cache() -> dict[str, str]:

@@ -77,6 +77,16 @@ def unsafe_view(x: Tensor, shape: list[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, shape)
 
 
+METADATA_OPS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu")),
+    *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_meta")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement", "element_size")),
+    *(Tensor.__len__, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex),
+    *(torch.is_floating_point, torch.is_complex),
+}
+"""What a ``__torch_function__`` sees where only the shape, dtype or place of a tensor is asked for."""
+
+
 def is_item_call(operator: Any) -> bool:
     """Whether a dispatched operator is the one behind ``tensor.item()`` and ``bool(tensor)``."""
     return operator is torch.ops.aten._local_scalar_dense.default

@@ -8,8 +8,8 @@ would be handed its result.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -19,21 +19,5 @@ T = TypeVar("T")
 
 def run_in_clean_thread(function: Callable[..., T], *args: Any) -> T:
     """Return ``function(*args)``, run without gradients in a thread with the same number of torch threads."""
-    num_threads = torch.get_num_threads()
-    results: list[T] = []
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            torch.set_num_threads(num_threads)
-            with torch.no_grad():
-                results.append(function(*args))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work, name="thalweg-isolated")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "thalweg-isolated", torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+        return pool.submit(torch.no_grad()(function), *args).result()

@@ -156,12 +156,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def grouped_linear(
-    x: Tensor,
-    weight: Tensor,
-    groups: RowGroups,
-    bias: Tensor | None = None,
-    *,
-    in_features_first: bool = False,
+    x: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None, *, in_features_first: bool = False
 ) -> Tensor:
     """Each row of ``x`` (M, K) times the matrix of its group, plus its bias: (M, N).
 

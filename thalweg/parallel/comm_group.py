@@ -1,7 +1,7 @@
 """The ranks that compute one layer together, and the collectives they do it with.
 
-Megatron's pairs (Shoeybi et al. 2019, "Megatron-LM", section 3), each an
-``autograd.Function`` whose backward is the other half:
+Megatron's pairs (Shoeybi et al. 2019, "Megatron-LM", section 3), each a function whose
+backward is the other half:
 
     function   forward           backward          where
     enter      identity          all-reduce        the input of column-parallel layers
@@ -17,10 +17,12 @@ one that each rank derives from a common draw, which makes recomputation see it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.comm import CommsLog
@@ -44,15 +46,19 @@ class ParallelGroup:
         cached = self._cached_input
         if cached is not None and cached[0] is x and cached[1] == grad_enabled:
             return cached[2]
-        replicated = _CopyToRegion.apply(x, self, name) if x.requires_grad else x
-        self._cached_input = (x, grad_enabled, replicated)  # type: ignore[assignment]
-        return replicated  # type: ignore[return-value]
+        replicated = sum_grads_over(x, self, name) if x.requires_grad else x
+        self._cached_input = (x, grad_enabled, replicated)
+        return replicated
 
     def reduce_from_region(self, x: Tensor, name: str) -> Tensor:
         """The sum of all ranks' ``x``."""
         self._cached_input = None
         self.use_shared_rng()
-        return _ReduceFromRegion.apply(x, self, name)  # type: ignore[return-value]
+
+        def reduce_copy(x: Tensor) -> Tensor:
+            return self.all_reduce(x.clone(memory_format=torch.contiguous_format), name)
+
+        return with_backward(x, reduce_copy, lambda grad: grad)
 
     def reset(self) -> None:
         """Let go of the last input, and of a stream that an exception left behind."""
@@ -116,95 +122,59 @@ class ParallelGroup:
 def pad_to_length(tensor: Tensor, dim: int, length: int) -> Tensor:
     """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
     missing = length - tensor.size(dim)
-    if missing == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
 
 
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ParallelGroup, name: str) -> Tensor:  # type: ignore[override]
-        ctx.group, ctx.name = group, name
-        return x.view_as(x)
+class _WithBackward(torch.autograd.Function):
+    """``forward(x)``, whose gradient is ``backward`` of the result's, whatever lies between."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # a copy: the gradient may belong to another branch as well
-        return (
-            ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.name),
-            None,
-            None,
-        )
-
-
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ParallelGroup, name: str) -> Tensor:  # type: ignore[override]
-        return group.all_reduce(x.clone(memory_format=torch.contiguous_format), name)
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.own_backward = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None
+        return ctx.own_backward(grads[0]), None, None
+
+
+def with_backward(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """``forward(x)`` for autograd to take ``backward`` as its derivative; a result must not be ``x`` itself."""
+    return _WithBackward.apply(x, forward, backward)  # type: ignore[return-value]
 
 
 def sum_grads_over(parameter: Tensor, group: ParallelGroup, name: str) -> Tensor:
     """A whole parameter that each rank uses on its own part of the activations."""
-    return _CopyToRegion.apply(parameter, group, name)  # type: ignore[return-value]
 
+    def reduce_copy(grad: Tensor) -> Tensor:  # a copy: the gradient may belong to another branch as well
+        return group.all_reduce(grad.clone(memory_format=torch.contiguous_format), name)
 
-class _GatherFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str
-    ) -> Tensor:
-        ctx.start, ctx.length, ctx.dim = sum(sizes[: group.rank]), sizes[group.rank], dim
-        return group.all_gather(x, dim, sizes, name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].narrow(ctx.dim, ctx.start, ctx.length), None, None, None, None
+    return with_backward(parameter, lambda x: x.view_as(x), reduce_copy)
 
 
 def gather_from_region(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
     """Every rank's ``x`` along ``dim``, for a computation that all ranks then do alike."""
-    return _GatherFromRegion.apply(x, dim, sizes, group, name)  # type: ignore[return-value]
-
-
-class _GatherParams(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str
-    ) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.group, ctx.name = dim, sizes, group, name
-        return group.all_gather(x, dim, sizes, name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        local_grad = ctx.group.reduce_scatter(grads[0], ctx.dim, ctx.sizes, ctx.name)
-        return local_grad, None, None, None, None
+    start, length = sum(sizes[: group.rank]), sizes[group.rank]
+    return with_backward(
+        x, lambda x: group.all_gather(x, dim, sizes, name), lambda grad: grad.narrow(dim, start, length)
+    )
 
 
 def gather_params(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
     """Every rank's ``x`` along ``dim``, for computations that differ by rank."""
-    return _GatherParams.apply(x, dim, sizes, group, name)  # type: ignore[return-value]
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, sent: Tensor, send_counts: list[int], recv_counts: list[int], group: ParallelGroup, name: str
-    ) -> Tensor:
-        ctx.send_counts, ctx.recv_counts, ctx.group, ctx.name = send_counts, recv_counts, group, name
-        return group.all_to_all(sent.contiguous(), send_counts, recv_counts, name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent_back = ctx.group.all_to_all(grads[0].contiguous(), ctx.recv_counts, ctx.send_counts, ctx.name)
-        return sent_back, None, None, None, None
+    return with_backward(
+        x,
+        lambda x: group.all_gather(x, dim, sizes, name),
+        lambda grad: group.reduce_scatter(grad, dim, sizes, name),
+    )
 
 
 def all_to_all(sent: Tensor, send_counts: list[int], recv_counts: list[int], group: ParallelGroup, name: str) -> Tensor:
     """:meth:`ParallelGroup.all_to_all`, whose gradients go back the way that the elements came."""
-    return _AllToAll.apply(sent, send_counts, recv_counts, group, name)  # type: ignore[return-value]
+    return with_backward(
+        sent,
+        lambda x: group.all_to_all(x.contiguous(), send_counts, recv_counts, name),
+        lambda grad: group.all_to_all(grad.contiguous(), recv_counts, send_counts, name),
+    )

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from thalweg.parallel.comm_group import pad_to_length
+
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
 
@@ -99,7 +101,7 @@ class RaggedShard(Shard):
         shards = [spec.local_slice(tensor, rank) for rank in range(num_chunks)]
         longest = max(piece.size(self.dim) for piece in shards)
         pads = [longest - piece.size(self.dim) if with_padding else 0 for piece in shards]
-        return [_pad_by(piece, self.dim, pad) for piece, pad in zip(shards, pads, strict=True)], pads
+        return [pad_to_length(piece, self.dim, longest) if with_padding else piece for piece in shards], pads
 
     def _select_split_tensor(self, tensor: Tensor, num_chunks: Any, index: Any, **_: object) -> Tensor:
         return self._spec(tensor.size(self.dim)).local_slice(tensor, int(index))
@@ -150,8 +152,7 @@ def gather_shards(local: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> T
     """The full tensor from every rank's piece; collective over ``group``."""
     world_size = dist.get_world_size(group)
     sizes = [spec.local_size(rank) for rank in range(world_size)]
-    longest = max(sizes)
-    sent = _pad_by(local.detach(), spec.dim, longest - local.size(spec.dim)).contiguous()
+    sent = pad_to_length(local.detach(), spec.dim, max(sizes)).contiguous()
     received = [torch.empty_like(sent) for _ in range(world_size)]
     dist.all_gather(received, sent, group=group)
     shape = list(local.shape)
@@ -163,14 +164,6 @@ def gather_shards(local: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> T
             full.narrow(spec.dim, start, stop - start).copy_(shard.narrow(spec.dim, position, stop - start))
             position += stop - start
     return full
-
-
-def _pad_by(tensor: Tensor, dim: int, num_rows: int) -> Tensor:
-    if num_rows == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = num_rows
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
 def split_evenly(size: int, world_size: int, unit: int = 1) -> list[Span]:

@@ -20,6 +20,7 @@ Invariants:
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,9 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
 from thalweg.nn.losses.tiled_cross_entropy import LogitTransform, tiled_cross_entropy
-from thalweg.ops._torch_private import is_plain_tensor, no_torch_function
+from thalweg.ops._torch_private import METADATA_OPS, is_plain_tensor, no_torch_function
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -95,7 +97,7 @@ class HeadCall:
         with self.autocast_context():
             if isinstance(weight, DTensor):
                 return self._gathered_logits(hidden, weight)
-            return self.head(hidden, RUN_HEAD)
+            return self.head(hidden, None)  # a second argument: to be computed now
 
     def _gathered_logits(self, hidden: Tensor, weight: DTensor) -> Tensor:
         """Outside of the model's forward a sharded head is gathered; collective."""
@@ -111,16 +113,6 @@ class HeadCall:
         return F.linear(hidden, full, bias)
 
 
-class RunHead:
-    """Asks the head for its real output, or with a ``compute`` for a loss of hidden, weight and bias."""
-
-    def __init__(self, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None) -> None:
-        self.compute = compute
-
-
-RUN_HEAD = RunHead()
-
-
 class LazyLogits(Tensor):
     """A tensor (..., V) that stands for ``curve(head(hidden))``; real from the first operation on it."""
 
@@ -129,7 +121,7 @@ class LazyLogits(Tensor):
     _transforms: tuple[LogitTransform, ...]
     _parent: tuple[LazyLogits, LogitTransform, bool] | None
     _value: Tensor | None
-    _hooks: list[Callable[[Tensor], Any]]
+    _hooks: OrderedDict[int, Callable[[Tensor], Any]]
 
     @staticmethod
     def __new__(
@@ -147,7 +139,7 @@ class LazyLogits(Tensor):
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
         lazy._head_call, lazy._hidden, lazy._transforms, lazy._parent = head_call, hidden, transforms, parent
-        lazy._value, lazy._hooks = None, []
+        lazy._value, lazy._hooks = None, OrderedDict()
         return lazy
 
     def materialize(self) -> Tensor:
@@ -155,7 +147,7 @@ class LazyLogits(Tensor):
         if self._value is None:
             with torch.set_grad_enabled(torch.is_grad_enabled() or self._requires_grad()):
                 value = self._compute()
-                for hook in self._hooks if value.requires_grad else ():
+                for hook in self._hooks.values() if value.requires_grad else ():
                     value.register_hook(hook)
                 self._value = value
         return self._value
@@ -201,16 +193,7 @@ def contains_lazy_logits(value: Any) -> bool:
     return any(isinstance(leaf, LazyLogits) for leaf in _pytree.tree_leaves(value))
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
-
-
-_METADATA = {
-    *(_getter(name) for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")),
-    *(_getter(name) for name in ("is_cpu", "is_leaf", "is_sparse", "is_quantized", "is_meta", "_base")),
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
-    Tensor.nelement, Tensor.element_size, Tensor.ndimension, Tensor.get_device,
-}  # fmt: skip
+_METADATA = METADATA_OPS | {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "_base")}
 
 
 # What may be done without computing anything
@@ -270,19 +253,9 @@ def _handle_identity(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any
 
 
 def _handle_register_hook(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    lazy._hooks.append(args[1])
-    return _HookHandle(lazy._hooks, args[1])
-
-
-@dataclass
-class _HookHandle:
-    hooks: list[Any]
-    hook: Any
-
-    def remove(self) -> None:
-        """Take the hook off again."""
-        if self.hook in self.hooks:
-            self.hooks.remove(self.hook)
+    handle = RemovableHandle(lazy._hooks)
+    lazy._hooks[handle.id] = args[1]
+    return handle
 
 
 def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
@@ -325,7 +298,7 @@ def _handle_cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -
 
     head_call.has_loss = True
     with head_call.autocast_context():
-        return head_call.head(lazy._hidden, RunHead(compute))
+        return head_call.head(lazy._hidden, compute)
 
 
 _LOSS_ARGUMENTS = (

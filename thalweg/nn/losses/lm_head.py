@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.nn.losses.lazy_logits import (
-    HeadCall,
-    LazyLogits,
-    LossTiling,
-    RunHead,
-    contains_lazy_logits,
-    hook_ids,
-)
+from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, contains_lazy_logits, hook_ids
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
 from thalweg.ops._torch_private import is_plain_tensor
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class, restore_class
 from thalweg.ops.linear.functional import is_patched, must_use_plain_ops
+
+LossFromHead = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of hidden, weight and bias
 
 
 class _LazyHead(DynamicSubclass):
@@ -42,10 +37,10 @@ class _LazyHead(DynamicSubclass):
         head_call = HeadCall(self, hidden, autocast_context, self._thalweg_tiling.generation, is_patched(head))
         return LazyLogits(head_call, hidden, dtype)
 
-    def forward(self, hidden: Tensor, run_head: RunHead | None = None) -> Tensor:
-        if run_head is not None and run_head.compute is not None:
-            head: Any = self
-            return run_head.compute(hidden, head.weight, head.bias)
+    def forward(self, hidden: Tensor, compute: LossFromHead | None = None) -> Tensor:
+        head: Any = self
+        if compute is not None:
+            return compute(hidden, head.weight, head.bias)
         return super().forward(hidden)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -19,7 +19,7 @@ hidden, weight and bias gets one gradient by autograd, so a sharded weight is re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from thalweg.ops._torch_private import is_fake
-from thalweg.ops.linear.functional import LinearKernels, get_linear_kernels
+from thalweg.ops.linear.functional import get_linear_kernels
 
 Reduction = Literal["mean", "sum", "none"]
 LogitTransform = Callable[[Tensor], Tensor]
@@ -57,38 +57,12 @@ class _TileOptions:
     measured_kernels: bool
 
 
-@dataclass
-class _GradSums:
-    """The gradients being added up; None where nobody wants them."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    def scaled(self, factor: Tensor | None, like: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Each sum times ``factor``, in place, in the dtype of its operand."""
-        scaled: list[Tensor | None] = []
-        for total, operand in zip((self.hidden, self.weight, self.bias), like, strict=True):
-            if total is not None and operand is not None:
-                total = (total if factor is None else total.mul_(factor)).to(operand.dtype)
-            scaled.append(total)
-        return tuple(scaled)
-
-
-@dataclass(frozen=True)
-class _LossInputs:
-    """hidden (N, D), weight (V, D), bias (V,) or None, labels (N,), factors (N,) fp32."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    row_weights: Tensor
-    options: _TileOptions
+_Operands = tuple[Tensor, Tensor, Tensor | None]  # hidden (N, D), weight (V, D), bias (V,) or None
+_GradSums = list[Tensor | None]  # of the operands; None where nobody wants them
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """The fields of :class:`_LossInputs`, to fp32 (N,) or ()."""
+    """The operands, labels (N,), row weights (N,) fp32 and options, to fp32 (N,) or ()."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -100,11 +74,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
         row_weights: Tensor,
         options: _TileOptions,
     ) -> Tensor:
-        inputs = _LossInputs(hidden, weight, bias, labels, row_weights, options)
-        needs_grad = ctx.needs_input_grad[:3]
-        sums = _zero_grad_sums(inputs, needs_grad) if options.grad_in_forward and any(needs_grad) else None
+        operands, needs_grad = (hidden, weight, bias), ctx.needs_input_grad[:3]
+        sums = _zero_grad_sums(operands, needs_grad) if options.grad_in_forward and any(needs_grad) else None
         losses = torch.zeros(hidden.shape[0], dtype=row_weights.dtype, device=hidden.device)
-        _run_tiles(inputs, losses, sums)
+        _run_tiles(operands, labels, row_weights, options, losses, sums)
         ctx.save_for_backward(hidden, weight, bias, labels, row_weights)
         ctx.options, ctx.sums, ctx.needs_grad = options, sums, needs_grad
         # Adding 0 x the factors makes a mean over no token NaN, as torch has it.
@@ -113,51 +86,69 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, row_weights = ctx.saved_tensors
+        *operands, labels, row_weights = ctx.saved_tensors
         grad = grads[0].to(row_weights.dtype)
         sums, ctx.sums = ctx.sums, None  # handed out once: whoever gets a gradient may keep its memory
         if sums is None:
-            inputs = _LossInputs(hidden, weight, bias, labels, row_weights * grad, ctx.options)
-            sums, grad = _zero_grad_sums(inputs, ctx.needs_grad), None
-            _run_tiles(inputs, None, sums)
-        return (*sums.scaled(grad, (hidden, weight, bias)), None, None, None)
+            sums = _zero_grad_sums(operands, ctx.needs_grad)
+            _run_tiles(operands, labels, row_weights * grad, ctx.options, None, sums)
+        else:
+            sums = [None if total is None else total.mul_(grad) for total in sums]
+        pairs = zip(sums, operands, strict=True)
+        return *(None if total is None else total.to(operand.dtype) for total, operand in pairs), None, None, None
 
 
-def _zero_grad_sums(inputs: _LossInputs, needs_grad: tuple[bool, ...]) -> _GradSums:
-    def zeros(tensor: Tensor | None, want: bool) -> Tensor | None:
-        if tensor is None or not want:
-            return None
-        return torch.zeros_like(tensor, dtype=_accumulation_dtype(tensor.dtype))
-
-    hidden = torch.zeros_like(inputs.hidden) if needs_grad[0] else None
-    return _GradSums(hidden, zeros(inputs.weight, needs_grad[1]), zeros(inputs.bias, needs_grad[2]))
+def _zero_grad_sums(operands: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> _GradSums:
+    """Of hidden in its own dtype, as each row is written once."""
+    return [
+        None if x is None or not want else torch.zeros_like(x, dtype=_accumulation_dtype(x.dtype) if index else x.dtype)
+        for index, (x, want) in enumerate(zip(operands, needs_grad, strict=True))
+    ]
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _run_tiles(inputs: _LossInputs, losses: Tensor | None, sums: _GradSums | None) -> None:
+def _run_tiles(
+    operands: Sequence[Any],
+    labels: Tensor,
+    row_weights: Tensor,
+    options: _TileOptions,
+    losses: Tensor | None,
+    sums: _GradSums | None,
+) -> None:
     """Fill ``losses`` and add to ``sums``, whichever is there.  Tiles of ignored rows are passed over."""
-    options, hidden = inputs.options, inputs.hidden
-    product = get_linear_kernels(hidden[: options.num_rows], inputs.weight, autotuned=options.measured_kernels)
+    hidden, weight, bias = operands
+    product = get_linear_kernels(hidden[: options.num_rows], weight, autotuned=options.measured_kernels)
     for start in range(0, hidden.shape[0], options.num_rows):
         rows = slice(start, start + options.num_rows)
-        valid = inputs.labels[rows] != options.ignore_index
+        valid = labels[rows] != options.ignore_index
         if hidden.is_cpu and not is_fake(hidden) and not bool(valid.any()):
             continue
         with torch.autocast(hidden.device.type, enabled=False):
-            raw = product.forward(hidden[rows], inputs.weight, inputs.bias)
-            grad = _run_tile(raw, inputs, rows, valid, losses, sums is not None)
-            if sums is not None and grad is not None:
-                _add_gradients(sums, product, grad, inputs, rows)
+            raw = product.forward(hidden[rows], weight, bias)
+            tile_labels = torch.where(valid, labels[rows], 0).unsqueeze(1)
+            tile_weights = torch.where(valid, row_weights[rows], 0.0)
+            tile_losses, grad = _run_tile(raw, tile_labels, tile_weights, options, losses is not None, sums is not None)
+            if losses is not None and tile_losses is not None:
+                losses[rows] = torch.where(valid, tile_losses, 0.0).to(losses.dtype)
+            if sums is None or grad is None:
+                continue
+            grad_hidden, grad_weight, grad_bias = sums
+            if grad_hidden is not None:
+                grad_hidden[rows] = product.grad_x(grad, weight)
+            if grad_weight is not None:
+                product.accumulate_grad_weight(grad_weight, grad, hidden[rows])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
 
 
 def _run_tile(
-    raw: Tensor, inputs: _LossInputs, rows: slice, valid: Tensor, losses: Tensor | None, want_grad: bool
-) -> Tensor | None:
-    """One tile's losses into ``losses``; returns the gradient of ``raw``, factors applied."""
-    options, logits = inputs.options, raw
+    raw: Tensor, labels: Tensor, row_weights: Tensor, options: _TileOptions, want_losses: bool, want_grad: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """One tile's losses (n,) and the gradient of ``raw``, weights applied; ``labels`` (n, 1)."""
+    logits, losses = raw, None
     if options.logit_transform is not None:
         with torch.set_grad_enabled(want_grad):
             raw = raw.detach().requires_grad_(want_grad)
@@ -165,24 +156,23 @@ def _run_tile(
     z = logits.detach().to(_accumulation_dtype(logits.dtype))
     if options.logit_transform is not None and z.dtype == logits.dtype:
         z = z.clone()  # the curve's own backward may need its result; ours works in place
-    labels = torch.where(valid, inputs.labels[rows], 0).unsqueeze(1)
-    row_weights = torch.where(valid, inputs.row_weights[rows], 0.0).to(z.dtype)
+    row_weights = row_weights.to(z.dtype)
     smoothing_per_class = options.label_smoothing / z.shape[1]
     target = z.gather(1, labels)
-    total = z.sum(1, keepdim=True) if losses is not None and options.label_smoothing else None
+    total = z.sum(1, keepdim=True) if want_losses and options.label_smoothing else None
     max_logit = z.amax(1, keepdim=True)
     z.sub_(max_logit).exp_()
     exp_sum = z.sum(1, keepdim=True)
     log_sum_exp = exp_sum.log().add_(max_logit)
-    if losses is not None:
+    if want_losses:
         row_losses = log_sum_exp - (1 - options.label_smoothing) * target
         if total is not None:
             row_losses -= total * smoothing_per_class
         if options.z_loss:
             row_losses += options.z_loss * log_sum_exp.square()
-        losses[rows] = torch.where(valid, row_losses.squeeze(1) * row_weights, 0.0).to(losses.dtype)
+        losses = row_losses.squeeze(1) * row_weights
     if not want_grad:
-        return None
+        return losses, None
     grad_scale = row_weights.unsqueeze(1) / exp_sum
     if options.z_loss:
         grad_scale *= 1 + 2 * options.z_loss * log_sum_exp
@@ -191,16 +181,7 @@ def _run_tile(
         z.sub_(smoothing_per_class * row_weights.unsqueeze(1))
     z.scatter_add_(1, labels, (options.label_smoothing - 1) * row_weights.unsqueeze(1))
     grad = z.to(logits.dtype)
-    return grad if options.logit_transform is None else torch.autograd.grad(logits, raw, grad)[0]
-
-
-def _add_gradients(sums: _GradSums, product: LinearKernels, grad: Tensor, inputs: _LossInputs, rows: slice) -> None:
-    if sums.hidden is not None:
-        sums.hidden[rows] = product.grad_x(grad, inputs.weight)
-    if sums.weight is not None:
-        product.accumulate_grad_weight(sums.weight, grad, inputs.hidden[rows])
-    if sums.bias is not None:
-        sums.bias += grad.sum(0, dtype=sums.bias.dtype)
+    return losses, grad if options.logit_transform is None else torch.autograd.grad(logits, raw, grad)[0]
 
 
 def _row_weights(
@@ -247,7 +228,28 @@ def tiled_cross_entropy(
     ``token_weights`` get no gradient, and there is no second derivative.  Raises ValueError for shapes that
     do not belong together.
     """
-    _check_arguments(hidden, weight, labels, bias, reduction, token_weights, label_smoothing, tile_tokens, gradients)
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply: they must be "
+            "(..., D) and (V, D)"
+        )
+    for name, tensor in (("labels", labels), ("token_weights", token_weights)):
+        if tensor is not None and tensor.shape != hidden.shape[:-1]:
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape {tuple(hidden.shape[:-1])}")
+    if labels.dtype.is_floating_point:
+        raise ValueError(f"labels must be class numbers, not {labels.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} must have the shape {tuple(weight.shape[:1])}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
+    if gradients not in ("auto", "forward", "backward"):
+        raise ValueError(f"gradients is {gradients!r}; it must be 'auto', 'forward' or 'backward'")
+    if gradients == "forward" and reduction == "none":
+        raise ValueError("gradients='forward' needs one loss: use reduction 'mean' or 'sum'")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be from 0 to 1")
+    if tile_tokens is not None and tile_tokens < 1:
+        raise ValueError(f"tile_tokens is {tile_tokens!r}; it must be at least 1")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -280,38 +282,3 @@ def _scale_and_softcap(scale: float, softcap: float | None) -> LogitTransform:
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     return transform
-
-
-def _check_arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    reduction: str,
-    token_weights: Tensor | None,
-    label_smoothing: float,
-    tile_tokens: int | None,
-    gradients: str,
-) -> None:
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply: they must be "
-            "(..., D) and (V, D)"
-        )
-    for name, tensor in (("labels", labels), ("token_weights", token_weights)):
-        if tensor is not None and tensor.shape != hidden.shape[:-1]:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape {tuple(hidden.shape[:-1])}")
-    if labels.dtype.is_floating_point:
-        raise ValueError(f"labels must be class numbers, not {labels.dtype}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {tuple(bias.shape)} must have the shape {tuple(weight.shape[:1])}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
-    if gradients not in ("auto", "forward", "backward"):
-        raise ValueError(f"gradients is {gradients!r}; it must be 'auto', 'forward' or 'backward'")
-    if gradients == "forward" and reduction == "none":
-        raise ValueError("gradients='forward' needs one loss: use reduction 'mean' or 'sum'")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be from 0 to 1")
-    if tile_tokens is not None and tile_tokens < 1:
-        raise ValueError(f"tile_tokens is {tile_tokens!r}; it must be at least 1")

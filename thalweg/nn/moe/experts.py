@@ -45,10 +45,7 @@ class Experts(nn.Module):
         self._use_grouped: bool | None = None  # whether one run for all experts is right; None: not tried yet
 
     def forward(
-        self,
-        rows: Tensor,
-        groups: RowGroups,
-        get_local_weight: Callable[[Tensor, torch.dtype], Tensor] = local_rows,
+        self, rows: Tensor, groups: RowGroups, get_local_weight: Callable[[Tensor, torch.dtype], Tensor] = local_rows
     ) -> Tensor:
         """``rows`` (M, D) sorted by own expert -> (M, D); ``get_local_weight`` says what stands for a parameter."""
         weights = {name: get_local_weight(parameter, rows.dtype) for name, parameter in self.stack.named_parameters()}

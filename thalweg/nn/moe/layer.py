@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from thalweg.nn.moe.experts import Experts
 from thalweg.ops.grouped_mm import sort_by_expert
-from thalweg.parallel.expert.expert_parallel import ExpertShardSpec, TokenDispatcher, expert_row_spec
+from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertShardSpec
+from thalweg.parallel.shard_spec import contiguous_spec
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,9 @@ class MoE(nn.Module):
         self.residual = copy.deepcopy(expert) if use_residual else None
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
         self.shared = shared_expert
-        self._dispatcher: TokenDispatcher | None = None
+        self._dispatcher: AllToAllDispatcher | None = None
 
-    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+    def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Let the experts of a team of ranks work together; each has its rows of the stack by now."""
         self._dispatcher = dispatcher
 
@@ -220,7 +221,7 @@ class MoE(nn.Module):
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
         """The experts' parameters and how ``num_ranks`` divide them."""
-        spec = expert_row_spec(self.num_experts, num_ranks)
+        spec = contiguous_spec(0, self.num_experts, num_ranks)
         for path, module in self.experts.stack.named_modules(prefix="experts.stack"):
             for key, parameter in module._parameters.items():
                 if parameter is not None:

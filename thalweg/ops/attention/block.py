@@ -55,16 +55,7 @@ def block_backward(
     if q.is_cpu and _has_cpu_flash(q):
         strided_lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward kernel lays it out
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
-            q,
-            k,
-            v,
-            out.to(q.dtype),
-            strided_lse,
-            0.0,
-            causal,
-            attn_mask=_to_additive_mask(mask, q),
-            scale=scale,
+            grad, q, k, v, out.to(q.dtype), strided_lse, 0.0, causal, attn_mask=_to_additive_mask(mask, q), scale=scale
         )
     if q.is_cuda and mask is None and _has_cuda_flash(q):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not

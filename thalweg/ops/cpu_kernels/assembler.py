@@ -39,16 +39,7 @@ class ActivationBuffer:
         """Return the arguments that :data:`pointwise.OUTPUT_ARGS` names."""
         sums = self.group_sums.stride(0) * 4
         y = self.y.stride(0) * 4
-        return [
-            self.y,
-            y,
-            self.operand,
-            self.operand_stride,
-            self.scale,
-            self.group_sums,
-            sums,
-            self.row_sums,
-        ]
+        return [self.y, y, self.operand, self.operand_stride, self.scale, self.group_sums, sums, self.row_sums]
 
     def sum_args(self, weight_format: str) -> list[Any]:
         """Return the sums that a product with weights of a form asks for, and their stride."""
@@ -157,10 +148,7 @@ def _compile_module(llvm_ir: str) -> JitModule:
 
 
 def build_program(
-    instructions: Sequence[Instruction],
-    kernels: CompiledKernels,
-    keep_alive: Sequence[Any],
-    num_threads: int = 0,
+    instructions: Sequence[Instruction], kernels: CompiledKernels, keep_alive: Sequence[Any], num_threads: int = 0
 ) -> Program:
     """Make a program of calls; ``keep_alive`` lives as long as it, ``num_threads`` is 0 for as many as torch has."""
     rows = []

@@ -81,8 +81,7 @@ def emit_rope_and_store_kv(module: Any, shape: AttentionShape) -> str:
                     kv.store_key(row, code.add(a["keys"], block, start), slot)
                 with otherwise:
                     start = code.mul(
-                        code.sub(head, shape.num_heads + shape.num_kv_heads),
-                        BLOCKS_PER_STRIPE * shape.head_bytes,
+                        code.sub(head, shape.num_heads + shape.num_kv_heads), BLOCKS_PER_STRIPE * shape.head_bytes
                     )
                     kv.store_value(row, code.add(a["values"], block, start), slot)
     code.ret()

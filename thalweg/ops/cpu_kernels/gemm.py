@@ -35,8 +35,7 @@ def emit_gemm(module: Any, weight_format: str) -> str:
     first, last = code.thread_range(a["panels"])
     # As few passes as the registers allow, of about equal height.
     chunk = code.max(
-        code.mul(code.div(code.int_const(_CHUNK_BYTES // fmt.max_rows), a["a_stride"]), fmt.max_rows),
-        fmt.max_rows * 4,
+        code.mul(code.div(code.int_const(_CHUNK_BYTES // fmt.max_rows), a["a_stride"]), fmt.max_rows), fmt.max_rows * 4
     )
     with code.range(0, rows, chunk) as chunk_start:
         height = code.min(chunk, code.sub(rows, chunk_start))
@@ -186,10 +185,7 @@ def _emit_int4_sums(
         inner = [[zero, zero] for _ in range(rows)]
         for eight in range(GROUP_SIZE // 8):
             both = code.load(vec(16, I32), code.add(group, 64 + 64 * eight), 64)
-            halves = [
-                code.builder.and_(both, low_bits),
-                code.builder.and_(code.builder.lshr(both, four), low_bits),
-            ]
+            halves = [code.builder.and_(both, low_bits), code.builder.and_(code.builder.lshr(both, four), low_bits)]
             for half, nibbles in enumerate(halves):
                 for r in range(rows):
                     x = code.load(I32, code.add(a_rows[r], at, 8 * eight + 4 * half))

@@ -24,19 +24,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import (
-    BF16,
-    F32,
-    I1,
-    I8,
-    I16,
-    I32,
-    I64,
-    VOID,
-    KernelBuilder,
-    StackVar,
-    vec,
-)
+from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I1, I8, I16, I32, I64, VOID, KernelBuilder, StackVar, vec
 
 BLOCK_SIZE = 16
 BLOCKS_PER_STRIPE = 16  # blocks of a head that lie side by side
@@ -134,9 +122,7 @@ class PlainKV:
                 for u in range(8):
                     q = code.splat(code.load(F32, code.add(query, code.mul(d, 4), 4 * u)), 16)
                     at = code.add(
-                        block,
-                        code.mul(d, BLOCK_SIZE * shape.element_bytes),
-                        BLOCK_SIZE * shape.element_bytes * u,
+                        block, code.mul(d, BLOCK_SIZE * shape.element_bytes), BLOCK_SIZE * shape.element_bytes * u
                     )
                     acc[u % 4].value = code.fma(q, self._load_fp32(at), acc[u % 4].value)
             return _combine_four(code.builder.fadd, acc)

@@ -227,10 +227,7 @@ def emit_argmax(module: Any) -> str:
             )
             current_index.value = code.builder.add(current_index.value, sixteen)
         # The lanes' best ones, and what is left of the row, one by one.
-        best_value, best_index = (
-            code.stack_var(code.f32_const(-math.inf)),
-            code.stack_var(code.int_const(0, I32)),
-        )
+        best_value, best_index = (code.stack_var(code.f32_const(-math.inf)), code.stack_var(code.int_const(0, I32)))
         nan = code.stack_var(code.reduce_add(lane_nan.value))
 
         def update_best(value: Any, at: Any) -> None:

@@ -118,10 +118,7 @@ class Program:
     """Instructions that are written once and run many times; keeps what they point to alive."""
 
     def __init__(
-        self,
-        instructions: Sequence[tuple[int, Sequence[int]]],
-        keep_alive: Sequence[Any] = (),
-        num_threads: int = 0,
+        self, instructions: Sequence[tuple[int, Sequence[int]]], keep_alive: Sequence[Any] = (), num_threads: int = 0
     ) -> None:
         rows = torch.zeros(len(instructions), WORDS_PER_INSTRUCTION, dtype=torch.int64)
         for row, (kernel, args) in zip(rows, instructions, strict=True):

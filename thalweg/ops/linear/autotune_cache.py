@@ -41,15 +41,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @cache
 def get_cpu_name() -> str:
     """Name the processor as exactly as the system tells: vendor, family, model, stepping, vector unit."""
-    field_names = (
-        "vendor_id",
-        "cpu family",
-        "model",
-        "model name",
-        "stepping",
-        "CPU implementer",
-        "CPU part",
-    )
+    field_names = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():
@@ -100,19 +92,18 @@ class AutotuneCache:
         name = self._resolved.get(product)
         if name is None:
             with self._lock:
-                name = self._limit_jit_shapes(self._resolve(product[0], kind, dtype, round_up_pow2(rows), k, n))
-                self._resolved[product] = name
+                name = self._resolved[product] = self._limit_jit_shapes(self._resolve(kind, dtype, rows, k, n))
         return name
 
     def lookup(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str | None:
         """What :meth:`pick` would answer without measuring, or None; for these threads, else for others."""
-        rest = f"/{kind}/{str(dtype).removeprefix('torch.')}/{round_up_pow2(rows)}/{k}x{n}"
+        key = _entry_key(kind, dtype, round_up_pow2(rows), k, n)
+        rest = key[key.index("/") :]
         with self._lock:
             if self._file_entries is None:
                 self._file_entries = self._read()
             picks = self._file_entries | self._entries
-        exact = picks.get(f"{torch.get_num_threads()}{rest}")
-        return exact or next((name for key, name in sorted(picks.items()) if key.endswith(rest)), None)
+        return picks.get(key) or next((name for other, name in sorted(picks.items()) if other.endswith(rest)), None)
 
     def _limit_jit_shapes(self, name: str) -> str:
         # oneDNN compiles a kernel for each exact shape (0.5 to 1 ms) and keeps 1,024 of them: batches
@@ -137,8 +128,9 @@ class AutotuneCache:
             self._resolved.clear()
         return len(valid)
 
-    def _resolve(self, num_threads: int, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
-        key = f"{num_threads}/{kind}/{str(dtype).removeprefix('torch.')}/{rows}/{k}x{n}"
+    def _resolve(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
+        rows = round_up_pow2(rows)
+        key = _entry_key(kind, dtype, rows, k, n)
         if key in self._entries:
             return self._entries[key]
         self._entries = self._read() | self._entries
@@ -180,6 +172,10 @@ class AutotuneCache:
                 raise
 
 
+def _entry_key(kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:
+    return f"{torch.get_num_threads()}/{kind}/{str(dtype).removeprefix('torch.')}/{rows}/{k}x{n}"
+
+
 def _is_valid_entry(key: Any, name: Any) -> bool:
     if not isinstance(key, str) or not isinstance(name, str):
         return False
@@ -192,32 +188,26 @@ def _is_valid_entry(key: Any, name: Any) -> bool:
 @contextlib.contextmanager
 def _file_lock(path: Path | None) -> Iterator[None]:
     """Hold the lock beside ``path``, or go on without it where there is none or it does not come free."""
-    try:
+    descriptor = None
+    # No such locks on Windows, no folder to write to: each process measures for itself.
+    with contextlib.suppress(ImportError, OSError):
         import fcntl
-    except ImportError:  # no such locks on Windows: each process measures for itself
-        yield
-        return
-    try:
-        if path is None:
-            raise OSError("no cache directory")
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        yield
-        return
-    try:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
+
+        if path is not None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            deadline = time.monotonic() + _LOCK_TIMEOUT_S
+            while time.monotonic() <= deadline:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                time.sleep(0.002)
+                except OSError:
+                    time.sleep(0.002)
+    try:
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 @cache

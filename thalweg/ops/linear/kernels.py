@@ -90,33 +90,16 @@ def _via_fp32(kernel: MatmulKernel) -> MatmulKernel:
     return fp32_kernel
 
 
+def _with_fp32(kernels: dict[str, MatmulKernel]) -> Mapping[str, MatmulKernel]:
+    fp32 = {"fp32": _via_fp32(kernels[REFERENCE]), "fp32_onednn": _via_fp32(kernels["onednn"])}
+    return MappingProxyType(kernels | fp32)
+
+
 KERNELS: Mapping[str, Mapping[str, MatmulKernel]] = MappingProxyType(
     {
-        "nt": MappingProxyType(
-            {
-                REFERENCE: _nt_torch,
-                "onednn": _nt_onednn,
-                "fp32": _via_fp32(_nt_torch),
-                "fp32_onednn": _via_fp32(_nt_onednn),
-            }
-        ),
-        "nn": MappingProxyType(
-            {
-                REFERENCE: _nn_torch,
-                "onednn": _nn_onednn,
-                "fp32": _via_fp32(_nn_torch),
-                "fp32_onednn": _via_fp32(_nn_onednn),
-            }
-        ),
-        "tn": MappingProxyType(
-            {
-                REFERENCE: _tn_torch,
-                "onednn": _tn_onednn,
-                "convolution": _tn_convolution,
-                "fp32": _via_fp32(_tn_torch),
-                "fp32_onednn": _via_fp32(_tn_onednn),
-            }
-        ),
+        "nt": _with_fp32({REFERENCE: _nt_torch, "onednn": _nt_onednn}),
+        "nn": _with_fp32({REFERENCE: _nn_torch, "onednn": _nn_onednn}),
+        "tn": _with_fp32({REFERENCE: _tn_torch, "onednn": _tn_onednn, "convolution": _tn_convolution}),
     }
 )
 
@@ -125,11 +108,7 @@ def make_operands(
     kind: str, rows: int, k: int, n: int, dtype: torch.dtype, *, seed: int | None = None
 ) -> tuple[Tensor, ...]:
     """Make operands of one product: constant, or uniform in [-1, 1) by a generator of their own."""
-    shapes = {
-        "nt": ((rows, k), (n, k), (n,)),
-        "nn": ((rows, k), (k, n)),
-        "tn": ((rows, k), (rows, n)),
-    }[kind]
+    shapes = {"nt": ((rows, k), (n, k), (n,)), "nn": ((rows, k), (k, n)), "tn": ((rows, k), (rows, n))}[kind]
     if seed is None:
         return tuple(torch.full(shape, 0.5, dtype=dtype) for shape in shapes)
     generator = torch.Generator().manual_seed(seed)

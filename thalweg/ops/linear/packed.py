@@ -113,10 +113,4 @@ def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("int4", layer)
 
 
-_PACKERS = {
-    "fp32": _pack_onednn,
-    "bf16": _pack_onednn,
-    "fp16": _pack_plain,
-    "int8": _pack_int8,
-    "int4": _pack_int4,
-}
+_PACKERS = {"fp32": _pack_onednn, "bf16": _pack_onednn, "fp16": _pack_plain, "int8": _pack_int8, "int4": _pack_int4}

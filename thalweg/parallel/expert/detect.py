@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from thalweg.deferred_init.op_graph import is_meta
 from thalweg.ops.grouped_mm import RowGroups, grouped_linear, sort_by_expert
 from thalweg.parallel.expert.expert_parallel import (
+    AllToAllDispatcher,
     ExpertLayer,
     ExpertShardSpec,
-    TokenDispatcher,
-    expert_row_spec,
     local_rows,
-    replace_expert_forward,
 )
 from thalweg.parallel.expert.module_list import find_expert_lists
-from thalweg.parallel.tensor.layers import ReplacedForward, functional_forward
+from thalweg.parallel.shard_spec import contiguous_spec
+from thalweg.parallel.tensor.dummy_inputs import eval_mode
+from thalweg.parallel.tensor.layers import ReplacedForward, functional_forward, replace_forward
 from thalweg.parallel.tensor.plan import UnshardableModelError
 
 
@@ -106,17 +106,16 @@ class StackedExperts:
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
         """The experts' parameters and how ``num_ranks`` divide them."""
-        spec = expert_row_spec(self.num_experts, num_ranks)
+        spec = contiguous_spec(0, self.num_experts, num_ranks)
         for key, parameter in self.module._parameters.items():
             if parameter is not None:
                 yield ExpertShardSpec(key, self.module, key, spec)
 
-    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+    def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Take the exchange that brings tokens to their experts."""
         module = self.module
-        compute = (
-            _grouped_forward if self.use_grouped_mm and _is_transformers_format(module) else _per_row_forward(module)
-        )
+        is_grouped = self.use_grouped_mm and _is_transformers_format(module)
+        compute = _grouped_forward if is_grouped else _per_row_forward(module)
         names = _positional_args(module)[:3]
         num_experts = self.num_experts
         num_local = next(len(local_rows(p, p.dtype)) for p in module._parameters.values() if p is not None)
@@ -130,10 +129,12 @@ class StackedExperts:
             chosen = chosen.reshape(len(tokens), -1)
             permutation = sort_by_expert(chosen, num_experts, chosen < num_experts)
             rows, groups, combine = dispatcher.dispatch(permutation.permute(tokens), permutation.groups)
-            results = combine(compute(self, rows, groups, dispatcher))
+            named_params = ((key, p) for key, p in self._parameters.items() if p is not None)
+            local_weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in named_params}
+            results = combine(compute(self, rows, groups, local_weights))
             return permutation.combine(results, weights.reshape(chosen.shape)).to(hidden.dtype).view_as(hidden)
 
-        replace_expert_forward(module, forward)
+        replace_forward(module, forward)
 
 
 def _is_transformers_format(module: nn.Module) -> bool:
@@ -149,8 +150,7 @@ def _is_transformers_format(module: nn.Module) -> bool:
     return has_flags and has_no_post_norm and keys == present and not isinstance(module, ReplacedForward)
 
 
-def _grouped_forward(module: Any, rows: Tensor, groups: RowGroups, dispatcher: TokenDispatcher) -> Tensor:
-    weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in module._parameters.items() if p is not None}
+def _grouped_forward(module: Any, rows: Tensor, groups: RowGroups, weights: dict[str, Tensor]) -> Tensor:
     first = "gate_up_proj" if module.has_gate else "up_proj"
     inputs_first = module.is_transposed
     inner = grouped_linear(rows, weights[first], groups, weights.get(f"{first}_bias"), in_features_first=inputs_first)
@@ -164,11 +164,9 @@ def _per_row_forward(module: nn.Module) -> Any:
     """The module's own forward on rows that have one choice each, of weight 1."""
     inner = type(module).forward
 
-    def compute(self: Any, rows: Tensor, groups: RowGroups, dispatcher: TokenDispatcher) -> Tensor:
-        weights = {key: dispatcher.local_weight(p, rows.dtype) for key, p in self._parameters.items() if p is not None}
-        return functional_forward(
-            self, inner, weights, (rows, groups.group_ids[:, None], rows.new_ones(len(rows), 1)), {}
-        )
+    def compute(self: Any, rows: Tensor, groups: RowGroups, weights: dict[str, Tensor]) -> Tensor:
+        args = (rows, groups.group_ids[:, None], rows.new_ones(len(rows), 1))
+        return functional_forward(self, inner, weights, args, {})
 
     return compute
 
@@ -184,27 +182,24 @@ def _check_weighted_sum(name: str, module: nn.Module, expert_filter: ExpertFilte
     down = module._parameters.get("down_proj")
     if down is not None:
         widths = {down.shape[2 if getattr(module, "is_transposed", False) else 1]}
-    state = torch.get_rng_state()
     generator = torch.Generator().manual_seed(2026)
-    chosen = torch.stack([torch.randperm(count, generator=generator)[:2] for _ in range(5)])
+    chosen = torch.stack([torch.randperm(count, generator=generator)[:2] for _ in range(5)]).to(example.device)
     weights = torch.rand(5, 2, generator=generator).to(example)
-    chosen = chosen.to(example.device)
-    training, problem = module.training, "it takes other arguments"
-    module.eval()
+    problem = "it takes other arguments"
     for width in sorted(widths):
         x = torch.randn(5, width, generator=generator).to(example)
         try:
-            combined = module(x, chosen, weights)
-            per_choice = [module(x, chosen[:, i : i + 1], torch.ones_like(weights[:, :1])) for i in range(2)]
+            with eval_mode(module):
+                combined = module(x, chosen, weights)
+                per_choice = [module(x, chosen[:, i : i + 1], torch.ones_like(weights[:, :1])) for i in range(2)]
         except (RuntimeError, TypeError, ValueError, IndexError):
             continue
         expected = sum(part.double() * weights[:, i : i + 1].double() for i, part in enumerate(per_choice))
-        scale = float(expected.abs().max()) if isinstance(expected, Tensor) else 1.0
-        close = (combined.double() - expected).abs().max() <= 2e-2 * max(scale, 1e-6)
+        assert isinstance(expected, Tensor)
+        scale = max(float(expected.abs().max()), 1e-6)
+        close = (combined.double() - expected).abs().max() <= 2e-2 * scale
         problem = "" if close else "its output is not the weighted sum of its experts' outputs"
         break
-    module.train(training)
-    torch.set_rng_state(state)
     if problem:
         raise UnshardableModelError(
             f"{name} ({type(module).__name__}) looks like a stack of {count} experts, but {problem}: "

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from thalweg.comm import CommsLog
 from thalweg.deferred_init.deferred_tensor import is_deferred, materialize_tensor
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.grouped_mm import RowGroups, sort_by_expert, unpermute
 from thalweg.parallel.comm_group import ParallelGroup, all_to_all
 from thalweg.parallel.shard_spec import ShardSpec, split_evenly
@@ -40,18 +39,6 @@ from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.tp_layout import TensorParallelLayout
 
 CombineFn = Callable[[Tensor], Tensor]
-
-
-class TokenDispatcher(Protocol):
-    """What takes sorted rows to the ranks of their experts, and back."""
-
-    def dispatch(self, rows: Tensor, groups: RowGroups) -> tuple[Tensor, RowGroups, CombineFn]:
-        """Rows of own experts, which expert each is for, and the way back for their results."""
-        ...
-
-    def local_weight(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """What this rank computes with where ``parameter`` stands, after :meth:`to_experts`."""
-        ...
 
 
 class AllToAllDispatcher:
@@ -78,7 +65,12 @@ class AllToAllDispatcher:
         counts_by_source = recv_expert_counts.view(ep_group.size, num_local)  # (source rank, own expert)
         send_counts = [int(part.sum()) for part in groups.counts.split(self.experts_per_rank)]
         recv_counts = counts_by_source.sum(1).tolist()
-        received = _all_to_all_rows(rows, send_counts, recv_counts, width, ep_group)
+
+        def exchange(rows: Tensor, send_counts: list[int], recv_counts: list[int]) -> Tensor:
+            send_numels, recv_numels = [n * width for n in send_counts], [n * width for n in recv_counts]
+            return all_to_all(rows.reshape(-1), send_numels, recv_numels, ep_group, "experts").view(-1, width)
+
+        received = exchange(rows, send_counts, recv_counts)
         # Rows came by source and, within, by expert: bring those of one expert together.
         expert_index = (
             torch.arange(num_local, device=rows.device)
@@ -88,7 +80,7 @@ class AllToAllDispatcher:
         permutation = sort_by_expert(expert_index[:, None], num_local)
 
         def combine(results: Tensor) -> Tensor:
-            return _all_to_all_rows(unpermute(results, permutation), recv_counts, send_counts, width, ep_group)
+            return exchange(unpermute(results, permutation), recv_counts, send_counts)
 
         return permutation.permute(received), permutation.groups, combine
 
@@ -96,22 +88,6 @@ class AllToAllDispatcher:
         """All rows that this rank has of ``parameter``."""
         rows = None if self.expert_params is None else self.expert_params.get_rows(parameter)
         return local_rows(parameter if rows is None else rows, dtype)
-
-
-def _all_to_all_rows(
-    rows: Tensor, send_counts: list[int], recv_counts: list[int], width: int, ep_group: ParallelGroup
-) -> Tensor:
-    send_numels, recv_numels = [n * width for n in send_counts], [n * width for n in recv_counts]
-    return all_to_all(rows.reshape(-1), send_numels, recv_numels, ep_group, "experts").view(-1, width)
-
-
-class ReplacedExpertForward(DynamicSubclass):
-    """Mixin of every module whose forward goes to experts elsewhere."""
-
-
-def replace_expert_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let this one module compute by ``forward(self, ...)``."""
-    module.__class__ = make_subclass(type(module), ReplacedExpertForward, forward=forward)
 
 
 # Spreading
@@ -144,14 +120,9 @@ class ExpertLayer(Protocol):
         """The experts' parameters and how ``num_ranks`` divide them."""
         ...
 
-    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+    def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Take the exchange that brings tokens to their experts; the parameters are own ones by now."""
         ...
-
-
-def expert_row_spec(num_experts: int, num_ranks: int) -> ShardSpec:
-    """How ranks divide a parameter that has a row for each expert."""
-    return ShardSpec(0, num_experts, tuple((span,) for span in split_evenly(num_experts, num_ranks)))
 
 
 def shard_experts(
@@ -172,23 +143,24 @@ def shard_experts(
         ValueError: the number of ranks does not divide the data-parallel ones, or a layer has
             fewer experts than ranks.
     """
-    meshes_by_size: dict[int, _ExpertMesh] = {}
+    meshes_by_size: dict[int, tuple[ParallelGroup, DeviceMesh]] = {}
+    data_group = meshes.fsdp.get_group()
     for name, layer in layers.items():
         num_ranks = layer.ep_size if layer.ep_size > 1 else ep_size
         if num_ranks == 1:
             continue
         _check_ep_size(name, layer, num_ranks, meshes.fsdp.size())
         if num_ranks not in meshes_by_size:
-            meshes_by_size[num_ranks] = _ExpertMesh.build(meshes, num_ranks, tp_layout, ledger)
-        expert_mesh = meshes_by_size[num_ranks]
+            meshes_by_size[num_ranks] = _build_expert_mesh(meshes, num_ranks, tp_layout, ledger)
+        ep_group, mesh = meshes_by_size[num_ranks]
         for shard_spec in layer.shard_specs(num_ranks):
             parameter = shard_spec.module._parameters[shard_spec.key]
             assert parameter is not None
             tp_placement = None if tp_layout is None else tp_layout.tp_placements.get(f"{name}.{shard_spec.name}")
-            shard_spec.module._parameters[shard_spec.key] = expert_mesh.shard_parameter(
-                parameter, shard_spec.spec, tp_placement
+            shard_spec.module._parameters[shard_spec.key] = _shard_parameter(
+                parameter, shard_spec.spec, tp_placement, mesh, ep_group.rank, data_group
             )
-        layer.attach_dispatcher(AllToAllDispatcher(expert_mesh.ep_group, layer.num_experts, expert_params))
+        layer.attach_dispatcher(AllToAllDispatcher(ep_group, layer.num_experts, expert_params))
 
 
 def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks: int) -> None:
@@ -206,58 +178,49 @@ def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks
         )
 
 
-@dataclass(frozen=True)
-class _ExpertMesh:
-    """Where spread parameters lie: ``mesh`` ends in the axes ("ep", "copies")."""
+def _build_expert_mesh(
+    meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None, ledger: CommsLog | None
+) -> tuple[ParallelGroup, DeviceMesh]:
+    """Groups of ``ep_size`` neighbours on the data axis, and the mesh where spread parameters lie, which ends in
+    the axes ("ep", "copies"); collective over the data ranks."""
+    data = meshes.fsdp
+    ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()
+    first = rank // ep_size * ep_size
+    # Only this data axis takes part, so that others of the job need not do the same.
+    rank_groups = (ranks[first : first + ep_size], ranks[rank % ep_size :: ep_size])
+    groups = [new_subgroup(members, data.get_group()) for members in rank_groups]
+    ep_group, names = groups[0], ("ep", "copies")
+    grid = torch.tensor(ranks).view(-1, ep_size).T
+    if tp_layout is not None:
+        groups, names = [tp_layout.mesh.get_group(0), *groups], ("tp", *names)
+        grid = tp_layout.mesh.mesh.view(tp_layout.mesh.size(0), -1, ep_size).transpose(1, 2)
+    mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
+    return ParallelGroup(ep_group, "expert", ledger), mesh
 
-    ep_group: ParallelGroup
-    mesh: DeviceMesh
-    data_group: dist.ProcessGroup
 
-    @classmethod
-    def build(
-        cls, meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None, ledger: CommsLog | None
-    ) -> _ExpertMesh:
-        """Groups of ``ep_size`` neighbours on the data axis; collective over its ranks."""
-        data = meshes.fsdp
-        ranks, rank = data.mesh.flatten().tolist(), data.get_local_rank()
-        first = rank // ep_size * ep_size
-        # Only this data axis takes part, so that others of the job need not do the same.
-        rank_groups = (ranks[first : first + ep_size], ranks[rank % ep_size :: ep_size])
-        groups = [new_subgroup(members, data.get_group()) for members in rank_groups]
-        ep_group, names = groups[0], ("ep", "copies")
-        grid = torch.tensor(ranks).view(-1, ep_size).T
-        if tp_layout is not None:
-            groups, names = [tp_layout.mesh.get_group(0), *groups], ("tp", *names)
-            grid = tp_layout.mesh.mesh.view(tp_layout.mesh.size(0), -1, ep_size).transpose(1, 2)
-        mesh = DeviceMesh.from_group(groups, data.device_type, mesh=grid.contiguous(), mesh_dim_names=names)
-        return cls(ParallelGroup(ep_group, "expert", ledger), mesh, data.get_group())
-
-    def shard_parameter(
-        self, parameter: nn.Parameter, spec: ShardSpec, tp_placement: tuple[torch.Size, Placement] | None
-    ) -> nn.Parameter:
-        """This rank's part of rank 0's values, under the logical shape; collective over the data ranks."""
-        value = materialize_tensor(parameter) if is_deferred(parameter) else parameter.detach()
-        if value.is_meta:
-            raise ValueError(
-                "experts on the meta device have no values to spread: build the model under "
-                "thalweg.zero.Init(), or on the CPU"
-            )
-        full = value.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(full, src=dist.get_global_rank(self.data_group, 0), group=self.data_group)
-        shape, tensor_axis = tp_placement if tp_placement is not None else (full.shape, Replicate())
-        placements: list[Placement] = [spec.placement(), Replicate()]
-        if self.mesh.ndim == 3:
-            placements.insert(0, tensor_axis)
-        sharded = DTensor.from_local(
-            spec.local_slice(full, self.ep_group.rank),
-            self.mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+def _shard_parameter(
+    parameter: nn.Parameter,
+    spec: ShardSpec,
+    tp_placement: tuple[torch.Size, Placement] | None,
+    mesh: DeviceMesh,
+    ep_rank: int,
+    data_group: dist.ProcessGroup,
+) -> nn.Parameter:
+    """This rank's part of rank 0's values, under the logical shape; collective over the data ranks."""
+    value = materialize_tensor(parameter) if is_deferred(parameter) else parameter.detach()
+    if value.is_meta:
+        raise ValueError(
+            "experts on the meta device have no values to spread: build the model under "
+            "thalweg.zero.Init(), or on the CPU"
         )
-        return nn.Parameter(sharded, parameter.requires_grad)
+    full = value.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(full, src=dist.get_global_rank(data_group, 0), group=data_group)
+    shape, tensor_axis = tp_placement or (full.shape, Replicate())
+    placements = [tensor_axis, spec.placement(), Replicate()][-mesh.ndim :]
+    stride = torch.empty(shape, device="meta").stride()
+    local = spec.local_slice(full, ep_rank)
+    sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(sharded, parameter.requires_grad)
 
 
 def local_rows(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,16 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from thalweg.ops.grouped_mm import RowGroups
-from thalweg.parallel.expert.expert_parallel import (
-    ExpertShardSpec,
-    TokenDispatcher,
-    local_rows,
-    replace_expert_forward,
-)
+from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertShardSpec, local_rows
 from thalweg.parallel.shard_spec import ShardSpec, split_evenly
-from thalweg.parallel.tensor.layers import functional_forward
+from thalweg.parallel.tensor.layers import functional_forward, replace_forward
 from thalweg.zero.units import is_expert_list
 
 
@@ -81,7 +77,7 @@ class ExpertModuleList:
                             spans = tuple(((0, len(parameter)),) if rank == owner else () for rank in range(num_ranks))
                             yield ExpertShardSpec(f"{path}.{key}", module, key, ShardSpec(0, len(parameter), spans))
 
-    def attach_dispatcher(self, dispatcher: TokenDispatcher) -> None:
+    def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Take the exchange that brings tokens to their experts."""
         active_calls: list[_TwoPassCall] = []  # innermost last; a layer is not called within itself
         expert_forwards = [(expert, type(expert).forward) for expert in self.experts]
@@ -89,9 +85,9 @@ class ExpertModuleList:
         is_local = [len(local_rows(p, p.dtype)) > 0 for p in first]
         local_experts = [pair for pair, mine in zip(expert_forwards, is_local, strict=True) if mine]
         for index, expert in enumerate(self.experts):
-            replace_expert_forward(expert, _recording_forward(index, active_calls))
+            replace_forward(expert, _recording_forward(index, active_calls))
         for module in self.siblings:
-            replace_expert_forward(module, _cached_forward(module, type(module).forward, active_calls))
+            replace_forward(module, _cached_forward(module, type(module).forward, active_calls))
         num_experts, inner = self.num_experts, type(self.parent).forward
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,11 +95,9 @@ class ExpertModuleList:
             active_calls.append(call)
             state = torch.get_rng_state()
             try:
-                inner(
-                    self,
-                    *_clone_tensors(args),
-                    **{key: _clone_tensors((value,))[0] for key, value in kwargs.items()},
-                )
+                # The first run may write into its tensors.
+                first_args, first_kwargs = _pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+                inner(self, *first_args, **first_kwargs)
                 sample = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
                 zero = _run_experts(call, num_experts, dispatcher, local_experts, sample)
                 torch.set_rng_state(state)
@@ -112,12 +106,7 @@ class ExpertModuleList:
             finally:
                 active_calls.pop()
 
-        replace_expert_forward(self.parent, forward)
-
-
-def _clone_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors that the first run may write into."""
-    return tuple(value.clone() if isinstance(value, Tensor) else value for value in args)
+        replace_forward(self.parent, forward)
 
 
 def _recording_forward(index: int, active_calls: list[_TwoPassCall]) -> Any:
@@ -147,11 +136,7 @@ def _cached_forward(module: nn.Module, inner: Any, active_calls: list[_TwoPassCa
 
 
 def _run_experts(
-    call: _TwoPassCall,
-    num_experts: int,
-    dispatcher: TokenDispatcher,
-    local_experts: list[Any],
-    sample: Tensor,
+    call: _TwoPassCall, num_experts: int, dispatcher: AllToAllDispatcher, local_experts: list[Any], sample: Tensor
 ) -> Tensor | None:
     """Find the answers, in the order of the calls; where none were asked, a 0 that hangs on the exchange."""
     requests, call.is_recording = call.requests, False

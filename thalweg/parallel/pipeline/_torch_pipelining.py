@@ -58,10 +58,7 @@ def _flatten_operations(operations: Sequence[Any]) -> list[Action]:
 
 
 def backward_inputs(
-    outputs: list[Tensor],
-    output_grads: list[Tensor] | None,
-    inputs: list[Tensor],
-    weights: list[nn.Parameter],
+    outputs: list[Tensor], output_grads: list[Tensor] | None, inputs: list[Tensor], weights: list[nn.Parameter]
 ) -> tuple[tuple[Tensor | None, ...], Any]:
     """The gradients of ``inputs``; the second result is what :func:`backward_weights` goes on from."""
     from torch.distributed.pipelining import _backward

@@ -11,8 +11,9 @@ whatever rank and in however many stages, so that a checkpoint knows nothing of 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from thalweg.parallel.pipeline.partition import partition_balanced
 from thalweg.parallel.sequence.pipeline_layers import LayerSequenceParallel
 
 LayerLike = Any  # LayerSpec | nn.Module | Callable
+_preserve_rng = partial(torch.random.fork_rng, devices=[])
 DUMMY_PARAM_NAME = "_nothing"
 
 
@@ -143,30 +145,25 @@ class PipelineModule(nn.Module):
     def build_layers(self, indices: Sequence[int]) -> dict[int, Any]:
         """Build the layers of these indices; tied ones among them share their weight."""
         base_seed, seed_fn = self._seed_options
-        first_of_key: dict[str, Any] = {}
+        tied_layers = self.tied_layers()
         built: dict[int, Any] = {}
         for index in indices:
             spec = self.specs[index]
             if not isinstance(spec, LayerSpec):
                 built[index] = spec
                 continue
-            tie_key = spec.key if isinstance(spec, TiedLayerSpec) else None
+            tied = [i for i, _ in tied_layers[spec.key]] if isinstance(spec, TiedLayerSpec) else [index]
             with _preserve_rng():
                 if base_seed is not None:
                     # A tied layer is everywhere seeded as the first of its key.
-                    first = index if tie_key is None else self._first_tied_index(tie_key)
-                    (seed_fn or _seed)(base_seed + first)
+                    (seed_fn or torch.manual_seed)(base_seed + tied[0])
                 layer = spec.build()
-            if isinstance(spec, TiedLayerSpec):
-                first_layer = first_of_key.setdefault(spec.key, layer)
-                if first_layer is not layer:
-                    for name in spec.tied_weight_attrs:
-                        setattr(layer, name, getattr(first_layer, name))
+            first_index = next((i for i in tied if i in built), None)
+            if isinstance(spec, TiedLayerSpec) and first_index is not None:
+                for name in spec.tied_weight_attrs:
+                    setattr(layer, name, getattr(built[first_index], name))
             built[index] = layer
         return built
-
-    def _first_tied_index(self, key: str) -> int:
-        return next(i for i, spec in enumerate(self.specs) if isinstance(spec, TiedLayerSpec) and spec.key == key)
 
     def tied_layers(self) -> dict[str, list[tuple[int, list[str]]]]:
         """Of each key: the layers that share it, in order, with the names of the shared weights."""
@@ -254,15 +251,12 @@ class PipelineModuleStages:
         if stage != self._last_stage:
             return self.module(inputs, self._stage_ranges[stage])
         with nullcontext() if sequence_parallel is None else sequence_parallel.loss_mode():
-            loss = self._run_last_stage(inputs, batch)
+            loss = self.module(inputs, self._stage_ranges[stage])
+            loss = loss if self._loss_fn is None else self._loss_fn(loss, batch[1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("the last layer of a PipelineModule, or its loss_fn, must return a scalar loss")
         loss = loss.reshape(())
         return loss if sequence_parallel is None else sequence_parallel.mean_loss(loss)
-
-    def _run_last_stage(self, inputs: Any, batch: Any) -> Any:
-        result = self.module(inputs, self._stage_ranges[self._last_stage])
-        return result if self._loss_fn is None else self._loss_fn(result, batch[1])
 
     def find_batch_error(self, batch: Any) -> str | None:
         """What is wrong with a micro-batch, if anything is."""
@@ -288,13 +282,3 @@ def add_dummy_param(module: nn.Module) -> None:
 def _class_name(spec: LayerLike) -> str:
     layer_type = spec.typename if isinstance(spec, LayerSpec) else type(spec) if isinstance(spec, nn.Module) else spec
     return getattr(layer_type, "__name__", str(layer_type))
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-@contextmanager
-def _preserve_rng() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        yield

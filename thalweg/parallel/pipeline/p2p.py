@@ -68,24 +68,19 @@ class P2PChannel:
         header = json.dumps(_encode(value, tensors), separators=(",", ":")).encode()
         header_is_known = self._sent_headers.get((destination, kind)) == header
         self._sent_headers[destination, kind] = header
-        self._isend(torch.tensor([0 if header_is_known else len(header)]), destination)
+        parts = [torch.tensor([0 if header_is_known else len(header)])]
         if not header_is_known:
-            self._isend(torch.frombuffer(bytearray(header), dtype=torch.uint8), destination)
-        for tensor in tensors:
-            if tensor.numel():
-                self._isend(tensor.detach().contiguous(), destination)
-        self._record_traffic("header", name, 8 if header_is_known else 8 + len(header))
-        self._record_traffic("send", name, sum(tensor.nbytes for tensor in tensors))
+            parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        parts += [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
+        for part in parts:
+            work = dist.isend(part, group_dst=destination, group=self._group_towards(self._rank, destination))
+            assert work is not None
+            self._pending_sends.append((work, part))
+        header_bytes = 8 if header_is_known else 8 + len(header)
+        for traffic, num_bytes in (("header", header_bytes), ("send", sum(tensor.nbytes for tensor in tensors))):
+            self.ledger.record(traffic, name, "pipeline", full_bytes=num_bytes, world_size=2)
         while self._pending_sends and self._pending_sends[0][0].is_completed():
             self._pending_sends.popleft()
-
-    def _record_traffic(self, kind: str, name: str, num_bytes: int) -> None:
-        self.ledger.record(kind, name, "pipeline", full_bytes=num_bytes, world_size=2)
-
-    def _isend(self, tensor: Tensor, destination: int) -> None:
-        work = dist.isend(tensor, group_dst=destination, group=self._group_towards(self._rank, destination))
-        assert work is not None
-        self._pending_sends.append((work, tensor))
 
     def receive(self, source: int, kind: Hashable, name: Hashable) -> Any:
         """The message (kind, name) of ``source``; waits for it."""
@@ -97,22 +92,23 @@ class P2PChannel:
         return self._received.pop((source, kind, name))
 
     def _receive_next(self, source: int, kind: Hashable) -> Any:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, group_src=source, group=self._group_towards(source, self._rank))
-        if length.item():
-            raw = torch.empty(int(length.item()), dtype=torch.uint8)
-            dist.recv(raw, group_src=source, group=self._group_towards(source, self._rank))
+        length = int(self._recv(torch.zeros(1, dtype=torch.int64), source))
+        if length:
+            raw = self._recv(torch.empty(length, dtype=torch.uint8), source)
             self._received_headers[source, kind] = raw.numpy().tobytes()
         return self._decode(json.loads(self._received_headers[source, kind]), source)
+
+    def _recv(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            dist.recv(tensor, group_src=source, group=self._group_towards(source, self._rank))
+        return tensor
 
     def _decode(self, node: Any, source: int) -> Any:
         tag, body = node
         if tag == "tensor":
             dtype, shape, requires_grad = body
-            tensor = torch.empty(shape, dtype=_dtype_from_name(dtype), device=self._device)
-            if tensor.numel():
-                dist.recv(tensor, group_src=source, group=self._group_towards(source, self._rank))
-            return tensor.requires_grad_(requires_grad)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            return self._recv(tensor, source).requires_grad_(requires_grad)
         if tag == "plain":
             return body
         if tag == "dict":
@@ -129,7 +125,7 @@ class P2PChannel:
 def _encode(value: Any, tensors: list[Tensor]) -> list[Any]:
     if isinstance(value, Tensor):
         tensors.append(value)
-        return ["tensor", [_dtype_name(value.dtype), list(value.shape), value.requires_grad]]
+        return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad]]
     if isinstance(value, _JSON_TYPES):
         return ["plain", value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -141,13 +137,3 @@ def _encode(value: Any, tensors: list[Tensor]) -> list[Any]:
         f"a pipeline stage returned a {type(value).__name__}: stages pass on tensors, numbers, strings, "
         "None, and tuples, lists and dicts of them"
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype_from_name(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -47,10 +47,5 @@ def partition_balanced(
     for stage in range(num_stages, 0, -1):
         cuts.append(last_start[stage][cuts[-1]])
     cuts.reverse()
-    return _move_empty_last([range(a, b) for a, b in pairwise(cuts)])
-
-
-def _move_empty_last(runs: list[range]) -> list[range]:
-    non_empty = [run for run in runs if len(run)]
-    end = non_empty[-1].stop if non_empty else 0
-    return non_empty + [range(end, end)] * (len(runs) - len(non_empty))
+    non_empty = [range(a, b) for a, b in pairwise(cuts) if a < b]
+    return non_empty + [range(num_layers, num_layers)] * (num_stages - len(non_empty))

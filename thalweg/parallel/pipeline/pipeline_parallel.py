@@ -12,8 +12,7 @@ says which places have which.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -23,57 +22,22 @@ from torch import Tensor, nn
 from thalweg.comm import CommsLog
 from thalweg.config import Config
 from thalweg.deferred_init.context import has_meta_tensors
-from thalweg.parallel.pipeline.module import (
-    DUMMY_PARAM_NAME,
-    PipelineModule,
-    PipelineModuleStages,
-    add_dummy_param,
-)
+from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule, PipelineModuleStages, add_dummy_param
 from thalweg.parallel.pipeline.partition import partition_balanced
-from thalweg.parallel.pipeline.pipeline_runner import (
-    ForwardHooks,
-    GradientReduction,
-    LocalStages,
-    PipelineRunner,
-)
+from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, LocalStages, PipelineRunner
 from thalweg.parallel.pipeline.profile_blocks import BlockCost, profile_blocks, stage_costs
 from thalweg.parallel.pipeline.schedules.auto_schedule import choose_schedule, rank_schedules
 from thalweg.parallel.pipeline.schedules.builders import ScheduleName, assign_stages, build_schedule
 from thalweg.parallel.pipeline.schedules.schedule import PipelineSchedule
 from thalweg.parallel.pipeline.split_model import BlockLayout, SplitModelStages, find_blocks, partition_blocks
-from thalweg.parallel.pipeline.tied_weights import (
-    ParamNaming,
-    TiedWeights,
-    find_alias_groups,
-    find_tied_weights,
-)
+from thalweg.parallel.pipeline.tied_weights import ParamNaming, TiedWeights, find_alias_groups, find_tied_weights
 from thalweg.parallel.sequence.pipeline_layers import LayerSequenceParallel
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, SequenceParallelAttention
 from thalweg.parallel.tensor.tensor_parallel import broadcast_model
 from thalweg.parallel_dims import ParallelMeshes
+from thalweg.zero.shard import ShardedModel
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-
-
-@dataclass(frozen=True)
-class PipelineRank:
-    """Where this rank is: ``rank`` of ``size`` in ``group``, which is None for a pipeline of one."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-
-    @classmethod
-    def from_meshes(cls, meshes: ParallelMeshes) -> PipelineRank:
-        """This rank's, of the job's axes."""
-        if meshes.pp is None:
-            return cls(0, 1, None)
-        return cls(meshes.pp.get_local_rank(), meshes.pp.size(), meshes.pp.get_group())
-
-
-def get_num_virtual_stages(config: Config) -> int:
-    """Stages on each rank where the schedule is interleaved."""
-    return config.pipeline.virtual_stages if config.pipeline.virtual_stages > 1 else 2
 
 
 class PipelineParallel:
@@ -95,13 +59,18 @@ class PipelineParallel:
         memory_limit: int | None = None,
     ) -> None:
         self._config, self._meshes, self._memory_limit = config, meshes, memory_limit
-        self.pp = PipelineRank.from_meshes(meshes)
+        pp = meshes.pp
+        self.pp_rank, self.pp_size, self.pp_group = (
+            (0, 1, None) if pp is None else (pp.get_local_rank(), pp.size(), pp.get_group())
+        )
+        virtual_stages = config.pipeline.virtual_stages
+        self._num_virtual_stages = virtual_stages if virtual_stages > 1 else 2  # where the schedule is interleaved
         self._stages: LocalStages | None = None
         self._block_layout: BlockLayout | None = None
         self._block_costs: list[BlockCost] | None = None
         self._tied_names: list[list[str]] = []
         self._tied_weights: TiedWeights | None = None
-        self.param_naming = ParamNaming(group=self.pp.group)
+        self.param_naming = ParamNaming(group=self.pp_group)
         self.model = model
         if isinstance(model, PipelineModule):
             max_stages = len(model.specs)
@@ -113,9 +82,9 @@ class PipelineParallel:
             if "auto" in (config.pipeline.schedule, config.pipeline.partition):
                 self._block_costs = self._profile_blocks(model, self._block_layout, batch)
         self.schedule_name: ScheduleName = self._choose_schedule(max_stages)
-        self._stage_to_rank = assign_stages(self.schedule_name, self.pp.size, get_num_virtual_stages(config))
+        self._stage_to_rank = assign_stages(self.schedule_name, self.pp_size, self._num_virtual_stages)
         self.num_stages = len(self._stage_to_rank)
-        self._local_stages = [s for s, place in enumerate(self._stage_to_rank) if place == self.pp.rank]
+        self._local_stages = [s for s, place in enumerate(self._stage_to_rank) if place == self.pp_rank]
         if isinstance(model, PipelineModule):
             self._build_local_layers(model)
 
@@ -126,16 +95,14 @@ class PipelineParallel:
         table = torch.zeros(layout.num_blocks, 4, dtype=torch.float64)
         root = dist.get_global_rank(self._meshes.world_group, 0)
         if dist.get_rank() == root and not any(p.is_meta for p in model.parameters()):
-            block_costs = profile_blocks(model, layout.list_name, batch)
-            rows = [[c.forward, c.backward, c.saved_bytes, c.parameter_bytes] for c in block_costs]
-            table = torch.tensor(rows, dtype=torch.float64)
+            table = torch.tensor(
+                [astuple(c) for c in profile_blocks(model, layout.list_name, batch)], dtype=table.dtype
+            )
         dist.broadcast(table, src=root, group=self._meshes.world_group)
-        if not table.any():
-            return None
-        return [BlockCost(f, b, int(saved), int(held)) for f, b, saved, held in table.tolist()]
+        return [BlockCost(*row) for row in table.tolist()] if table.any() else None
 
     def _choose_schedule(self, max_stages: int) -> ScheduleName:
-        section, block_costs, num_ranks = self._config.pipeline, self._block_costs, self.pp.size
+        section, block_costs, num_ranks = self._config.pipeline, self._block_costs, self.pp_size
         name = section.schedule
         if name != "auto":
             return name
@@ -144,7 +111,7 @@ class PipelineParallel:
             seconds = [part.seconds for part in block_costs]
             get_costs = lambda stages: stage_costs(block_costs, partition_balanced(seconds, stages, min_layers=1))
         steps = int(self._config.gradient_accumulation_steps)
-        ranked = rank_schedules(num_ranks, steps, max_stages, get_costs, get_num_virtual_stages(self._config))
+        ranked = rank_schedules(num_ranks, steps, max_stages, get_costs, self._num_virtual_stages)
         best = choose_schedule(ranked)
         cost_source = "measured" if block_costs is not None else "equal"
         self._config.add_note(
@@ -155,41 +122,34 @@ class PipelineParallel:
     def _build_schedule(self, num_micro_batches: int) -> PipelineSchedule:
         """The schedule of ``num_micro_batches`` micro-batches; a window may end too early for DualPipeV, but ZBV has
         the same placement."""
-        name: ScheduleName = self.schedule_name
-        num_ranks = self.pp.size
-        if name == "dualpipev" and num_micro_batches < 2 * num_ranks:
-            name = "zbv"
-        return build_schedule(
-            name, num_ranks, num_micro_batches, num_virtual_stages=get_num_virtual_stages(self._config)
-        )
+        is_too_short = self.schedule_name == "dualpipev" and num_micro_batches < 2 * self.pp_size
+        name = "zbv" if is_too_short else self.schedule_name
+        return build_schedule(name, self.pp_size, num_micro_batches, num_virtual_stages=self._num_virtual_stages)
 
     def _get_stage_ranges(self, model: nn.Module, layout: BlockLayout) -> list[range]:
-        block_costs = self._block_costs if self._config.pipeline.partition == "auto" else None
-        if block_costs is None:
+        block_costs, memory_limit = self._block_costs, self._memory_limit
+        if block_costs is None or self._config.pipeline.partition != "auto":
             return partition_blocks(model, layout, self.num_stages)
-        fits = None if self._memory_limit is None else partial(self._fits_memory, block_costs, self._memory_limit)
-        return partition_blocks(model, layout, self.num_stages, [part.seconds for part in block_costs], fits)
+        # Weight, gradient and two moments; the latter in shards.
+        num_copies = 2 + 2 / (self._meshes.fsdp.size() if self._config.zero_optimization.stage >= 1 else 1)
 
-    def _fits_memory(self, block_costs: list[BlockCost], memory_limit: int, stage: int, start: int, stop: int) -> bool:
-        """Whether a rank has room for these blocks: weight, gradient, two moments; activations in flight."""
-        sharded = self._config.zero_optimization.stage >= 1
-        num_copies = 2 + 2 / (self._meshes.fsdp.size() if sharded else 1)
-        state_bytes = num_copies * sum(part.parameter_bytes for part in block_costs[start:stop])
-        in_flight = max(1, self.num_stages - stage)
-        return state_bytes + in_flight * sum(part.saved_bytes for part in block_costs[start:stop]) <= memory_limit
+        def fits(stage: int, start: int, stop: int) -> bool:
+            """Whether a rank has room for these blocks and the activations that are in flight."""
+            blocks, in_flight = block_costs[start:stop], max(1, self.num_stages - stage)
+            num_bytes = sum(num_copies * block.parameter_bytes + in_flight * block.saved_bytes for block in blocks)
+            return memory_limit is None or num_bytes <= memory_limit
+
+        return partition_blocks(model, layout, self.num_stages, [part.seconds for part in block_costs], fits)
 
     def _build_local_layers(self, pipeline_module: PipelineModule) -> None:
         method = self._config.pipeline.partition
         stage_ranges = pipeline_module.partition_layers(self.num_stages, None if method == "best" else method)
-        checkpoint_interval = (
-            self._config.pipeline.activation_checkpoint_interval or pipeline_module.activation_checkpoint_interval
-        )
-        stages = self._stages = PipelineModuleStages(
-            pipeline_module, stage_ranges, self._local_stages, checkpoint_interval
-        )
-        self.model = stages.module
+        interval = self._config.pipeline.activation_checkpoint_interval
+        interval = interval or pipeline_module.activation_checkpoint_interval
+        self._stages = PipelineModuleStages(pipeline_module, stage_ranges, self._local_stages, interval)
+        self.model = self._stages.module
         rank_of_layer = {i: self._stage_to_rank[stage] for stage, cut in enumerate(stage_ranges) for i in cut}
-        self._tied_names, rank_by_name = [], {}
+        rank_by_name: dict[str, int] = {}
         for key in pipeline_module.tied_layers().values():
             for attr in key[0][1]:
                 names = [f"layers.{index}.{attr}" for index, _ in key]
@@ -207,16 +167,18 @@ class PipelineParallel:
         stage_ranges = self._get_stage_ranges(model, layout)
         self._stages = SplitModelStages(model, layout, stage_ranges, self._local_stages)
         add_dummy_param(model)
-        last = len(stage_ranges) - 1
         rank_by_module = {
             f"{layout.list_name}.{i}": self._stage_to_rank[s] for s, cut in enumerate(stage_ranges) for i in cut
         }
         rank_by_module |= dict.fromkeys(layout.entry_modules, self._stage_to_rank[0])
-        rank_by_module |= dict.fromkeys(layout.exit_modules, self._stage_to_rank[last])
-        tied_names = [name for names in self._tied_names for name in names]
-        rank_by_name = {
-            name: place for name in tied_names if (place := _rank_of_module(name, rank_by_module)) is not None
-        }
+        rank_by_module |= dict.fromkeys(layout.exit_modules, self._stage_to_rank[-1])
+        rank_by_name = {}
+        for name in (name for names in self._tied_names for name in names):
+            module_name = name
+            while module_name and module_name not in rank_by_module:  # the module of a weight, or one around it
+                module_name = module_name.rpartition(".")[0]
+            if module_name:
+                rank_by_name[name] = rank_by_module[module_name]
         self._bind_tied_weights(rank_by_name)
 
     def apply_sequence_parallel(
@@ -236,14 +198,14 @@ class PipelineParallel:
         canonical = {
             name: tie.names[0]
             for tie in tied_weights
-            if self.pp.rank in tie.pp_ranks
+            if self.pp_rank in tie.pp_ranks
             for name in tie.names
             if name in local_names and tie.names[0] not in local_names
         }
-        self.param_naming = ParamNaming(canonical, frozenset({DUMMY_PARAM_NAME}), self.pp.group)
-        if self.pp.group is None:
+        self.param_naming = ParamNaming(canonical, frozenset({DUMMY_PARAM_NAME}), self.pp_group)
+        if self.pp_group is None:
             return
-        self._tied_weights = TiedWeights(tied_weights, self.pp.rank, self.pp.group)
+        self._tied_weights = TiedWeights(tied_weights, self.pp_rank, self.pp_group)
         self._tied_weights.sync_values(self.model)
 
     def local_param_name(self, name: str) -> str | None:
@@ -257,8 +219,8 @@ class PipelineParallel:
     def seed_per_stage(self) -> None:
         """Give each place random numbers of its own, so that dropout differs from stage to stage."""
         seed = int(torch.randint(1 << 62, ()))
-        if self.pp.rank:
-            torch.manual_seed((seed + _SEED_STRIDE * self.pp.rank) % (1 << 63))
+        if self.pp_rank:
+            torch.manual_seed((seed + _SEED_STRIDE * self.pp_rank) % (1 << 63))
 
     def tied_weights(self) -> TiedWeights | None:
         """What an optimizer must know of the other stages; after sharding."""
@@ -267,30 +229,21 @@ class PipelineParallel:
         return self._tied_weights
 
     def make_runner(
-        self, reduction: GradientReduction, device: torch.device, hooks: ForwardHooks, ledger: CommsLog
+        self, reduction: ShardedModel, device: torch.device, hooks: ForwardHooks, ledger: CommsLog
     ) -> PipelineRunner:
         """What runs whole windows; after sharding.  ``ledger`` counts what stages send each other."""
         assert self._stages is not None
-        pp_rank, group, reverse_group = self.pp.rank, self.pp.group, self._meshes.pp_reverse_group
         if self._tied_weights is not None:
             self._tied_weights.ledger = ledger
+        reverse_group = self._meshes.pp_reverse_group
         return PipelineRunner(
             self._stages,
             self._build_schedule,
-            pp_rank,
-            group,
+            self.pp_rank,
+            self.pp_group,
             device,
             reduction,
             hooks,
             ledger,
             reverse_group,
         )
-
-
-def _rank_of_module(name: str, rank_by_module: Mapping[str, int]) -> int | None:
-    """The place of the module that a parameter belongs to, or of one around it."""
-    while name:
-        if name in rank_by_module:
-            return rank_by_module[name]
-        name = name.rpartition(".")[0]
-    return None

@@ -14,80 +14,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from thalweg.comm import CommsLog
+from thalweg.parallel.pipeline.module import PipelineModuleStages
 from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
 from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule
+from thalweg.parallel.pipeline.split_model import SplitModelStages
 from thalweg.utils.dtypes import HALF_DTYPES
+from thalweg.zero.shard import ShardedModel
 
-
-class LocalStages(Protocol):
-    """This rank's stages; ``needs_batch``: whether it reads the data."""
-
-    module: Any
-
-    @property
-    def needs_batch(self) -> bool:
-        """Whether this rank reads the data."""
-        ...
-
-    def run(self, stage: int, value: Any, batch: Any) -> Any:
-        """A stage's forward; the last one returns the loss."""
-        ...
-
-    def parameters(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that the stage uses."""
-        ...
-
-    def find_batch_error(self, batch: Any) -> str | None:
-        """What is wrong with a micro-batch, if anything is."""
-        ...
-
-
-class GradientReduction(Protocol):
-    """What of ZeRO is asked of (:class:`thalweg.zero.shard.ShardedModel`)."""
-
-    groups: Any
-
-    def set_backward_flags(self, last: bool, sync: bool = True) -> None:
-        """Set what the coming backward does."""
-        ...
-
-    def defer_reduction(self) -> None:
-        """Keep everything whole until the window ends."""
-        ...
-
-
-class PipelineLossNormalizer(Protocol):
-    """What of :class:`thalweg.optim.accumulation.LossNormalizer` a pipeline needs."""
-
-    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
-        """The loss at hand as it is to be differentiated, one of ``num_micro_batches``."""
-        ...
-
-    def loss_and_weight(self, loss: Tensor) -> Tensor:
-        """The loss at hand and its weight, (2,)."""
-        ...
-
-    def mean(self, total: Tensor) -> Tensor:
-        """Of a sum of those, the window's loss (0-dim)."""
-        ...
+LocalStages = PipelineModuleStages | SplitModelStages
 
 
 @dataclass(frozen=True)
 class ForwardHooks:
     """What an engine wants around each forward, and by what each loss is multiplied.
 
+    ``loss_normalizer``: a :class:`thalweg.optim.accumulation.LossNormalizer`.
     ``save_context``, ``restore_context``: what a model knows of the micro-batch at hand beside its graph.
     """
 
-    loss_normalizer: PipelineLossNormalizer
+    loss_normalizer: Any
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     loss_scale: Callable[[], float] = lambda: 1.0
     save_context: Callable[[], Any] = lambda: None
@@ -109,19 +63,15 @@ class PipelineRunner:
         pp_rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        reduction: GradientReduction,
+        reduction: ShardedModel,
         hooks: ForwardHooks,
         ledger: CommsLog,
         reverse_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._stages, self._make_schedule, self._pp_rank = stages, make_schedule, pp_rank
-        self._group, self._device = group, device
+        self._stages, self._make_schedule, self._pp_rank = stages, cache(make_schedule), pp_rank
+        self._group, self._device, self._ledger = group, device, ledger
         self._reduction, self._hooks = reduction, hooks
-        self._schedules: dict[int, PipelineSchedule] = {}
-        self._ledger = ledger
-        self._losses_and_weights: list[Tensor] = []
         self._copied_stages: set[int] = set()
-        self._last_stage = 0
         self._channel = P2PChannel(group, device, ledger, reverse_group)
 
     @property
@@ -149,65 +99,56 @@ class PipelineRunner:
 
     def train(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of all; returns their mean loss (0-dim) on every rank of the pipeline."""
-        num_micro_batches = len(batches)
-        schedule = self._get_schedule(num_micro_batches)
-        scale = self._hooks.loss_scale()
+        schedule, hooks = self._make_schedule(len(batches)), self._hooks
+        loss_scale, losses_and_weights = hooks.loss_scale(), []
         if schedule.split_backward:
             self._reduction.defer_reduction()
         else:
             self._reduction.set_backward_flags(last=False)
+
+        def scale_loss(loss: Tensor) -> Tensor:
+            loss = loss.float() if loss.dtype in HALF_DTYPES else loss
+            return hooks.loss_normalizer.scale_pipeline_loss(loss, len(batches)) * loss_scale
+
+        def before_backward(action: Action, last: bool) -> None:
+            if not schedule.split_backward:
+                self._reduction.set_backward_flags(last=last)
+
+        def after_backward(action: Action) -> None:
+            for group in self._reduction.groups if action.kind == "W" else ():
+                group.upcast_grads()
+
         callbacks = StageCallbacks(
-            self._run_stage,
+            partial(self._run_stage, losses_and_weights, schedule.num_stages - 1),
             self._stages.parameters,
-            lambda loss: self._scale_loss(loss, num_micro_batches) * scale,
-            before_backward=lambda action, last: self._before_backward(schedule, last),
-            after_backward=self._after_backward,
-            save_context=self._hooks.save_context,
-            restore_context=self._hooks.restore_context,
+            scale_loss,
+            before_backward,
+            after_backward,
+            hooks.save_context,
+            hooks.restore_context,
         )
         ScheduleExecutor(schedule, self._pp_rank, self._channel, callbacks, self._copied_stages).train(batches)
-        return self._mean_loss()
+        return self._mean_loss(losses_and_weights)
 
     def evaluate(self, batches: Sequence[Any]) -> Tensor:
         """The mean loss (0-dim) on every rank of the pipeline, without gradients."""
-        callbacks = StageCallbacks(self._run_stage, self._stages.parameters, lambda loss: loss)
-        ScheduleExecutor(self._get_schedule(len(batches)), self._pp_rank, self._channel, callbacks).evaluate(batches)
-        return self._mean_loss()
+        schedule, losses_and_weights = self._make_schedule(len(batches)), []
+        run = partial(self._run_stage, losses_and_weights, schedule.num_stages - 1)
+        callbacks = StageCallbacks(run, self._stages.parameters, lambda loss: loss)
+        ScheduleExecutor(schedule, self._pp_rank, self._channel, callbacks).evaluate(batches)
+        return self._mean_loss(losses_and_weights)
 
-    def _get_schedule(self, num_micro_batches: int) -> PipelineSchedule:
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = self._make_schedule(num_micro_batches)
-        schedule = self._schedules[num_micro_batches]
-        self._last_stage = schedule.num_stages - 1
-        self._losses_and_weights.clear()  # of a window that an exception ended
-        return schedule
-
-    def _run_stage(self, stage: int, value: Any, batch: Any) -> Any:
+    def _run_stage(self, losses_and_weights: list[Tensor], last_stage: int, stage: int, value: Any, batch: Any) -> Any:
         with self._hooks.forward_context():
             result = self._stages.run(stage, value, batch)
-        if stage == self._last_stage:
-            self._losses_and_weights.append(self._hooks.loss_normalizer.loss_and_weight(result))
+        if stage == last_stage:
+            losses_and_weights.append(self._hooks.loss_normalizer.loss_and_weight(result))
         return result
 
-    def _scale_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
-        return self._hooks.loss_normalizer.scale_pipeline_loss(
-            loss.float() if loss.dtype in HALF_DTYPES else loss, num_micro_batches
-        )
-
-    def _before_backward(self, schedule: PipelineSchedule, last: bool) -> None:
-        if not schedule.split_backward:
-            self._reduction.set_backward_flags(last=last)
-
-    def _after_backward(self, action: Action) -> None:
-        if action.kind == "W":
-            for group in self._reduction.groups:
-                group.upcast_grads()
-
-    def _mean_loss(self) -> Tensor:
+    def _mean_loss(self, losses_and_weights: list[Tensor]) -> Tensor:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for loss_and_weight in self._losses_and_weights:
+        for loss_and_weight in losses_and_weights:
             total += loss_and_weight
-        self._losses_and_weights.clear()
         if self._group is not None:
             self._all_reduce(total)  # all but the last stage add nothing
         return self._hooks.loss_normalizer.mean(total)

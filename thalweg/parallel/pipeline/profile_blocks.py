@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,52 +37,36 @@ class BlockCost:
         return self.forward + self.backward
 
 
-def stage_costs(block_costs: Sequence[BlockCost], stage_ranges: Sequence[range], transfer: float = 0.0) -> ActionCosts:
+def stage_costs(block_costs: Sequence[BlockCost], stage_ranges: Sequence[range]) -> ActionCosts:
     """Costs of the actions of each stage; a backward pass is half input's gradient, half weights'."""
     forward = [sum(block_costs[i].forward for i in cut) for cut in stage_ranges]
     half_backward = [sum(block_costs[i].backward for i in cut) / 2 for cut in stage_ranges]
     # An empty stage takes no time at all, which a clock cannot order.
     min_seconds = 1e-6
-    return ActionCosts(
-        [max(min_seconds, f) for f in forward],
-        [max(min_seconds, h) for h in half_backward],
-        [max(min_seconds, h) for h in half_backward],
-        transfer,
-    )
+    forward, half_backward = ([max(min_seconds, s) for s in seconds] for seconds in (forward, half_backward))
+    return ActionCosts(forward, half_backward, half_backward)
 
 
 def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -> list[BlockCost]:
     """The cost of each block of the ``ModuleList`` named ``list_name``; the last one's includes the exit."""
     modules = list(model.get_submodule(list_name).children())
     calls: list[CallArgs] = []
-    handles = [
-        module.register_forward_pre_hook(
-            lambda _m, args, kwargs: calls.append((args, kwargs)), prepend=True, with_kwargs=True
-        )
-        for module in modules
-    ]
-    try:
-        with torch.no_grad():
-            model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def record_call(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append((args, kwargs))
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(record_call, prepend=True, with_kwargs=True))
+        model(**batch)
     block_costs = [
         _measure_call(module, lambda module=module, call=call: module(*call[0], **call[1]))
         for module, call in zip(modules, (_detach_hidden(call) for call in calls[: len(modules)]), strict=True)
     ]
     model_cost = _measure_call(model, lambda: model(**batch))
-    last = block_costs[-1]
-    remaining_seconds = [
-        max(0.0, getattr(model_cost, k) - sum(getattr(c, k) for c in block_costs)) for k in ("forward", "backward")
-    ]
-    remaining_bytes = max(0, model_cost.saved_bytes - sum(cost.saved_bytes for cost in block_costs))
-    block_costs[-1] = BlockCost(
-        last.forward + remaining_seconds[0],
-        last.backward + remaining_seconds[1],
-        last.saved_bytes + remaining_bytes,
-        last.parameter_bytes,
-    )
+    for key in ("forward", "backward", "saved_bytes"):
+        remaining = max(0, getattr(model_cost, key) - sum(getattr(cost, key) for cost in block_costs))
+        block_costs[-1] = replace(block_costs[-1], **{key: getattr(block_costs[-1], key) + remaining})
     model.zero_grad(set_to_none=True)
     return block_costs
 
@@ -92,14 +77,12 @@ CallArgs = tuple[tuple[Any, ...], dict[str, Any]]
 def _detach_hidden(call: CallArgs) -> CallArgs:
     """The same call, its hidden tensor beginning a graph of its own."""
 
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().requires_grad_(value.is_floating_point())
+    def leaf(key: Any, value: Any) -> Any:
+        is_hidden = key in (0, "hidden_states") and isinstance(value, Tensor)
+        return value.detach().requires_grad_(value.is_floating_point()) if is_hidden else value
 
     args, kwargs = call
-    first = tuple(leaf(value) if index == 0 else value for index, value in enumerate(args))
-    return first, {key: leaf(v) if key == "hidden_states" else v for key, v in kwargs.items()}
+    return tuple(leaf(i, value) for i, value in enumerate(args)), {key: leaf(key, v) for key, v in kwargs.items()}
 
 
 def _measure_call(module: nn.Module, call: Callable[[], Any]) -> BlockCost:
@@ -123,15 +106,11 @@ def _measure_call(module: nn.Module, call: Callable[[], Any]) -> BlockCost:
 def _time_forward_backward(call: Callable[[], Any]) -> tuple[float, float]:
     start = _synchronized_time()
     with torch.enable_grad():
-        outputs = [t for t in iter_tensors(_mapping_to_dict(call())) if t.requires_grad][:1]
+        outputs = [t for t in iter_tensors(call()) if t.requires_grad][:1]
     middle = _synchronized_time()
     for output in outputs:
         output.float().sum().backward()
     return middle - start, _synchronized_time() - middle
-
-
-def _mapping_to_dict(output: Any) -> Any:
-    return dict(output) if isinstance(output, Mapping) else output
 
 
 def _synchronized_time() -> float:

@@ -94,9 +94,8 @@ class ScheduleExecutor:
             raise ValueError(f"the schedule is for {self.schedule.num_micro_batches} micro-batches, got {len(batches)}")
         for source, order in enumerate(orders):
             if source != self.rank:
-                self._channel.set_recv_order(
-                    source, (message for a in order for message in self._messages_to(a, self.rank))
-                )
+                sent = ((*self._destination(action), action.micro) for action in order)
+                self._channel.set_recv_order(source, ((kind, micro) for rank, kind, micro in sent if rank == self.rank))
         losses: dict[int, Tensor] = {}
         try:
             final = orders[self.rank][-1] if orders[self.rank] else None
@@ -113,28 +112,18 @@ class ScheduleExecutor:
             self._local_outputs.clear()
         return [losses[micro] for micro in sorted(losses)]
 
-    def _messages_to(self, action: Action, destination: int) -> list[tuple[tuple[str, int], int]]:
-        """What the rank of ``action`` sends to ``destination`` when it has done it: (kind, name) pairs."""
-        messages = []
-        target = self._target_stage(action)
-        if target is not None and self.schedule.stage_to_rank[target] == destination:
-            messages.append(((_payload_kind(action), target), action.micro))
-        return messages
-
-    def _target_stage(self, action: Action) -> int | None:
-        """The stage that gets the result of ``action``, or None."""
-        stage = action.stage + (1 if action.kind == "F" else -1)
-        return stage if action.kind != "W" and 0 <= stage < self.schedule.num_stages else None
+    def _destination(self, action: Action) -> tuple[int | None, tuple[str, int]]:
+        """The rank that gets the result of ``action``, or None, and the kind of the message: payload and stage."""
+        payload, stage = ("value", action.stage + 1) if action.kind == "F" else ("grads", action.stage - 1)
+        has_target = action.kind != "W" and 0 <= stage < self.schedule.num_stages
+        return self.schedule.stage_to_rank[stage] if has_target else None, (payload, stage)
 
     def _send_output(self, action: Action, value: Any) -> None:
-        target = self._target_stage(action)
-        assert target is not None
-        destination = self.schedule.stage_to_rank[target]
+        destination, kind = self._destination(action)
         if destination == self.rank:
-            self._local_outputs[_payload_kind(action), target, action.micro] = value
-        else:
-            payload = _payload_kind(action)
-            self._channel.send(destination, (payload, target), value, _LEDGER_NAMES[payload])
+            self._local_outputs[(*kind, action.micro)] = value
+        elif destination is not None:
+            self._channel.send(destination, kind, value, _LEDGER_NAMES[kind[0]])
 
     def _get_input(self, payload: str, stage: int, micro: int) -> Any:
         """What the neighbour of ``stage`` has made for it."""
@@ -175,7 +164,10 @@ class ScheduleExecutor:
         state = self._states[stage, micro]
         self._callbacks.restore_context(state.saved_context)
         if kind == "W":
-            _backward_weights(state)
+            if state.graph_state is None:
+                _run_backward(state)
+            else:
+                backward_weights(state.weights, state.graph_state)
             del self._states[stage, micro]
             return
         if stage + 1 < self.schedule.num_stages:
@@ -185,39 +177,25 @@ class ScheduleExecutor:
             grads: list[Tensor | None] = [t.grad for t in state.inputs]
             del self._states[stage, micro]
         elif state.inputs and state.outputs:
-            output_grads = (
-                None
-                if state.output_grads is None
-                else [_grad_or_zeros(g, t) for g, t in zip(state.output_grads, state.outputs, strict=True)]
-            )
+            output_grads = state.output_grads
+            if output_grads is not None:
+                pairs = zip(output_grads, state.outputs, strict=True)
+                output_grads = [torch.zeros_like(output) if grad is None else grad for grad, output in pairs]
             input_grads, state.graph_state = backward_inputs(state.outputs, output_grads, state.inputs, state.weights)
             grads = list(input_grads)
         else:
             grads = [None] * len(state.inputs)  # nothing before this stage asks: W does it all
-        if self._target_stage(action) is not None:
-            self._send_output(action, grads)
-
-
-def _backward_weights(state: _MicroBatchState) -> None:
-    if state.graph_state is None:
-        _run_backward(state)
-    else:
-        backward_weights(state.weights, state.graph_state)
-
-
-def _payload_kind(action: Action) -> str:
-    return "value" if action.kind == "F" else "grads"
+        self._send_output(action, grads)
 
 
 def _run_backward(state: _MicroBatchState) -> None:
-    grads = state.output_grads if state.output_grads is not None else [None] * len(state.outputs)
-    pairs = [(t, g) for t, g in zip(state.outputs, grads, strict=True) if state.output_grads is None or g is not None]
+    if state.output_grads is None:
+        pairs = [(output, None) for output in state.outputs]
+    else:
+        pairs = [(t, g) for t, g in zip(state.outputs, state.output_grads, strict=True) if g is not None]
     if pairs:
-        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-
-
-def _grad_or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
+        outputs, grads = zip(*pairs, strict=True)
+        torch.autograd.backward(outputs, grads)
 
 
 def _detach_tree(value: Any) -> Any:

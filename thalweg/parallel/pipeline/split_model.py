@@ -229,11 +229,7 @@ class SplitModelStages:
     needs_batch = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        layout: BlockLayout,
-        stage_ranges: Sequence[range],
-        local_stages: Sequence[int],
+        self, model: nn.Module, layout: BlockLayout, stage_ranges: Sequence[range], local_stages: Sequence[int]
     ) -> None:
         self.module, self._stage_ranges = model, stage_ranges
         self._num_stages = len(stage_ranges)

@@ -13,24 +13,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from thalweg.ops.losses import LossCall
-from thalweg.parallel.comm_group import ParallelGroup
-
-
-class _GroupMean(torch.autograd.Function):
-    """The team's mean of a loss, for everybody to see; the gradient is that of the own part."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, sp_group: ParallelGroup) -> Tensor:  # type: ignore[override]
-        return sp_group.all_reduce(loss.detach().clone(), "loss") / sp_group.size
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
+from thalweg.parallel.comm_group import ParallelGroup, with_backward
 
 
 def mean_over_group(loss: Tensor, sp_group: ParallelGroup) -> Tensor:
-    """The team's mean of ``loss`` (0-dim), with the gradient of the own one."""
-    return _GroupMean.apply(loss, sp_group)  # type: ignore[return-value]
+    """The team's mean of ``loss`` (0-dim), for everybody to see; the gradient is that of the own part."""
+    return with_backward(
+        loss, lambda x: sp_group.all_reduce(x.detach().clone(), "loss") / sp_group.size, lambda grad: grad
+    )
 
 
 def replace_loss_by_mean(output: Any, sp_group: ParallelGroup) -> Any:

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 from thalweg.parallel.sequence.batch_split import BatchSplitter, ForwardSignature, SequenceMeta, get_tokens
 from thalweg.parallel.sequence.loss import SequenceParallelLoss, mean_over_group
-from thalweg.parallel.sequence.sequence_parallel import (
-    SequenceGroups,
-    SequenceParallelAttention,
-    install_attention,
-)
+from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, SequenceParallelAttention, install_attention
 
 _LAYER_SIGNATURE = ForwardSignature([], is_hugging_face=False)
 
@@ -32,10 +28,7 @@ class LayerSequenceParallel:
 
     @classmethod
     def install(
-        cls,
-        layers: Iterable[nn.Module],
-        groups: SequenceGroups,
-        on_token_count: Callable[[Tensor], None] | None = None,
+        cls, layers: Iterable[nn.Module], groups: SequenceGroups, on_token_count: Callable[[Tensor], None] | None = None
     ) -> LayerSequenceParallel:
         """Let attention in these layers be over whole sequences."""
         attention = SequenceParallelAttention(groups, on_token_count)

@@ -64,34 +64,22 @@ class RingAttentionSpec:
 
     def tiles(self, query_rank: int, kv_rank: int, device: torch.device) -> Iterator[AttentionTile]:
         """What rank ``query_rank`` computes with the keys of ``kv_rank``: rows, columns, whether causal, a mask."""
-        everything = slice(None)
+        everything, row_slices = slice(None), _local_slices(self.token_spans[query_rank])
         if self.mask_fn is not None:
-            yield from self._masked_tiles(query_rank, kv_rank, self.mask_fn, device)
-        elif not self.causal:
-            yield everything, everything, False, None
-        elif query_rank == kv_rank:
-            yield everything, everything, True, None
+            column_slices = _local_slices(self.token_spans[kv_rank])
+            for row, rows in zip(self.token_spans[query_rank], row_slices, strict=True):
+                for column, columns in zip(self.token_spans[kv_rank], column_slices, strict=True):
+                    if row[0] == row[1] or column[0] == column[1]:
+                        continue
+                    mask = self.mask_fn(spans_to_index([row], device), spans_to_index([column], device))
+                    if bool(mask.any()):
+                        yield rows, columns, False, None if bool(mask.all()) else mask
+        elif not self.causal or query_rank == kv_rank:
+            yield everything, everything, self.causal, None
         elif kv_rank < query_rank:
             yield everything, _local_slices(self.token_spans[kv_rank])[0], False, None
-        else:
-            late_queries = _local_slices(self.token_spans[query_rank])[1]
-            if late_queries.start < late_queries.stop:
-                yield late_queries, everything, False, None
-
-    def _masked_tiles(
-        self, query_rank: int, kv_rank: int, mask_fn: MaskFn, device: torch.device
-    ) -> Iterator[AttentionTile]:
-        for row, rows in zip(self.token_spans[query_rank], _local_slices(self.token_spans[query_rank]), strict=True):
-            for column, columns in zip(
-                self.token_spans[kv_rank], _local_slices(self.token_spans[kv_rank]), strict=True
-            ):
-                if row[0] == row[1] or column[0] == column[1]:
-                    continue
-                mask = mask_fn(spans_to_index([row], device), spans_to_index([column], device))
-                if bool(mask.all()):
-                    yield rows, columns, False, None
-                elif bool(mask.any()):
-                    yield rows, columns, False, mask
+        elif row_slices[1].start < row_slices[1].stop:  # the late queries
+            yield row_slices[1], everything, False, None
 
 
 def _local_slices(spans: tuple[Span, ...]) -> list[slice]:
@@ -111,10 +99,7 @@ class RingAttention:
         self.rank, self.size = (0, 1) if cp_group is None else (cp_group.rank, cp_group.size)
         if cp_group is not None:
             ranks = dist.get_process_group_ranks(cp_group.process_group)
-            self._next_rank, self._previous_rank = (
-                ranks[(cp_group.rank + 1) % cp_group.size],
-                ranks[cp_group.rank - 1],
-            )
+            self._next_rank, self._previous_rank = ranks[(self.rank + 1) % self.size], ranks[self.rank - 1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: RingAttentionSpec) -> Tensor:
         """Attention of own queries to everybody's keys.
@@ -132,11 +117,9 @@ class RingAttention:
         cp_group = self.cp_group
         assert cp_group is not None
         received, process_group = sent.new_empty(numel), cp_group.process_group
+        send = dist.P2POp(dist.isend, sent, self._next_rank, process_group, tag)
         works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, self._next_rank, process_group, tag),
-                dist.P2POp(dist.irecv, received, self._previous_rank, process_group, tag),
-            ]
+            [send, dist.P2POp(dist.irecv, received, self._previous_rank, process_group, tag)]
         )
 
         def wait() -> Tensor:
@@ -150,22 +133,16 @@ class RingAttention:
         return wait
 
 
-class _KVBlock:
-    """Keys and values of one rank, in one flat buffer (or gradients of them)."""
-
-    def __init__(self, flat: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> None:
-        self.flat = flat
-        self.k, self.v = (
-            part.view(shape)
-            for part, shape in zip(flat.split([k_shape.numel(), v_shape.numel()]), (k_shape, v_shape), strict=True)
-        )
+def _split_kv(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values like ``k`` and ``v`` but for the number of tokens, one behind the other in ``flat``."""
+    length = flat.numel() // _numel_per_token(k, v)
+    shapes = [(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
+    first, second = flat.split([torch.Size(shape).numel() for shape in shapes])
+    return first.view(shapes[0]), second.view(shapes[1])
 
 
-def _block_shapes(k: Tensor, v: Tensor, length: int) -> tuple[torch.Size, torch.Size]:
-    """Of a block with another number of tokens."""
-    k_shape, v_shape = list(k.shape), list(v.shape)
-    k_shape[2] = v_shape[2] = length
-    return torch.Size(k_shape), torch.Size(v_shape)
+def _numel_per_token(k: Tensor, v: Tensor) -> int:
+    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
 
 
 class _RingAttentionFunction(torch.autograd.Function):
@@ -173,29 +150,27 @@ class _RingAttentionFunction(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention, spec: RingAttentionSpec
     ) -> Tensor:
-        rank = ring.rank
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        block = _pack_kv(k, v)
+        flat = torch.cat([k.reshape(-1), v.reshape(-1)])
         with torch.autocast(q.device.type, enabled=False):
             for step in range(ring.size):
-                kv_rank, wait_next = ring.kv_rank(step), None
-                if step + 1 < ring.size:
-                    shapes = _block_shapes(k, v, spec.num_tokens(ring.kv_rank(step + 1)))
-                    wait_next = ring.send_recv_next(block.flat, shapes[0].numel() + shapes[1].numel(), _KV_TAG)
-                for rows, columns, causal, mask in spec.tiles(rank, kv_rank, q.device):
+                next_numel = _numel_per_token(k, v) * spec.num_tokens(ring.kv_rank(step + 1))
+                wait_next = ring.send_recv_next(flat, next_numel, _KV_TAG) if step + 1 < ring.size else None
+                keys, values = _split_kv(flat, k, v)
+                for rows, columns, causal, mask in spec.tiles(ring.rank, ring.kv_rank(step), q.device):
                     partial_result = block_forward(
                         q[:, :, rows],
-                        _repeat_kv(block.k[:, :, columns], spec.kv_repeat),
-                        _repeat_kv(block.v[:, :, columns], spec.kv_repeat),
+                        _repeat_kv(keys[:, :, columns], spec.kv_repeat),
+                        _repeat_kv(values[:, :, columns], spec.kv_repeat),
                         causal=causal,
                         mask=mask,
                         scale=spec.scale,
                     )
                     _merge_by_lse(out[:, :, rows], lse[:, :, rows], *partial_result)
                 if wait_next is not None:
-                    block = _KVBlock(wait_next(), *shapes)
+                    flat = wait_next()
         y = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.ring, ctx.spec = ring, spec
@@ -207,37 +182,42 @@ class _RingAttentionFunction(torch.autograd.Function):
         ring, spec = ctx.ring, ctx.spec
         grad = grads[0].contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        block, local_grad, wait_grad = _pack_kv(k, v), None, None
+        flat, local_grad, wait_grad = torch.cat([k.reshape(-1), v.reshape(-1)]), None, None
         with torch.autocast(q.device.type, enabled=False):
             for step in range(ring.size):
-                kv_rank, wait_next = ring.kv_rank(step), None
-                shapes = _block_shapes(k, v, spec.num_tokens(ring.kv_rank(step + 1)))
-                numel = shapes[0].numel() + shapes[1].numel()
-                if step + 1 < ring.size:
-                    wait_next = ring.send_recv_next(block.flat, numel, _KV_TAG)
-                kv_grad = _KVBlock(
-                    torch.zeros(block.flat.numel(), dtype=lse.dtype, device=q.device),
-                    block.k.shape,
-                    block.v.shape,
-                )
-                for tile in spec.tiles(ring.rank, kv_rank, q.device):
-                    _add_gradients(dq, kv_grad, grad, q, block, y, lse, spec, tile)
+                next_numel = _numel_per_token(k, v) * spec.num_tokens(ring.kv_rank(step + 1))
+                wait_next = ring.send_recv_next(flat, next_numel, _KV_TAG) if step + 1 < ring.size else None
+                flat_grad = torch.zeros_like(flat, dtype=lse.dtype)
+                keys, values = _split_kv(flat, k, v)
+                key_grads, value_grads = _split_kv(flat_grad, k, v)
+                for rows, columns, causal, mask in spec.tiles(ring.rank, ring.kv_rank(step), q.device):
+                    tile_grads = block_backward(
+                        grad[:, :, rows],
+                        q[:, :, rows],
+                        _repeat_kv(keys[:, :, columns], spec.kv_repeat),
+                        _repeat_kv(values[:, :, columns], spec.kv_repeat),
+                        y[:, :, rows],
+                        lse[:, :, rows],
+                        causal=causal,
+                        mask=mask,
+                        scale=spec.scale,
+                    )
+                    dq[:, :, rows] += tile_grads[0]
+                    key_grads[:, :, columns] += _sum_kv_groups(tile_grads[1], spec.kv_repeat)
+                    value_grads[:, :, columns] += _sum_kv_groups(tile_grads[2], spec.kv_repeat)
                 if step == 0:
-                    local_grad = kv_grad
+                    local_grad = flat_grad
                 else:
                     if wait_grad is not None:
-                        kv_grad.flat.add_(wait_grad())
-                    wait_grad = ring.send_recv_next(kv_grad.flat, numel, _GRAD_TAG)
+                        flat_grad.add_(wait_grad())
+                    wait_grad = ring.send_recv_next(flat_grad, next_numel, _GRAD_TAG)
                 if wait_next is not None:
-                    block = _KVBlock(wait_next(), *shapes)
+                    flat = wait_next()
         assert local_grad is not None
         if wait_grad is not None:
-            local_grad.flat.add_(wait_grad())
-        return dq.to(q.dtype), local_grad.k.to(k.dtype), local_grad.v.to(v.dtype), None, None
-
-
-def _pack_kv(k: Tensor, v: Tensor) -> _KVBlock:
-    return _KVBlock(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+            local_grad.add_(wait_grad())
+        dk, dv = _split_kv(local_grad, k, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _repeat_kv(x: Tensor, kv_repeat: int) -> Tensor:
@@ -255,31 +235,3 @@ def _merge_by_lse(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) ->
     base = torch.where(total == -torch.inf, torch.inf, total)
     out.mul_(torch.exp(lse - base)[..., None]).add_(new_out * torch.exp(new_lse - base)[..., None])
     lse.copy_(total)
-
-
-def _add_gradients(
-    dq: Tensor,
-    kv_grad: _KVBlock,
-    grad: Tensor,
-    q: Tensor,
-    block: _KVBlock,
-    y: Tensor,
-    lse: Tensor,
-    spec: RingAttentionSpec,
-    tile: AttentionTile,
-) -> None:
-    rows, columns, causal, mask = tile
-    grads = block_backward(
-        grad[:, :, rows],
-        q[:, :, rows],
-        _repeat_kv(block.k[:, :, columns], spec.kv_repeat),
-        _repeat_kv(block.v[:, :, columns], spec.kv_repeat),
-        y[:, :, rows],
-        lse[:, :, rows],
-        causal=causal,
-        mask=mask,
-        scale=spec.scale,
-    )
-    dq[:, :, rows] += grads[0]
-    kv_grad.k[:, :, columns] += _sum_kv_groups(grads[1], spec.kv_repeat)
-    kv_grad.v[:, :, columns] += _sum_kv_groups(grads[2], spec.kv_repeat)

@@ -77,11 +77,6 @@ class SequenceGroups:
         cp_size = self.cp_group.size if self.cp_group else 1
         return SequencePartition(cp_size, self.ulysses_group.size if self.ulysses_group else 1, self.sp_group.rank)
 
-    @property
-    def all_groups(self) -> list[ParallelGroup]:
-        """The teams there are."""
-        return [team for team in (self.sp_group, self.ulysses_group, self.cp_group) if team is not None]
-
 
 class SequenceParallelAttention:
     """One model's attention over sequences that its ranks share, and the sequence it is working on.
@@ -144,39 +139,26 @@ class SequenceParallelAttention:
         ``mask`` is a function of positions in the whole sequence.
         """
         was_attending, self.is_attending = self.is_attending, True
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        group = self.groups.ulysses_group
         try:
-            return self._attend(query, key, value, mask, dropout, causal, scale)
+            if group is None:
+                repeat = query.shape[1] // key.shape[1]
+                return self._ring_attend(query, key, value, repeat, mask, dropout, causal, scale)
+            if query.shape[1] < group.size:
+                raise ValueError(
+                    f"sequence_parallel_size = {group.size} is more than the {query.shape[1]} attention heads of "
+                    "a rank; set it to at most that, and context_parallel_size to the rest"
+                )
+            token_counts = self.partition.ulysses_token_counts(self.sequence_meta.length)
+            assignment = assign_heads(AttentionHeads(query.shape[1], key.shape[1], query.shape[3]), group.size)
+            query_heads = [list(range(*span)) for span in assignment.query_spans]
+            kv_heads = [list(own) for own in assignment.kv_heads]
+            q, k, v = tokens_to_heads([query, key, value], [query_heads, kv_heads, kv_heads], token_counts, group)
+            y = self._ring_attend(q, k, v, assignment.kv_repeats[group.rank], mask, dropout, causal, scale)
+            return heads_to_tokens(y, [len(own) for own in query_heads], token_counts, group)
         finally:
             self.is_attending = was_attending
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: MaskFn | None,
-        dropout: float,
-        causal: bool,
-        scale: float | None,
-    ) -> Tensor:
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        if self.groups.ulysses_group is None:
-            return self._ring_attend(query, key, value, query.shape[1] // key.shape[1], mask, dropout, causal, scale)
-        ulysses_group, token_counts = (
-            self.groups.ulysses_group,
-            self.partition.ulysses_token_counts(self.sequence_meta.length),
-        )
-        if query.shape[1] < ulysses_group.size:
-            raise ValueError(
-                f"sequence_parallel_size = {ulysses_group.size} is more than the {query.shape[1]} attention heads of "
-                "a rank; set it to at most that, and context_parallel_size to the rest"
-            )
-        assignment = assign_heads(AttentionHeads(query.shape[1], key.shape[1], query.shape[3]), ulysses_group.size)
-        query_heads = [list(range(*span)) for span in assignment.query_spans]
-        kv_heads = [list(own) for own in assignment.kv_heads]
-        q, k, v = tokens_to_heads([query, key, value], [query_heads, kv_heads, kv_heads], token_counts, ulysses_group)
-        y = self._ring_attend(q, k, v, assignment.kv_repeats[ulysses_group.rank], mask, dropout, causal, scale)
-        return heads_to_tokens(y, [len(own) for own in query_heads], token_counts, ulysses_group)
 
     def _ring_attend(
         self,
@@ -196,8 +178,7 @@ class SequenceParallelAttention:
                 k, v = k.repeat_interleave(kv_repeat, 1), v.repeat_interleave(kv_repeat, 1)
             index = torch.arange(length, device=q.device)
             dense_mask = None if mask is None else mask(index, index)
-            causal = causal and mask is None
-            return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, causal, scale=scale)
+            return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, causal and mask is None, scale=scale)
         if dropout > 0:
             raise ValueError(
                 f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
@@ -240,16 +221,10 @@ class _SdpaInterceptor(TorchFunctionMode):
                 f"{_CONFIG_KEYS} needs attention without a mask of its own (is_causal=True), "
                 "or a model of Hugging Face's attention interface, whose mask is made for the whole sequence"
             )
-        mask = self._attention.document_mask(named.get("is_causal", False))
-        return self._attention.attend(
-            named["query"],
-            named["key"],
-            named["value"],
-            mask,
-            named.get("dropout_p", 0.0),
-            named.get("is_causal", False),
-            named.get("scale"),
-        )
+        causal, dropout = named.get("is_causal", False), named.get("dropout_p", 0.0)
+        mask = self._attention.document_mask(causal)
+        q, k, v = named["query"], named["key"], named["value"]
+        return self._attention.attend(q, k, v, mask, dropout, causal, named.get("scale"))
 
 
 def apply_sequence_parallel(
@@ -295,22 +270,19 @@ def install_attention(blocks: Sequence[nn.Module], attention: SequenceParallelAt
     if any(hasattr(getattr(m, "config", None), "_attn_implementation") for b in blocks for m in b.modules()):
         _register_attention_interface(blocks, attention)
     for block in blocks:
-        replace_forward(block, _forward_in_mode(type(block).forward, lambda: _SdpaInterceptor(attention)))
+        replace_forward(block, _forward_with_interceptor(type(block).forward, attention))
 
 
-def _forward_in_mode(inner: Callable[..., Any], make_mode: Callable[[], TorchFunctionMode]) -> Callable[..., Any]:
+def _forward_with_interceptor(inner: Callable[..., Any], attention: SequenceParallelAttention) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with make_mode():
+        with _SdpaInterceptor(attention):
             return inner(self, *args, **kwargs)
 
     return forward
 
 
 def _split_batch_forward(
-    model: nn.Module,
-    attention: SequenceParallelAttention,
-    splitter: BatchSplitter,
-    signature: ForwardSignature,
+    model: nn.Module, attention: SequenceParallelAttention, splitter: BatchSplitter, signature: ForwardSignature
 ) -> Callable[..., Any]:
     inner, sp_group = type(model).forward, attention.groups.sp_group
 
@@ -336,12 +308,7 @@ def _split_batch_forward(
 
 def _register_attention_interface(models: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import (
-        and_masks,
-        packed_sequence_mask_function,
-        padding_mask_function,
-        sdpa_mask,
-    )
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function, padding_mask_function, sdpa_mask
 
     name = f"thalweg_sequence_{next(_interface_ids)}"
 

@@ -14,10 +14,7 @@ from thalweg.parallel.comm_group import ParallelGroup, all_to_all
 
 
 def tokens_to_heads(
-    tensors: list[Tensor],
-    heads_by_rank: list[list[list[int]]],
-    token_counts: list[int],
-    ulysses_group: ParallelGroup,
+    tensors: list[Tensor], heads_by_rank: list[list[list[int]]], token_counts: list[int], ulysses_group: ParallelGroup
 ) -> list[Tensor]:
     """Tensors (B, H, own T, D) -> (B, own H, T, D), in one exchange.
 

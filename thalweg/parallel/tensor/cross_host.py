@@ -17,11 +17,7 @@ _log = get_logger(__name__)
 
 
 def warn_cross_host_groups(
-    group: dist.ProcessGroup,
-    world_group: dist.ProcessGroup,
-    num_blocks: int,
-    hidden_size: int,
-    device: torch.device,
+    group: dist.ProcessGroup, world_group: dist.ProcessGroup, num_blocks: int, hidden_size: int, device: torch.device
 ) -> int:
     """The most hosts that any tensor group lies on; rank 0 warns above one, with the traffic; collective.
 

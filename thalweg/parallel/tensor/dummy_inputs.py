@@ -5,34 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class DummyInputs:
-    """Arguments of a forward."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def call(self, model: nn.Module) -> Any:
-        """The model's output."""
-        return model(*self.args, **self.kwargs)
+DummyInputs = tuple[tuple[Any, ...], dict[str, Any]]  # positions and keywords of a forward
 
 
 def make_dummy_inputs(model: nn.Module) -> DummyInputs | None:
     """Inputs that ``model`` takes, alike in every process: token ids, features, images; None if none fits."""
-    for inputs in _candidates(model):
+    for args, kwargs in _candidates(model):
         with torch.no_grad(), eval_mode(model):
             try:
-                inputs.call(model)
+                model(*args, **kwargs)
             except Exception:  # whatever a model says to inputs that are not its own
                 continue
-        return inputs
+        return args, kwargs
     return None
 
 
@@ -49,24 +38,24 @@ def _candidates(model: nn.Module) -> Iterator[DummyInputs]:
     if getattr(model, "main_input_name", None) == "pixel_values":
         channels, side = getattr(config, "num_channels", 3), getattr(config, "image_size", 32)
         shape = (2, channels, *((side, side) if isinstance(side, int) else side))
-        yield DummyInputs(kwargs={"pixel_values": torch.randn(shape, generator=generator).to(device, dtype)})
+        yield (), {"pixel_values": torch.randn(shape, generator=generator).to(device, dtype)}
         return
     if hasattr(model, "main_input_name"):
         hf_kwargs = {"input_ids": tokens, "use_cache": False}
         if getattr(config, "is_encoder_decoder", False):
             hf_kwargs["decoder_input_ids"] = tokens.flip(0)
-        yield DummyInputs(kwargs=hf_kwargs)
-        yield DummyInputs(kwargs={key: value for key, value in hf_kwargs.items() if key != "use_cache"})
+        yield (), hf_kwargs
+        yield (), {key: value for key, value in hf_kwargs.items() if key != "use_cache"}
         return
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = sum(p.default is inspect.Parameter.empty and p.kind in kinds for p in parameters)
     for first in (tokens, *_float_candidates(model, dtype, device, generator)):
-        yield DummyInputs((first,) * max(1, required))
+        yield (first,) * max(1, required), {}
         if required > 1:
             classes = torch.zeros(first.shape[0], dtype=torch.long, device=device)
             for rest in (tokens, classes):
-                yield DummyInputs((first, *(rest,) * (required - 1)))
+                yield (first, *(rest,) * (required - 1)), {}
 
 
 def _float_candidates(

@@ -61,11 +61,7 @@ _LLAMA = Family(
         "mlp.down_proj": "row",
     },
     attention_modules=("self_attn",),
-    local_attributes={
-        "num_key_value_groups": "repeat",
-        "num_heads": "query",
-        "num_key_value_heads": "key_value",
-    },
+    local_attributes={"num_key_value_groups": "repeat", "num_heads": "query", "num_key_value_heads": "key_value"},
 )
 _PHI = Family(
     {
@@ -94,40 +90,23 @@ _PHI3 = Family(
     },
 )
 _OPT = Family(
-    {
-        **_QKV,
-        "self_attn.out_proj": "out",
-        "fc1": "column",
-        "fc2": "row",
-    },
+    {**_QKV, "self_attn.out_proj": "out", "fc1": "column", "fc2": "row"},
     attention_modules=("self_attn",),
     local_attributes={"num_heads": "query"},
 )
 _BLOOM = Family(
-    {
-        "self_attention.query_key_value": "qkv_interleaved",
-        "self_attention.dense": "out",
-        **_DENSE_MLP,
-    },
+    {"self_attention.query_key_value": "qkv_interleaved", "self_attention.dense": "out", **_DENSE_MLP},
     attention_modules=("self_attention",),
     local_attributes={"num_heads": "query"},
     per_head_args=("alibi",),
 )
 _GPT_NEOX = Family(
-    {
-        "attention.query_key_value": "qkv_interleaved",
-        "attention.dense": "out",
-        **_DENSE_MLP,
-    },
+    {"attention.query_key_value": "qkv_interleaved", "attention.dense": "out", **_DENSE_MLP},
     attention_modules=("attention",),
 )
 _FALCON = {
     kind: Family(
-        {
-            "self_attention.query_key_value": kind,
-            "self_attention.dense": "out",
-            **_DENSE_MLP,
-        },
+        {"self_attention.query_key_value": kind, "self_attention.dense": "out", **_DENSE_MLP},
         attention_modules=("self_attention",),
         local_attributes={"num_heads": "query", "num_kv_heads": "key_value"},
         per_head_args=("alibi", "attention_mask"),

@@ -8,7 +8,7 @@ query heads need when it computes (the rows are few), so no element has two owne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thalweg.parallel.shard_spec import ShardSpec, Span, split_evenly
@@ -92,28 +92,54 @@ def _group_aligned_spans(heads: AttentionHeads, world_size: int) -> tuple[Span, 
     return tuple(spans)
 
 
-FusedSpec = tuple[ShardSpec, Callable[[int], SharedRows | None]]
-
-
 def query_spec(assignment: HeadAssignment, dim: int, rows_per_head: int) -> ShardSpec:
     """Rows that belong to query heads, ``rows_per_head`` of them each."""
     spans = tuple(((start * rows_per_head, stop * rows_per_head),) for start, stop in assignment.query_spans)
     return ShardSpec(dim, assignment.heads.num_heads * rows_per_head, spans)
 
 
-def kv_spec(assignment: HeadAssignment, dim: int) -> FusedSpec:
-    """Rows of a key or value projection."""
-    return _with_shared_tail(assignment, dim, [()] * len(assignment.query_spans), 0, num_sections=1)
+def kv_spec(
+    assignment: HeadAssignment, dim: int, rank: int, num_sections: int = 1, with_queries: bool = False
+) -> tuple[ShardSpec, SharedRows | None]:
+    """Rows of a key or value projection, or of both fused in ``num_sections``, if ``with_queries`` behind queries.
+
+    Where several ranks use a key-value head, all sections joined are dealt out evenly as each rank's tail.
+    """
+    head_dim, world_size = assignment.heads.head_dim, len(assignment.query_spans)
+    queries = query_spec(assignment, dim, head_dim)
+    leading_spans, offset = (queries.spans, queries.size) if with_queries else (((),) * world_size, 0)
+    length = assignment.heads.num_kv_heads * head_dim
+    size = offset + num_sections * length
+    if assignment.kv_exclusive:
+        sections = range(offset, size, length)
+        tails = [
+            tuple((start + own[0] * head_dim, start + (own[-1] + 1) * head_dim) for start in sections)
+            for own in assignment.kv_heads
+        ]
+        return ShardSpec(dim, size, tuple(own + tail for own, tail in zip(leading_spans, tails, strict=True))), None
+    tail_spans = split_evenly(num_sections * length, world_size)
+    spans = tuple(
+        (*own, (offset + start, offset + stop)) for own, (start, stop) in zip(leading_spans, tail_spans, strict=True)
+    )
+    rows = tuple(
+        k * length + head * head_dim + i
+        for k in range(num_sections)
+        for head in assignment.kv_heads[rank]
+        for i in range(head_dim)
+    )
+    num_exclusive = sum(stop - start for start, stop in leading_spans[rank])
+    used_rows = None if rows == tuple(range(num_sections * length)) else rows
+    return ShardSpec(dim, size, spans), SharedRows(num_exclusive, _lengths(tail_spans), used_rows)
 
 
-def gqa_interleaved_spec(assignment: HeadAssignment, dim: int) -> FusedSpec:
+def gqa_interleaved_spec(assignment: HeadAssignment, dim: int, rank: int) -> tuple[ShardSpec, SharedRows | None]:
     """Rows interleaved by key-value head: its query heads, its key, its value."""
     heads, head_dim = assignment.heads, assignment.heads.head_dim
     unit, pair = (heads.num_queries_per_kv + 2) * head_dim, 2 * head_dim
     size = heads.num_kv_heads * unit
     if assignment.kv_exclusive:
         spans = tuple(((own[0] * unit, (own[-1] + 1) * unit),) for own in assignment.kv_heads)
-        return ShardSpec(dim, size, spans), lambda rank: None
+        return ShardSpec(dim, size, spans), None
     if any(len(own) > 1 for own in assignment.kv_heads):
         raise ValueError(
             f"tensor_parallel.autotp_size = {len(assignment.query_spans)} cuts a rank's query heads across key-value "
@@ -121,83 +147,21 @@ def gqa_interleaved_spec(assignment: HeadAssignment, dim: int) -> FusedSpec:
             f"{heads.num_kv_heads}"
         )
     tail_spans = split_evenly(heads.num_kv_heads * pair, len(assignment.query_spans))
-
-    def kv_spans(start: int, stop: int) -> list[Span]:
-        """Where rows [start, stop) of all key-value rows, joined, lie in the projection."""
-        ranges = []
-        for j in range(heads.num_kv_heads):
-            low, high = max(start, j * pair), min(stop, (j + 1) * pair)
-            shift = j * unit + heads.num_queries_per_kv * head_dim - j * pair
-            if low < high:
-                ranges.append((low + shift, high + shift))
-        return ranges
-
     spans = []
     for (first, last), (start, stop) in zip(assignment.query_spans, tail_spans, strict=True):
         kv_head = first // heads.num_queries_per_kv
         query_start = kv_head * unit + (first - kv_head * heads.num_queries_per_kv) * head_dim
-        spans.append(((query_start, query_start + (last - first) * head_dim), *kv_spans(start, stop)))
-
-    def shared_rows(rank: int) -> SharedRows:
-        local_kv_head = assignment.kv_heads[rank][0]
-        num_exclusive = assignment.num_local_heads(rank) * head_dim
-        rows = tuple(range(local_kv_head * pair, (local_kv_head + 1) * pair))
-        return SharedRows(num_exclusive, tuple(stop - start for start, stop in tail_spans), rows)
-
-    return ShardSpec(dim, size, tuple(spans)), shared_rows
-
-
-def qkv_fused_spec(assignment: HeadAssignment, dim: int, with_queries: bool = True) -> FusedSpec:
-    """Rows fused in sections: queries (unless not ``with_queries``), keys, values."""
-    head_dim = assignment.heads.head_dim
-    queries: Sequence[tuple[Span, ...]] = [
-        ((start * head_dim, stop * head_dim),) for start, stop in assignment.query_spans
-    ]
-    offset = assignment.heads.num_heads * head_dim
-    if not with_queries:
-        queries, offset = [()] * len(assignment.query_spans), 0
-    return _with_shared_tail(assignment, dim, queries, offset, num_sections=2)
+        own = [(query_start, query_start + (last - first) * head_dim)]
+        for j in range(heads.num_kv_heads):  # where rows [start, stop) of all key-value rows, joined, lie
+            low, high = max(start, j * pair), min(stop, (j + 1) * pair)
+            shift = (j + 1) * unit - (j + 1) * pair
+            if low < high:
+                own.append((low + shift, high + shift))
+        spans.append(tuple(own))
+    local_kv_head, num_exclusive = assignment.kv_heads[rank][0], assignment.num_local_heads(rank) * head_dim
+    rows = tuple(range(local_kv_head * pair, (local_kv_head + 1) * pair))
+    return ShardSpec(dim, size, tuple(spans)), SharedRows(num_exclusive, _lengths(tail_spans), rows)
 
 
-def _with_shared_tail(
-    assignment: HeadAssignment,
-    dim: int,
-    leading_spans: Sequence[tuple[Span, ...]],
-    offset: int,
-    num_sections: int,
-) -> FusedSpec:
-    """``leading_spans`` of each rank, then ``num_sections`` of key-value rows from ``offset`` on."""
-    head_dim, world_size = assignment.heads.head_dim, len(assignment.query_spans)
-    length = assignment.heads.num_kv_heads * head_dim
-    size = offset + num_sections * length
-    if assignment.kv_exclusive:
-        spans = tuple(
-            (
-                *leading_spans[rank],
-                *(
-                    (offset + k * length + own[0] * head_dim, offset + k * length + (own[-1] + 1) * head_dim)
-                    for k in range(num_sections)
-                ),
-            )
-            for rank, own in enumerate(assignment.kv_heads)
-        )
-        return ShardSpec(dim, size, spans), lambda rank: None
-    tail_spans = split_evenly(num_sections * length, world_size)
-    spans = tuple(
-        (*leading_spans[rank], (offset + start, offset + stop)) for rank, (start, stop) in enumerate(tail_spans)
-    )
-    tail_sizes = tuple(stop - start for start, stop in tail_spans)
-
-    def shared_rows(rank: int) -> SharedRows:
-        rows = [
-            k * length + head * head_dim + i
-            for k in range(num_sections)
-            for head in assignment.kv_heads[rank]
-            for i in range(head_dim)
-        ]
-        num_exclusive = sum(stop - start for start, stop in leading_spans[rank])
-        return SharedRows(
-            num_exclusive, tail_sizes, None if rows == list(range(num_sections * length)) else tuple(rows)
-        )
-
-    return ShardSpec(dim, size, spans), shared_rows
+def _lengths(spans: Sequence[Span]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in spans)

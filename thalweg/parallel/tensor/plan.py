@@ -23,7 +23,6 @@ from thalweg.parallel.tensor.heads import (
     assign_heads,
     gqa_interleaved_spec,
     kv_spec,
-    qkv_fused_spec,
     query_spec,
 )
 from thalweg.parallel.tensor.layers import SharedRows
@@ -50,6 +49,16 @@ class TpPlan:
     per_head_args: dict[str, tuple[str, ...]] = field(default_factory=dict)
     head_assignment: HeadAssignment | None = None
 
+    def describe(self) -> dict[str, str]:
+        """What must be the same on all ranks: by module how it is cut, and under "" where that comes from."""
+        text = {"": self.source}
+        for name, layer in self.layers.items():
+            specs = (f"{key} in dim {spec.dim} at {spec.spans}" for key, spec in sorted(layer.shard_specs.items()))
+            text[name] = ", ".join((layer.kind, *specs))
+        for name, values in self.local_attributes.items():
+            text[name] = "; ".join(filter(None, (text.get(name), f"local {sorted(values)}")))
+        return text
+
 
 class UnshardableModelError(ValueError):
     """A model cannot be cut; the message names the module and the cure."""
@@ -64,11 +73,13 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     family, hf_rules = get_family(model), _hf_tp_rules(model)
     if family is None and not hf_rules:
         return None
-    assignment = _assign_model_heads(
-        model, world_size, family is not None and "gqa_interleaved" in family.rules.values()
-    )
+    config = getattr(model, "config", None)
+    heads = heads_from_config(config)
+    is_interleaved = family is not None and "gqa_interleaved" in family.rules.values()
+    assignment = None if heads is None else assign_heads(heads, world_size, is_interleaved)
     if family is not None and assignment is not None:
-        plan = TpPlan(f"the {_model_type(model)} family", head_assignment=assignment)
+        model_type = getattr(config, "model_type", type(model).__name__)
+        plan = TpPlan(f"the {model_type} family", head_assignment=assignment)
         for name, module in model.named_modules():
             role = next((role for end, role in family.rules.items() if _matches_suffix(name, end)), None)
             if role is not None:
@@ -83,17 +94,8 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     return plan
 
 
-def _model_type(model: nn.Module) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
-
-
 def _matches_suffix(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith(f".{suffix}")
-
-
-def _assign_model_heads(model: nn.Module, world_size: int, align_to_kv_groups: bool) -> HeadAssignment | None:
-    heads = heads_from_config(getattr(model, "config", None))
-    return None if heads is None else assign_heads(heads, world_size, align_to_kv_groups)
 
 
 def heads_from_config(config: Any) -> AttentionHeads | None:
@@ -117,6 +119,8 @@ def heads_from_config(config: Any) -> AttentionHeads | None:
 
 # Roles
 
+_KV_ROLES = {"key_value": (1, False), "kv_fused": (2, False), "qkv_fused": (2, True)}  # sections, behind queries?
+
 
 def _plan_layer(
     name: str, module: nn.Module, role: str, assignment: HeadAssignment, world_size: int, rank: int
@@ -126,7 +130,7 @@ def _plan_layer(
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         raise UnshardableModelError(f"{name} ({type(module).__name__}) has no matrix to cut as {role!r}")
-    out_dim = 1 if _is_conv1d(module) else 0
+    out_dim = 1 if type(module).__name__ == "Conv1D" else 0
     head_dim = assignment.heads.head_dim
     shared_rows: SharedRows | None = None
     if role == "bias_table":
@@ -139,19 +143,12 @@ def _plan_layer(
     if role in ("embedding", "head"):
         return LayerPlan(role, _with_bias_spec(module, contiguous_spec(0, weight.shape[0], world_size)))
     size = weight.shape[out_dim]
-    if role == "query":
-        spec = query_spec(assignment, out_dim, head_dim)
-    elif role == "qkv_interleaved":
-        spec = query_spec(assignment, out_dim, 3 * head_dim)
+    if role in ("query", "qkv_interleaved"):
+        spec = query_spec(assignment, out_dim, head_dim * (1 if role == "query" else 3))
     elif role == "gqa_interleaved":
-        spec, get_shared_rows = gqa_interleaved_spec(assignment, out_dim)
-        shared_rows = get_shared_rows(rank)
-    elif role == "key_value":
-        spec, get_shared_rows = kv_spec(assignment, out_dim)
-        shared_rows = get_shared_rows(rank)
-    elif role in ("qkv_fused", "kv_fused"):
-        spec, get_shared_rows = qkv_fused_spec(assignment, out_dim, with_queries=role == "qkv_fused")
-        shared_rows = get_shared_rows(rank)
+        spec, shared_rows = gqa_interleaved_spec(assignment, out_dim, rank)
+    elif role in _KV_ROLES:
+        spec, shared_rows = kv_spec(assignment, out_dim, rank, *_KV_ROLES[role])
     elif role == "gate_up_fused":
         spec = gate_up_spec(out_dim, size, world_size)
     else:
@@ -179,10 +176,6 @@ def _with_bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
     if module._parameters.get("bias") is not None:
         specs["bias"] = ShardSpec(0, spec.size, spec.spans)
     return specs
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
 
 
 def _add_local_attributes(plan: TpPlan, model: nn.Module, family: Family, rank: int) -> None:

@@ -10,7 +10,8 @@ so forward and backward communicate twice each (Megatron-LM).  Embedding, head a
 are cut by vocabulary.  Everything between ``leave`` and ``enter`` is computed by all ranks
 alike, to the bit.
 
-Phases of :func:`apply_tensor_parallel`: take rank 0's values everywhere; find the plan; run the whole model once on
+Phases of :func:`apply_tensor_parallel`: take rank 0's values everywhere; find the plan and see that all ranks
+found the same; run the whole model once on
 a small random input; replace each parameter by this rank's piece, and each
 module's forward by the split one; run again and compare.  What ``shard`` then sees is a plain,
 smaller model; the :class:`TensorParallelLayout` returned say which logical tensor each piece belongs to.
@@ -22,6 +23,8 @@ is whole on all ranks and gets the same gradient there.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +37,9 @@ from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.shard_spec import ShardSpec
 from thalweg.parallel.tensor import layers
 from thalweg.parallel.tensor.auto_plan.infer_plan import infer_plan
+from thalweg.parallel.tensor.dummy_inputs import make_dummy_inputs
 from thalweg.parallel.tensor.layers import TpContext, replace_forward
-from thalweg.parallel.tensor.parity_check import ParityCheck
+from thalweg.parallel.tensor.parity_check import check_parity, run_for_parity
 from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, build_tp_plan
 from thalweg.utils.log import get_logger
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -61,15 +65,15 @@ def apply_tensor_parallel(
             the module.
     """
     broadcast_model(model, world_group)
-    plan = _build_plan(model, tp_group)
-    parity_check = ParityCheck.from_model(model, plan) if check else None
-    expected = parity_check.run(model) if parity_check else None
+    plan = _agree_on_plan(model, tp_group, world_group)
+    inputs = make_dummy_inputs(model) if check else None
+    expected = run_for_parity(model, plan, inputs) if check else None
     placements = _replace_parameters(model, plan, tp_group)
     _replace_forwards(model, plan, tp_group, kernels)
     tp_group.has_dropout = has_dropout(model)
     model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
-    if parity_check and expected is not None:
-        parity_check.compare(model, expected, plan, tp_group)
+    if expected is not None:
+        check_parity(model, plan, inputs, expected, tp_group.size)
     _log.info("tensor parallelism over %d ranks by %s: %d layers", tp_group.size, plan.source, len(plan.layers))
     return TensorParallelLayout(tp_fsdp_mesh, placements)
 
@@ -99,6 +103,45 @@ def _build_plan(model: nn.Module, tp_group: ParallelGroup) -> TpPlan:
             f"{type(model).__name__} cannot be cut over tensor ranks: {reason}, and running it shows none; "
             "set tensor_parallel.autotp_size to 1"
         )
+    return plan
+
+
+def _agree_on_plan(model: nn.Module, tp_group: ParallelGroup, world_group: dist.ProcessGroup) -> TpPlan:
+    """The plan, which every rank finds for itself; collective over ``world_group``.
+
+    Ranks with other software, or one that ran out of memory, may find another one than rank 0: they would cut
+    other layers and wait for each other in collectives that the others do not enter.
+
+    Raises:
+        ValueError: a rank found no plan, or another one; the message names the rank and the first such layer.
+    """
+    plan, error = None, None
+    try:
+        plan = _build_plan(model, tp_group)
+    except Exception as caught:
+        error = caught
+    found: Any = str(error) if plan is None else plan.describe()
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(next(model.parameters()).device)
+    gathered = [own.clone() for _ in range(dist.get_world_size(world_group))]
+    dist.all_gather(gathered, own, group=world_group)
+    by_rank: list[Any] = [found] * len(gathered)
+    if not all(torch.equal(gathered[0], other) for other in gathered):
+        dist.all_gather_object(by_rank, found, group=world_group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(by_rank):
+        if isinstance(other, str):
+            raise UnshardableModelError(f"rank {rank} has no tensor-parallel plan: {other}")
+        if other != by_rank[0]:
+            first = by_rank[0]
+            name = next(name for name in sorted(first | other) if first.get(name) != other.get(name))
+            raise UnshardableModelError(
+                f"the ranks found different tensor-parallel plans for {type(model).__name__}: {name or 'the plan'} is "
+                f"{other.get(name, 'whole')} on rank {rank}, {first.get(name, 'whole')} on rank 0; run the same "
+                "versions on all ranks, or set tensor_parallel.autotp_size to 1"
+            )
+    assert plan is not None
     return plan
 
 
@@ -164,10 +207,7 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
     for name, arg_names in plan.per_head_args.items():
         module = model.get_submodule(name)
         assert plan.head_assignment is not None
-        span, num_heads = (
-            plan.head_assignment.query_spans[tp_group.rank],
-            plan.head_assignment.heads.num_heads,
-        )
+        span, num_heads = (plan.head_assignment.query_spans[tp_group.rank], plan.head_assignment.heads.num_heads)
         replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
 
 

@@ -18,56 +18,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree
 
+from thalweg.ops._torch_private import METADATA_OPS
 from thalweg.parallel.comm_group import ParallelGroup, gather_from_region
 
 _LEDGER_NAME = "vocabulary"
-_METADATA = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    torch.is_floating_point,
-    torch.is_complex,
-}
-_LOCAL_OPS = {
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    Tensor.register_hook,
-}
+_LOCAL_OPS = {Tensor.register_hook, *(getattr(Tensor, n).__get__ for n in ("requires_grad", "grad_fn", "is_leaf"))}
 _SHAPE_PRESERVING_OPS = {
-    Tensor.float,
-    Tensor.double,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.to,
-    Tensor.contiguous,
-    Tensor.clone,
-    Tensor.detach,
-    Tensor.neg,
-    Tensor.tanh,
-    torch.tanh,
-    torch.clone,
+    *(getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone", "detach")),
+    *(Tensor.neg, Tensor.tanh, torch.tanh, torch.clone),
 }
 _SCALAR_OPS = {
-    Tensor.mul,
-    Tensor.mul_,
-    Tensor.div,
-    Tensor.div_,
-    Tensor.__mul__,
-    Tensor.__rmul__,
-    Tensor.__truediv__,
-    torch.mul,
-    torch.div,
+    *(getattr(Tensor, name) for name in ("mul", "mul_", "div", "div_", "__mul__", "__rmul__", "__truediv__")),
+    *(torch.mul, torch.div),
 }
 
 
@@ -105,7 +69,7 @@ class VocabParallelLogits(Tensor):
         first = args[0] if args else kwargs.get("input")
         if func is Tensor.__repr__ and isinstance(first, VocabParallelLogits):
             return first.__repr__()
-        if func in _METADATA:
+        if func in METADATA_OPS:
             return super().__torch_function__(func, types, args, kwargs)
         if isinstance(first, VocabParallelLogits):
             sharded_result = _vocab_parallel_result(func, first, args[1:], kwargs)
@@ -158,13 +122,7 @@ def _preserves_last_dim(index: Any, dim: int) -> bool:
 
 
 def _materialize(tree: Any) -> Any:
-    if isinstance(tree, VocabParallelLogits):
-        return tree.full_tensor()
-    if isinstance(tree, dict):
-        return {key: _materialize(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_materialize(value) for value in tree)
-    return tree
+    return _pytree.tree_map_only(VocabParallelLogits, VocabParallelLogits.full_tensor, tree)
 
 
 def _sharded_cross_entropy(

@@ -67,6 +67,5 @@ def choose_schedule(candidates: Sequence[ScheduleCandidate], max_in_flight: int 
         return min(candidates, key=lambda one: one.peak_in_flight)
     best_seconds = fitting[0].seconds
     return min(
-        (one for one in fitting if one.seconds <= _TIE_FACTOR * best_seconds),
-        key=lambda one: one.peak_in_flight,
+        (one for one in fitting if one.seconds <= _TIE_FACTOR * best_seconds), key=lambda one: one.peak_in_flight
     )

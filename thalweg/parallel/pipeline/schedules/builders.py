@@ -3,7 +3,7 @@
 GPipe, 1F1B and interleaved 1F1B have closed forms.  The zero-bubble ones (Qi et al. 2023,
 "Zero Bubble Pipeline Parallelism") are what a list scheduler makes of their rule, *take the
 gradient of the input as soon as it can be had, fill every wait with the gradient of weights*,
-under a limit on the activations held, with the measured costs where there are any:
+under a limit on the activations held, as if all actions cost the same:
 
 gpipe         all forwards, then all backwards                            m activations
 1f1b          a backward as soon as there is one (PipeDream-Flush)        p - r
@@ -15,22 +15,14 @@ dualpipev     torch's order for DualPipe cut in half (DeepSeek 2024)      as tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from thalweg.parallel.pipeline._torch_pipelining import torch_schedule_orders
-from thalweg.parallel.pipeline.schedules.schedule import (
-    Action,
-    ActionKind,
-    AllSplit,
-    PipelineSchedule,
-    dependencies,
-    validate_schedule,
-)
+from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule, dependencies, validate_schedule
 from thalweg.parallel.pipeline.schedules.simulate import ActionCosts, arrival_time, simulate
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"]
+Orders = tuple[tuple[Action, ...], ...]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
@@ -42,12 +34,7 @@ def stages_per_rank(name: ScheduleName, num_virtual_stages: int = 2) -> int:
 
 
 def build_schedule(
-    name: ScheduleName,
-    num_ranks: int,
-    num_micro_batches: int,
-    *,
-    num_virtual_stages: int = 2,
-    costs: ActionCosts | None = None,
+    name: ScheduleName, num_ranks: int, num_micro_batches: int, *, num_virtual_stages: int = 2
 ) -> PipelineSchedule:
     """The schedule of that name, checked.
 
@@ -59,128 +46,78 @@ def build_schedule(
     if num_ranks < 1 or num_micro_batches < 1:
         raise ValueError(f"a pipeline needs ranks and micro-batches, got {num_ranks} and {num_micro_batches}")
     stage_to_rank = assign_stages(name, num_ranks, num_virtual_stages)
-    costs = costs or ActionCosts.uniform(len(stage_to_rank))
-    request = _ScheduleRequest(
-        num_ranks, num_micro_batches, stages_per_rank(name, num_virtual_stages), stage_to_rank, costs
-    )
-    schedule = PipelineSchedule(name, num_micro_batches, stage_to_rank, _BUILDERS[name](request))
+    if name == "dualpipev":
+        orders = torch_schedule_orders("ScheduleDualPipeV", num_ranks, num_micro_batches, stage_to_rank)
+    elif name in ("zb_h1", "zbv"):
+        orders = _zero_bubble(num_ranks, num_micro_batches, stage_to_rank)
+    else:
+        orders = tuple(
+            _warm_up_then_alternate(name, rank, num_ranks, num_micro_batches, len(stage_to_rank) // num_ranks)
+            for rank in range(num_ranks)
+        )
+    schedule = PipelineSchedule(name, num_micro_batches, stage_to_rank, orders)
     validate_schedule(schedule)
     return schedule
 
 
 def assign_stages(name: ScheduleName, num_ranks: int, num_virtual_stages: int = 2) -> tuple[int, ...]:
     """The rank of each stage: in turn, or down the ranks and up again."""
-    is_v_shaped = name in ("zbv", "dualpipev")
-    num_stages = num_ranks * stages_per_rank(name, num_virtual_stages)
-    return tuple(_v_shape_rank(stage, num_ranks) if is_v_shaped else stage % num_ranks for stage in range(num_stages))
+    if name in ("zbv", "dualpipev"):
+        return (*range(num_ranks), *reversed(range(num_ranks)))
+    return tuple(range(num_ranks)) * stages_per_rank(name, num_virtual_stages)
 
 
-def _v_shape_rank(stage: int, num_ranks: int) -> int:
-    return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
-
-
-@dataclass(frozen=True)
-class _ScheduleRequest:
-    num_ranks: int
-    num_micro_batches: int
-    num_virtual_stages: int
-    stage_to_rank: tuple[int, ...]
-    costs: ActionCosts
-
-
-Orders = tuple[tuple[Action, ...], ...]
-
-
-def _gpipe(request: _ScheduleRequest) -> Orders:
-    micros = range(request.num_micro_batches)
-    return tuple(
-        tuple(Action(kind, rank, micro) for kind in ("F", "B") for micro in micros) for rank in range(request.num_ranks)
-    )
-
-
-def _one_forward_one_backward(request: _ScheduleRequest) -> Orders:
-    orders = []
-    for rank in range(request.num_ranks):
-        forwards = [Action("F", rank, micro) for micro in range(request.num_micro_batches)]
-        backwards = [Action("B", rank, micro) for micro in range(request.num_micro_batches)]
-        orders.append(_warm_up_then_alternate(forwards, backwards, request.num_ranks - rank - 1))
-    return tuple(orders)
-
-
-def _interleaved(request: _ScheduleRequest) -> Orders:
-    ranks, chunks = request.num_ranks, request.num_virtual_stages
-    orders = []
-    for rank in range(ranks):
-        forwards, backwards = [], []
-        # As many micro-batches as there are ranks go through all chunks before the next lot.
-        for first in range(0, request.num_micro_batches, ranks):
-            micro_batch_group = range(first, first + ranks)
-            forwards += [
-                Action("F", chunk * ranks + rank, micro) for chunk in range(chunks) for micro in micro_batch_group
-            ]
-            backwards += [
-                Action("B", chunk * ranks + rank, micro)
-                for chunk in reversed(range(chunks))
-                for micro in micro_batch_group
-            ]
-        warm_up = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
-        full = _warm_up_then_alternate(forwards, backwards, warm_up)
-        # The last lot is filled up and what does not exist left out again: an order without waits stays one.
-        orders.append(tuple(action for action in full if action.micro < request.num_micro_batches))
-    return tuple(orders)
-
-
-def _warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
+def _warm_up_then_alternate(
+    name: ScheduleName, rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int
+) -> tuple[Action, ...]:
+    """GPipe, 1F1B and interleaved 1F1B of one rank: so many forwards first, then in turn with backwards."""
+    forwards, backwards = [], []
+    # As many micro-batches as there are ranks go through all chunks before the next lot.
+    for first in range(0, num_micro_batches, num_ranks):
+        stages, lot = range(rank, num_chunks * num_ranks, num_ranks), range(first, first + num_ranks)
+        forwards += [Action("F", stage, micro) for stage in stages for micro in lot]
+        backwards += [Action("B", stage, micro) for stage in reversed(stages) for micro in lot]
+    num_later = num_ranks - rank - 1
+    warm_up = {"gpipe": len(forwards), "1f1b": num_later}.get(name, 2 * num_later + (num_chunks - 1) * num_ranks)
     warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
-    for index, forward in enumerate(forwards[warm_up:]):
-        order += [forward, backwards[index]]
-    return tuple(order + backwards[len(forwards) - warm_up :])
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += [forward, backward]
+    order += backwards[len(forwards) - warm_up :]
+    # The last lot is filled up and what does not exist left out again: an order without waits stays one.
+    return tuple(action for action in order if action.micro < num_micro_batches)
 
 
-def _zb_h1(request: _ScheduleRequest) -> Orders:
-    return _zero_bubble(request, request.num_ranks)
-
-
-def _zbv(request: _ScheduleRequest) -> Orders:
-    return _zero_bubble(request, 2 * request.num_ranks)
-
-
-def _zero_bubble(request: _ScheduleRequest, max_in_flight: int) -> Orders:
-    """The shortest of what list scheduling finds, no rank ever holding over ``max_in_flight`` activations.
+def _zero_bubble(num_ranks: int, num_micro_batches: int, stage_to_rank: tuple[int, ...]) -> Orders:
+    """The shortest of what list scheduling finds, no rank ever holding more activations than there are stages.
 
     A rank that fills its memory with forwards at once may have nothing to alternate with
     later, so tighter limits towards the end of the pipeline are tried too, and both orders
     of preference between a forward and a backward that could begin at the same time.
     """
-    candidates = []
-    for slack in range(0, max_in_flight, max(1, max_in_flight // 8)):
-        limits = [max(1, min(max_in_flight, max_in_flight - rank + slack)) for rank in range(request.num_ranks)]
-        candidates += [_list_schedule(request, limits, preference) for preference in _PREFERENCES]
-    return min(candidates, key=lambda orders: _makespan(request, orders))
+    most, costs = len(stage_to_rank), ActionCosts.uniform(len(stage_to_rank))
+    schedules = []
+    for slack in range(0, most, max(1, most // 8)):
+        limits = [max(1, min(most, most - rank + slack)) for rank in range(num_ranks)]
+        for kinds in ("IFW", "FIW"):
+            orders = _list_schedule(num_micro_batches, stage_to_rank, costs, limits, kinds)
+            schedules.append(PipelineSchedule("", num_micro_batches, stage_to_rank, orders))
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan).orders
 
 
-_PREFERENCES: tuple[dict[ActionKind, int], ...] = ({"I": 0, "F": 1, "W": 2}, {"F": 0, "I": 1, "W": 2})
-
-
-def _makespan(request: _ScheduleRequest, orders: Orders) -> float:
-    return simulate(
-        PipelineSchedule("", request.num_micro_batches, request.stage_to_rank, orders), request.costs
-    ).makespan
-
-
-def _list_schedule(request: _ScheduleRequest, limits: list[int], preference: dict[ActionKind, int]) -> Orders:
-    """List scheduling: whatever can begin first does, the preferred kind among equals.
+def _list_schedule(
+    num_micro_batches: int, stage_to_rank: tuple[int, ...], costs: ActionCosts, limits: list[int], kinds: str
+) -> Orders:
+    """List scheduling: whatever can begin first does, the kind that is first in ``kinds`` among equals.
 
     ``limits[r]``: the most activations that rank ``r`` may hold, from a forward to its W.
     """
-    stage_to_rank, costs = request.stage_to_rank, request.costs
     intervals: dict[Action, tuple[float, float]] = {}
     arrivals: dict[Action, float] = {}
-    orders: list[list[Action]] = [[] for _ in range(request.num_ranks)]
-    rank_free_at, in_flight = [0.0] * request.num_ranks, [0] * request.num_ranks
+    orders: list[list[Action]] = [[] for _ in limits]
+    rank_free_at, in_flight = [0.0] * len(limits), [0] * len(limits)
     # Micro-batches pass each stage in order, so each kind and stage has one that is next.
-    upcoming = {Action(kind, stage, 0) for kind in preference for stage in range(len(stage_to_rank))}
+    upcoming = {Action(kind, stage, 0) for kind in kinds for stage in range(len(stage_to_rank))}  # type: ignore[arg-type]
     while upcoming:
         best = None
         for action in upcoming:
@@ -189,17 +126,16 @@ def _list_schedule(request: _ScheduleRequest, limits: list[int], preference: dic
                 continue
             arrival = arrivals.get(action)
             if arrival is None:
-                needed = list(dependencies(action, len(stage_to_rank), AllSplit()))
+                needed = list(dependencies(action, len(stage_to_rank), lambda _: True))
                 if any(need not in intervals for need in needed):
                     continue
                 arrival = max(
-                    (arrival_time(need, intervals, rank, stage_to_rank, costs) for need in needed),
-                    default=0.0,
+                    (arrival_time(need, intervals, rank, stage_to_rank, costs) for need in needed), default=0.0
                 )
                 arrivals[action] = arrival
             # Later stages first among equals: what has come furthest frees memory soonest.
             stage = action.stage if action.kind == "W" else -action.stage
-            key = (max(rank_free_at[rank], arrival), preference[action.kind], stage, action.micro)
+            key = (max(rank_free_at[rank], arrival), kinds.index(action.kind), stage, action.micro)
             best = min(best, (key, action)) if best else (key, action)
         assert best is not None, "the limit on activations holds back every action"
         (begin, *_), action = best
@@ -209,22 +145,6 @@ def _list_schedule(request: _ScheduleRequest, limits: list[int], preference: dic
         in_flight[rank] += (action.kind == "F") - (action.kind == "W")
         orders[rank].append(action)
         upcoming.discard(action)
-        if action.micro + 1 < request.num_micro_batches:
+        if action.micro + 1 < num_micro_batches:
             upcoming.add(action._replace(micro=action.micro + 1))
     return tuple(map(tuple, orders))
-
-
-def _dualpipev(request: _ScheduleRequest) -> Orders:
-    return torch_schedule_orders(
-        "ScheduleDualPipeV", request.num_ranks, request.num_micro_batches, request.stage_to_rank
-    )
-
-
-_BUILDERS: dict[ScheduleName, Callable[[_ScheduleRequest], Orders]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-    "interleaved": _interleaved,
-    "zb_h1": _zb_h1,
-    "zbv": _zbv,
-    "dualpipev": _dualpipev,
-}

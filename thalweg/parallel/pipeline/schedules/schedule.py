@@ -13,7 +13,7 @@ F goes to the next stage, the input's gradient of B or I to the previous one), a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -64,26 +64,37 @@ class PipelineSchedule:
         return tuple(stage for stage, where in enumerate(self.stage_to_rank) if where == rank)
 
 
-def dependencies(action: Action, num_stages: int, split_backward: Container[tuple[int, int]]) -> Iterator[Action]:
-    """What must be done before ``action`` may begin; ``split_backward`` as in :class:`Schedule`."""
+def dependencies(action: Action, num_stages: int, is_split: Callable[[tuple[int, int]], bool]) -> Iterator[Action]:
+    """What must be done before ``action`` may begin; ``is_split((stage, micro))``: whether its backward is halved."""
     kind, stage, micro = action
     if kind == "F":
         if stage > 0:
             yield Action("F", stage - 1, micro)
-        return
-    if kind == "W":
+    elif kind == "W":
         yield Action("I", stage, micro)
-        return
-    yield Action("F", stage, micro)
-    if stage + 1 < num_stages:
-        yield Action("I" if (stage + 1, micro) in split_backward else "B", stage + 1, micro)
+    else:
+        yield Action("F", stage, micro)
+        if stage + 1 < num_stages:
+            yield Action("I" if is_split((stage + 1, micro)) else "B", stage + 1, micro)
 
 
-class AllSplit:
-    """Contains whatever one asks for: each backward runs in halves."""
-
-    def __contains__(self, item: object) -> bool:
-        return True
+def replay(schedule: PipelineSchedule) -> Iterator[tuple[int, Action, list[Action]]]:
+    """(rank, action, what it waits for) as ranks can do them, in some order; ends where all wait for each other."""
+    done: set[Action] = set()
+    positions = [0] * schedule.num_ranks
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank, order in enumerate(schedule.orders):
+            while positions[rank] < len(order):
+                action = order[positions[rank]]
+                needed = list(dependencies(action, schedule.num_stages, schedule.split_backward.__contains__))
+                if not done.issuperset(needed):
+                    break
+                yield rank, action, needed
+                done.add(action)
+                positions[rank] += 1
+                progressed = True
 
 
 def validate_schedule(schedule: PipelineSchedule) -> None:
@@ -95,10 +106,10 @@ def validate_schedule(schedule: PipelineSchedule) -> None:
     """
     split_backward = schedule.split_backward
     remaining = {
-        Action(kind, stage, micro): schedule.stage_to_rank[stage]
+        Action(kind, stage, micro): schedule.stage_to_rank[stage]  # type: ignore[arg-type]
         for stage in range(schedule.num_stages)
         for micro in range(schedule.num_micro_batches)
-        for kind in _kinds_of_backward((stage, micro) in split_backward)
+        for kind in ("FIW" if (stage, micro) in split_backward else "FB")
     }
     for rank, order in enumerate(schedule.orders):
         for action in order:
@@ -112,30 +123,7 @@ def validate_schedule(schedule: PipelineSchedule) -> None:
     if remaining:
         action, expected_rank = next(iter(remaining.items()))
         raise ValueError(f"{schedule.name}: rank {expected_rank} never does {action}")
-    positions = _replay(schedule)
-    stuck = {rank: order[positions[rank]] for rank, order in enumerate(schedule.orders) if positions[rank] < len(order)}
-    if stuck:
-        text = ", ".join(f"rank {rank} at {action}" for rank, action in stuck.items())
-        raise ValueError(f"{schedule.name}: the ranks wait for each other: {text}")
-
-
-def _kinds_of_backward(is_split: bool) -> tuple[ActionKind, ...]:
-    return ("F", "I", "W") if is_split else ("F", "B")
-
-
-def _replay(schedule: PipelineSchedule) -> Mapping[int, int]:
-    """How far each rank comes if everyone does what it can."""
-    done: set[Action] = set()
-    positions = dict.fromkeys(range(schedule.num_ranks), 0)
-    progressed = True
-    while progressed:
-        progressed = False
-        for rank, order in enumerate(schedule.orders):
-            while positions[rank] < len(order):
-                action = order[positions[rank]]
-                if not done.issuperset(dependencies(action, schedule.num_stages, schedule.split_backward)):
-                    break
-                done.add(action)
-                positions[rank] += 1
-                progressed = True
-    return positions
+    done = {action for _, action, _ in replay(schedule)}
+    waiting = ((rank, next((a for a in order if a not in done), None)) for rank, order in enumerate(schedule.orders))
+    if stuck := ", ".join(f"rank {rank} at {action}" for rank, action in waiting if action is not None):
+        raise ValueError(f"{schedule.name}: the ranks wait for each other: {stuck}")

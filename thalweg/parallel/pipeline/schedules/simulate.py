@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from thalweg.parallel.pipeline.schedules.schedule import Action, ActionKind, PipelineSchedule, dependencies
+from thalweg.parallel.pipeline.schedules.schedule import Action, ActionKind, PipelineSchedule, replay
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,7 @@ class ActionCosts:
         """The cost of one action."""
         if kind == "F":
             return self.forward[stage]
-        if kind == "I":
-            return self.input_grad[stage]
-        if kind == "W":
-            return self.weight_grad[stage]
-        return self.input_grad[stage] + self.weight_grad[stage]
+        return (self.input_grad[stage] if kind != "W" else 0.0) + (self.weight_grad[stage] if kind != "I" else 0.0)
 
 
 @dataclass(frozen=True)
@@ -73,29 +69,14 @@ class Timeline:
 def simulate(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Timeline:
     """Play ``schedule``; it must be sound (:func:`.schedule.check`)."""
     costs = costs or ActionCosts.uniform(schedule.num_stages)
-    stages, split_backward = schedule.num_stages, schedule.split_backward
     intervals: dict[Action, tuple[float, float]] = {}
-    positions = [0] * schedule.num_ranks
     rank_free_at = [0.0] * schedule.num_ranks
-    num_left = sum(len(order) for order in schedule.orders)
-    while num_left:
-        before = num_left
-        for rank, order in enumerate(schedule.orders):
-            while positions[rank] < len(order):
-                action = order[positions[rank]]
-                needed = list(dependencies(action, stages, split_backward))
-                if any(need not in intervals for need in needed):
-                    break
-                arrival = max(
-                    (arrival_time(need, intervals, rank, schedule.stage_to_rank, costs) for need in needed),
-                    default=0.0,
-                )
-                begin = max(rank_free_at[rank], arrival)
-                rank_free_at[rank] = begin + costs.action_cost(action.kind, action.stage)
-                intervals[action] = (begin, rank_free_at[rank])
-                positions[rank] += 1
-                num_left -= 1
-        assert num_left < before, "an unsound schedule: check() it first"
+    for rank, action, needed in replay(schedule):
+        arrivals = (arrival_time(need, intervals, rank, schedule.stage_to_rank, costs) for need in needed)
+        begin = max(rank_free_at[rank], *arrivals, 0.0)
+        rank_free_at[rank] = begin + costs.action_cost(action.kind, action.stage)
+        intervals[action] = (begin, rank_free_at[rank])
+    assert len(intervals) == sum(map(len, schedule.orders)), "an unsound schedule: validate it first"
     return Timeline(schedule, intervals)
 
 
@@ -107,5 +88,4 @@ def arrival_time(
     costs: ActionCosts,
 ) -> float:
     """When the result of ``need`` is at ``rank``."""
-    same_rank = stage_to_rank[need.stage] == rank
-    return intervals[need][1] + (0.0 if same_rank else costs.transfer)
+    return intervals[need][1] + (0.0 if stage_to_rank[need.stage] == rank else costs.transfer)

@@ -95,12 +95,11 @@ class ChannelDependence:
         """Whether ``in_channels`` depend on nothing but ``out_channels`` of each leaf."""
         if not in_channels:
             return True
-        allowed = torch.zeros(sum(leaf.shape[-1] for leaf in self.leaves), dtype=torch.bool)
-        offset = 0
-        for leaf, leaf_channels in zip(self.leaves, out_channels, strict=True):
-            allowed[[offset + channel for channel in leaf_channels]] = True
-            offset += leaf.shape[-1]
-        return not bool((self.depends_on(torch.tensor(in_channels)) & ~allowed).any())
+        allowed = [
+            torch.isin(torch.arange(leaf.shape[-1]), torch.tensor(own, dtype=torch.long))
+            for leaf, own in zip(self.leaves, out_channels, strict=True)
+        ]
+        return not bool((self.depends_on(torch.tensor(in_channels)) & ~torch.cat(allowed)).any())
 
     def _split_by_leaf(self, out_channels: list[int]) -> tuple[tuple[int, ...], ...]:
         by_leaf, offset = [], 0

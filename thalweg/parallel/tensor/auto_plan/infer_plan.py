@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -107,15 +107,10 @@ def _shard_specs(op: LinearOp, dim: int, indices_by_rank: IndicesByRank, *, bias
 
 
 def _to_spans(indices: Sequence[int]) -> Iterator[Span]:
-    start = previous = None
-    for index in indices:
-        if previous is None or index != previous + 1:
-            if start is not None and previous is not None:
-                yield start, previous + 1
-            start = index
-        previous = index
-    if start is not None and previous is not None:
-        yield start, previous + 1
+    """Runs of neighbours."""
+    for _, members in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        run = [index for _, index in members]
+        yield run[0], run[-1] + 1
 
 
 # Pairs
@@ -224,11 +219,10 @@ class _Verifier:
         ranks = sorted(range(self.world_size), key=lambda rank: pair.fractions[rank])
         extreme_ranks = dict.fromkeys((ranks[-1], ranks[0]))
         for subset in itertools.islice(self._attribute_subsets(pair, hint), _MAX_TRIALS):
-            attributes: dict[str, dict[str, Any]] = {}
+            pair.local_attributes = {}
             for name, key, value in subset:
                 local = [_scale_exact(value, fraction) for fraction in pair.fractions]
-                attributes.setdefault(name, {})[key] = local
-            pair.local_attributes = attributes
+                pair.local_attributes.setdefault(name, {})[key] = local
             if all(self.passes([pair], rank) for rank in extreme_ranks) and all(
                 self.passes([pair], rank) for rank in range(self.world_size)
             ):
@@ -256,45 +250,32 @@ class _Verifier:
                 continue
             for key, value in vars(module).items():
                 numbers: Any = value if isinstance(value, tuple | list) and value else [value]
-                if any(type(n) is not int for n in numbers) or max(numbers) < 2:
-                    continue
-                if any(_scale_exact(value, fraction) is None for fraction in pair.fractions):
-                    continue
-                yield name, key, value
+                is_count = all(type(n) is int for n in numbers) and max(numbers) >= 2
+                if is_count and all(_scale_exact(value, fraction) is not None for fraction in pair.fractions):
+                    yield name, key, value
 
     def passes(self, pairs: list[ColumnRowPair], rank: int) -> bool:
         """Whether everything comes out as it was, run as ``rank`` would."""
         call = self.trace.calls.get(self.root)
         if call is None:
             return False
-        module = self.model.get_submodule(self.root)
-        with torch.no_grad(), self._as_rank(pairs, rank):
+        with torch.no_grad(), ExitStack() as stack:
+            for pair in pairs:
+                row_op = pair.row_op
+                for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
+                    stack.enter_context(op.module.register_forward_hook(_select_hook(out_indices[rank])))
+                compare_hook = _compare_hook(row_op.x, pair.in_indices[rank])
+                stack.enter_context(row_op.module.register_forward_pre_hook(compare_hook))
+                for name, values in pair.local_attributes.items():
+                    module = self.model.get_submodule(name)
+                    for key, by_rank in values.items():
+                        stack.callback(setattr, module, key, getattr(module, key))
+                        setattr(module, key, by_rank[rank])
             try:
-                result = call.replay(module)
+                result = call.replay(self.model.get_submodule(self.root))
             except Exception:  # a model with parts of its features may fail in any way
                 return False
         return is_close(first_tensor(result), call.output)
-
-    @contextmanager
-    def _as_rank(self, pairs: list[ColumnRowPair], rank: int) -> Iterator[None]:
-        handles, saved = [], []
-        for pair in pairs:
-            for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
-                handles.append(op.module.register_forward_hook(_select_hook(out_indices[rank])))
-            row_op = pair.row_op
-            handles.append(row_op.module.register_forward_pre_hook(_compare_hook(row_op.x, pair.in_indices[rank])))
-            for name, values in pair.local_attributes.items():
-                module = self.model.get_submodule(name)
-                for key, by_rank in values.items():
-                    saved.append((module, key, getattr(module, key)))
-                    setattr(module, key, by_rank[rank])
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for module, key, value in reversed(saved):
-                setattr(module, key, value)
 
 
 def _scale_exact(value: Any, fraction: Fraction) -> Any:
@@ -307,10 +288,7 @@ def _scale_exact(value: Any, fraction: Fraction) -> Any:
 
 
 def _select_hook(indices: tuple[int, ...]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output[..., list(indices)]
-
-    return hook
+    return lambda module, args, output: output[..., list(indices)]
 
 
 def _compare_hook(full_input: Tensor, indices: tuple[int, ...]) -> Any:

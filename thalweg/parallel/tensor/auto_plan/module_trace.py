@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 from thalweg.parallel.tensor.dummy_inputs import DummyInputs
 from thalweg.utils.trees import iter_tensors
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-_METADATA_GETTERS = (
-    "dtype",
-    "device",
-    "shape",
-    "ndim",
-    "requires_grad",
-    "is_cuda",
-    "grad",
-    "layout",
-    "is_leaf",
-)
+_METADATA_NAMES = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "grad", "layout", "is_leaf")
+_GETTERS = {getattr(Tensor, name).__get__ for name in _METADATA_NAMES}
 
 
 def is_close(a: Any, b: Any) -> bool:
@@ -77,13 +69,8 @@ class ModuleCall:
         return module(*args, **kwargs)
 
 
-def _clone_tensors(tree: Any) -> Any:
-    """The same with tensors of its own: a model may change its inputs in place."""
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if type(tree) is dict:
-        return {key: _clone_tensors(value) for key, value in tree.items()}
-    return type(tree)(_clone_tensors(value) for value in tree) if type(tree) in (list, tuple) else tree
+# The same tree with tensors of its own: a model may change its inputs in place.
+_clone_tensors = partial(_pytree.tree_map_only, Tensor, Tensor.clone)
 
 
 @dataclass
@@ -96,16 +83,10 @@ class ModuleTrace:
 
     def common_root(self, names: list[str]) -> str | None:
         """The innermost module around all of ``names`` whose call is known."""
-        parent_paths = [name.split(".")[:-1] for name in names]
-        shared = []
-        for level in zip(*parent_paths, strict=False):
-            if len(set(level)) > 1:
-                break
-            shared.append(level[0])
-        while ".".join(shared) not in self.calls and shared:
-            shared.pop()
-        root = ".".join(shared)
-        return root if root in self.calls else None
+        path = names[0].split(".")[:-1]
+        roots = (".".join(path[:depth]) for depth in range(len(path), -1, -1))
+        around_all = (root for root in roots if all(name.startswith(f"{root}." if root else "") for name in names))
+        return next((root for root in around_all if root in self.calls), None)
 
 
 def trace_modules(model: nn.Module, inputs: DummyInputs) -> ModuleTrace:
@@ -133,37 +114,21 @@ def trace_modules(model: nn.Module, inputs: DummyInputs) -> ModuleTrace:
             if op is not None:
                 trace.linear_ops.append(op)
 
-    with torch.no_grad(), external_uses, _with_hooks(model.modules(), before, after):
-        inputs.call(model)
+    with torch.no_grad(), external_uses, ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
+        args, kwargs = inputs
+        model(*args, **kwargs)
     trace.linear_ops = [p for p in trace.linear_ops if num_calls[p.name] == 1 and p.name not in external_uses.names]
     trace.calls = {name: call for name, call in calls.items() if num_calls[name] == 1}
     return trace
 
 
-@contextmanager
-def _with_hooks(modules: Any, before: Any, after: Any) -> Iterator[None]:
-    handles = []
-    for module in modules:
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _has_only_matrix(module: nn.Module) -> bool:
-    param_names = {key for key, parameter in module._parameters.items() if parameter is not None}
-    weight = module._parameters.get("weight")
-    is_leaf = not any(True for _ in module.children())
-    return (
-        is_leaf
-        and param_names in ({"weight"}, {"weight", "bias"})
-        and weight is not None
-        and weight.ndim == 2
-        and not isinstance(module, nn.Embedding)
-    )
+    params = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    is_leaf = not any(True for _ in module.children()) and not isinstance(module, nn.Embedding)
+    return is_leaf and params.keys() in ({"weight"}, {"weight", "bias"}) and params["weight"].ndim == 2
 
 
 def _match_linear_op(name: str, module: nn.Module, args: Any, output: Any) -> LinearOp | None:
@@ -193,22 +158,16 @@ class _ExternalWeightUses(TorchFunctionMode):
         self.names: set[str] = set()
         self._users: dict[int, set[str]] = {}
         for name, module in model.named_modules():
-            if id(module) not in candidates:
-                continue
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self._users.setdefault(id(parameter), set()).add(name)
+            for parameter in module.parameters(recurse=False) if id(module) in candidates else ():
+                self._users.setdefault(id(parameter), set()).add(name)
         for module in model.modules():  # tied to something of another kind, such as an embedding
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in self._users and id(module) not in candidates:
-                    self.names |= self._users[id(parameter)]
-        self.names |= {name for owners in self._users.values() if len(owners) > 1 for name in owners}
+            for parameter in module.parameters(recurse=False) if id(module) not in candidates else ():
+                self.names |= self._users.get(id(parameter), set())
+        self.names |= {name for users in self._users.values() if len(users) > 1 for name in users}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        getter = getattr(func, "__name__", "") == "__get__"
-        getter_name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if not (getter and getter_name in _METADATA_GETTERS):
+        if func not in _GETTERS:
             for tensor in iter_tensors((args, kwargs)):
                 users = self._users.get(id(tensor))
                 if users is not None and not (self.running and self.running[-1] in users):
@@ -267,16 +226,12 @@ def build_graph(model: nn.Module, trace: ModuleTrace) -> LinearGraph:
 
         return hook
 
-    handles = []
-    for product in ops.values():
-        handles.append(product.module.register_forward_pre_hook(before(product)))
-        handles.append(product.module.register_forward_hook(after(product)))
-    try:
-        with torch.enable_grad():
-            output = trace.inputs.call(model)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.enable_grad(), ExitStack() as hooks:
+        for product in ops.values():
+            hooks.enter_context(product.module.register_forward_pre_hook(before(product)))
+            hooks.enter_context(product.module.register_forward_hook(after(product)))
+        args, kwargs = trace.inputs
+        output = model(*args, **kwargs)
     op_params = {f"{name}.{key}" for name in ops for key in ("weight", "bias")}
     other_params = {n: p for n, p in model.named_parameters() if n not in op_params and p.requires_grad}
     tracked = {**leaves, **{f"{name} (parameter)": p for name, p in other_params.items()}}
