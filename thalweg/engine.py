@@ -147,11 +147,7 @@ class Engine(nn.Module):
             if self._meter is not None:
                 self._meter.add_batch(args, kwargs)
             self._components.sharded.set_backward_flags(self._window.is_last, self._sync_grads)
-        with (
-            self._span("forward"),
-            self._components.forward_context(),
-            self._reset_on_error(),
-        ):
+        with self._span("forward"), self._components.forward_context(), self._reset_on_error():
             return self.module(*args, **kwargs)
 
     def backward(
@@ -329,8 +325,7 @@ class Engine(nn.Module):
                     self._components.loss_normalizer.loss_and_weight,
                 )
                 loss = _mean_loss(
-                    self._components,
-                    [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches],
+                    self._components, [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches]
                 )
         self.train(was_training)
         return self._mean_over_ranks(loss)
@@ -457,10 +452,7 @@ class Engine(nn.Module):
         )
 
     def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the weights in 16 bits in the Hugging Face layout; collective."""
         self._training_state.save_16bit(save_dir)

@@ -113,11 +113,7 @@ def init_distributed(
             source="process group",
         )
     if rank >= 0 and world_size > 0:
-        named = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
-        }
+        named = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
         info = read_rank_info({**os.environ, **named})
     else:
         info = read_rank_info()
@@ -132,12 +128,7 @@ def init_distributed(
     if init_method is None and not dist.is_torchelastic_launched():
         store = rendezvous(info, *_rendezvous_address(info, distributed_port), _timeout_seconds(timeout), _log.warning)
     dist.init_process_group(
-        backend,
-        init_method=init_method,
-        store=store,
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timeout,
+        backend, init_method=init_method, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
     )
     return info
 
@@ -227,13 +218,7 @@ def _one_dim_mesh(device: torch.device) -> DeviceMesh:
 
 def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:
     names = mesh.mesh_dim_names or ()
-    expected = {
-        DATA_AXIS: None,
-        "cp": dims.cp,
-        "sp": dims.sp,
-        "tp": dims.tp,
-        "pp": dims.pp,
-    }
+    expected = {DATA_AXIS: None, "cp": dims.cp, "sp": dims.sp, "tp": dims.tp, "pp": dims.pp}
     for name in names:
         size = mesh[name].size()
         if name not in expected and size > 1:

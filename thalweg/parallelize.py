@@ -297,11 +297,7 @@ def _apply_tp(
     tp_group = ParallelGroup(meshes.tp.get_group(), ledger=ledger)
     model_info = get_model_size(model)
     warn_cross_host_groups(
-        tp_group.process_group,
-        meshes.world_group,
-        model_info.num_layers or 1,
-        model_info.hidden_size or 1,
-        device,
+        tp_group.process_group, meshes.world_group, model_info.num_layers or 1, model_info.hidden_size or 1, device
     )
     return tp_group, apply_tensor_parallel(
         model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels
@@ -321,10 +317,7 @@ def _apply_ep(
     layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
     if section.autoep_size > 1:
         expert_filter = ExpertFilter(
-            section.moe_layer_pattern,
-            section.expert_pattern,
-            section.num_experts_attr,
-            section.use_grouped_mm,
+            section.moe_layer_pattern, section.expert_pattern, section.num_experts_attr, section.use_grouped_mm
         )
         layers |= find_experts(model, expert_filter)
         if not layers:

@@ -19,14 +19,7 @@ from dataclasses import dataclass
 from thalweg.comm.topology import HostTopology
 from thalweg.observe.table import format_table
 
-RING_FACTOR = {
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_reduce": 2,
-    "broadcast": 1,
-    "all_to_all": 1,
-    "barrier": 0,
-}
+RING_FACTOR = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "barrier": 0}
 _POINT_TO_POINT_KINDS = ("send", "header")
 
 

@@ -6,13 +6,7 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from thalweg.data.loader import StatefulLoader, build_loader, is_iterable_dataset
 from thalweg.data.sampler import EpochSampler
@@ -72,11 +66,7 @@ class PassthroughLoader:
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches of it handed over, as JSON scalars."""
         finished = self.at_epoch_end
-        return {
-            "version": 1,
-            "epoch": self._epoch + finished,
-            "batches": 0 if finished else self._batches,
-        }
+        return {"version": 1, "epoch": self._epoch + finished, "batches": 0 if finished else self._batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batches that had been handed over."""

@@ -90,8 +90,7 @@ class StepMeter:
         if not self._enabled:
             return None
         totals = torch.tensor(
-            [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens],
-            dtype=torch.float64,
+            [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens], dtype=torch.float64
         )
         if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(totals, group=self._group)

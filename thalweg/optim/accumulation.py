@@ -147,12 +147,7 @@ class AccumulationWindow:
 
     @contextmanager
     def backward(
-        self,
-        *,
-        loss_divided: bool,
-        retain_graph: bool,
-        num_micro_batches: int = 0,
-        loss: Tensor | None = None,
+        self, *, loss_divided: bool, retain_graph: bool, num_micro_batches: int = 0, loss: Tensor | None = None
     ) -> Iterator[None]:
         """The engine's backward pass of the micro-batch at hand, its loss divided by the window's size or not.
 

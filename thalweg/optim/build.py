@@ -22,14 +22,7 @@ from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import get_param, muon_groups
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
 from thalweg.optim.keyword_check import check_keywords, get_keyword_parameters, match_name
-from thalweg.optim.lr_scheduler import (
-    LRRangeTest,
-    LRScheduler,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 LR_SCHEDULERS: dict[str, type[LRScheduler]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)

@@ -59,13 +59,7 @@ from thalweg.comm.collectives.quantized import (
     PayloadFormatFn,
     single_segment_format,
 )
-from thalweg.comm.collectives.reducer import (
-    GradDivisor,
-    GradientMemory,
-    ReduceOptions,
-    Reducer,
-    ReplicatedReducer,
-)
+from thalweg.comm.collectives.reducer import GradDivisor, GradientMemory, ReduceOptions, Reducer, ReplicatedReducer
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 from thalweg.zero.policy import CommPolicy, ZeroPolicy
@@ -400,9 +394,7 @@ def _make_wire_reducer(
     if hosts is None:
         return AllToAllReduceScatter(name, options, _make_gradient_all_to_all(spec, reduce_group, topology, group))
     inner = QuantizedAllToAllReduce(
-        hosts.intra_host_group,
-        hosts.intra_host_topology,
-        single_segment_format(INTRA_HOST_GRADIENT_QUANTIZER),
+        hosts.intra_host_group, hosts.intra_host_topology, single_segment_format(INTRA_HOST_GRADIENT_QUANTIZER)
     )
     outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
     return TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)

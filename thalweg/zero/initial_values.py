@@ -60,9 +60,7 @@ def load_initial_values(
         shape, dtype, requires_grad = parameter.shape, parameter.dtype, parameter.requires_grad
         if is_expert_param(parameter):
             _set_parameter(
-                param_locations,
-                parameter.detach().to(precision.get_master_dtype(dtype, requires_grad)),
-                requires_grad,
+                param_locations, parameter.detach().to(precision.get_master_dtype(dtype, requires_grad)), requires_grad
             )
             continue
         if name in storages:
@@ -73,9 +71,7 @@ def load_initial_values(
         else:
             value = unsharded_values[name] if parameter.is_meta else broadcast_from_rank0(parameter)
             _set_parameter(
-                param_locations,
-                value.to(precision.get_master_dtype(dtype, requires_grad), copy=True),
-                requires_grad,
+                param_locations, value.to(precision.get_master_dtype(dtype, requires_grad), copy=True), requires_grad
             )
     for module_name, module in model.named_modules():
         for key, buffer in list(module._buffers.items()):

@@ -413,12 +413,7 @@ def _build_param_specs(
         if any(name == key or name.startswith(f"{key}.") for key in options.fp32_modules):
             compute_dtype = master_dtype
         param_specs[name] = ParamSpec(
-            name,
-            parameter.shape,
-            master_dtype,
-            compute_dtype,
-            num_shards,
-            requires_grad=parameter.requires_grad,
+            name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad
         )
     return param_specs
 
@@ -492,11 +487,6 @@ def _build_storages(
     is_shared = collectives.storage_kind == "shared"
     full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
     log_gather = partial(
-        collectives.ledger.timed,
-        "all_gather",
-        "parameters",
-        "shared",
-        full_bytes=full_bytes,
-        world_size=world_size,
+        collectives.ledger.timed, "all_gather", "parameters", "shared", full_bytes=full_bytes, world_size=world_size
     )
     return [*built, ResidentStorage(groups, storages, CastIntoUnsharded(), collectives.arena, log_gather)]

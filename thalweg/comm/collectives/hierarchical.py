@@ -186,11 +186,7 @@ class HierarchicalAllReduce(ReplicatedReducer):
     """Mean of one module's gradients over both levels, for FSDP2 over a mesh of one rank."""
 
     def __init__(
-        self,
-        hosts: HostGroups,
-        ring: SharedMemoryRing,
-        name: str,
-        options: ReduceOptions | None = None,
+        self, hosts: HostGroups, ring: SharedMemoryRing, name: str, options: ReduceOptions | None = None
     ) -> None:
         super().__init__(name, options)
         self._hosts, self._ring = hosts, ring
@@ -215,10 +211,7 @@ class HierarchicalAllReduce(ReplicatedReducer):
             chunk = torch.empty(length // hosts.num_hosts, dtype=output.dtype)
             sum_rows(received.unbind(0), chunk, self.mean_scale(world_size))
             all_gather_flat(local_sum, chunk, hosts.inter_host_group)
-            for link_bytes_fn in (
-                hosts.inter_host_topology.all_to_all_bytes,
-                hosts.inter_host_topology.ring_bytes,
-            ):
+            for link_bytes_fn in (hosts.inter_host_topology.all_to_all_bytes, hosts.inter_host_topology.ring_bytes):
                 call.add_bytes(*link_bytes_fn(chunk.nbytes))
             call.add_bytes(2 * (num_local_ranks - 1) * length * output.itemsize)
             ring.acquire_slot((length,), output.dtype, f"the reduction of {self._name!r}").copy_(local_sum)

@@ -209,11 +209,7 @@ class Reducer:
         world_size = group.size()
         scale = self.mean_scale(world_size if op == dist.ReduceOp.AVG else 1)
         with self._ledger.timed(
-            "reduce_scatter",
-            self._name,
-            self.transport,
-            full_bytes=input_tensor.nbytes,
-            world_size=world_size,
+            "reduce_scatter", self._name, self.transport, full_bytes=input_tensor.nbytes, world_size=world_size
         ) as call:
             rows = input_tensor.view(world_size, -1)
             replica_reduce = self._options.replica_reduce

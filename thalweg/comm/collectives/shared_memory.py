@@ -336,12 +336,7 @@ class SharedMemoryRing:
 class _SharedMemoryReducer(Reducer):
     """A reduction whose input is this rank's slot of a ring."""
 
-    def __init__(
-        self,
-        ring: SharedMemoryRing,
-        name: str,
-        options: ReduceOptions | None = None,
-    ) -> None:
+    def __init__(self, ring: SharedMemoryRing, name: str, options: ReduceOptions | None = None) -> None:
         super().__init__(name, options)
         self._ring = ring
 

@@ -117,16 +117,7 @@ class SGD(Fp32StateMixin, torch.optim.SGD):
             buffers: list[Tensor | None] = [s.get("momentum_buffer") for s in states]
             buffers = [b if b is None else to_local(b) for b in buffers]
             with working_copies(params) as (work, grads):
-                keys = (
-                    "weight_decay",
-                    "momentum",
-                    "lr",
-                    "dampening",
-                    "nesterov",
-                    "maximize",
-                    "foreach",
-                    "fused",
-                )
+                keys = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
                 options = {key: group[key] for key in keys}
                 new = [i for i, buffer in enumerate(buffers) if buffer is None]
                 existing = [i for i, buffer in enumerate(buffers) if buffer is not None]
@@ -147,12 +138,7 @@ ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 }
 
-_FUSED_DEVICES = {
-    "Adam": ("cpu", "cuda"),
-    "AdamW": ("cpu", "cuda"),
-    "SGD": ("cpu", "cuda"),
-    "Adagrad": ("cpu",),
-}
+_FUSED_DEVICES = {"Adam": ("cpu", "cuda"), "AdamW": ("cpu", "cuda"), "SGD": ("cpu", "cuda"), "Adagrad": ("cpu",)}
 
 
 def has_fused_kernel(name: str, params: Iterable[Tensor]) -> bool:

@@ -226,10 +226,7 @@ def read_moment_fp32(param: Tensor, state: Mapping[str, Any], moment: MomentSpec
     if piece.shape[0]:
         rows = piece.shape[0]
         dequantize_moment(
-            piece.view(rows, -1),
-            to_local(_match_layout(scales, param)),
-            moment.signed,
-            fp32_values.view(rows, -1),
+            piece.view(rows, -1), to_local(_match_layout(scales, param)), moment.signed, fp32_values.view(rows, -1)
         )
     return fp32_values
 

@@ -28,11 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
-from thalweg.optim.algorithms.distributed_matrices import (
-    MatrixSharding,
-    compute_on_owners,
-    get_matrix_placement,
-)
+from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, compute_on_owners, get_matrix_placement
 from thalweg.optim.algorithms.lion import check_hyperparameters, evaluate_closure
 from thalweg.optim.algorithms.muon_params import split_group
 from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthogonalize

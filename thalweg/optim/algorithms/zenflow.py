@@ -295,13 +295,7 @@ class ZenFlowAdam(AbstractAdam):
             if to_local(zenflow_param.param).data_ptr() != weight.data_ptr():
                 weight = weight.clone()
             jobs.append(
-                _bind(
-                    self._update_deferred_columns,
-                    dict(zenflow_param.group),
-                    zenflow_param.param,
-                    weight,
-                    pending,
-                )
+                _bind(self._update_deferred_columns, dict(zenflow_param.group), zenflow_param.param, weight, pending)
             )
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="thalweg-delayed")

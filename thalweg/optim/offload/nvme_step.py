@@ -255,10 +255,7 @@ class NvmeStep(StateInSwapFile):
 
         return float(
             global_grad_norm(
-                params,
-                replicate_group=replicate_group,
-                row_norms_fn=row_norms_fn,
-                partial_norms=partial_norms,
+                params, replicate_group=replicate_group, row_norms_fn=row_norms_fn, partial_norms=partial_norms
             )
         )
 

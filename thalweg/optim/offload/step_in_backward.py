@@ -340,11 +340,7 @@ class StepInBackward(StepListener):
         self.inner, self.optimizer, self.window = inner, optimizer, window
         self.partial_norms: dict[Tensor, PartialNorm] = {}
         self.skipped_units: list[str] = []
-        self._on_params_updated, self._in_place, self._grad_offload = (
-            on_params_updated,
-            in_place,
-            grad_offload,
-        )
+        self._on_params_updated, self._in_place, self._grad_offload = (on_params_updated, in_place, grad_offload)
         self._double_buffered, self._group = double_buffered, group
         self._loss_is_finite_everywhere = True
         self._incomplete_units: dict[str, list[Tensor]] = {}

@@ -238,12 +238,7 @@ class FSDPParamHandle:
         if layout is not None:
             meta_full = torch.empty(layout.shape, dtype=local.dtype, device="meta")
             spec = DTensor.from_local(
-                local,
-                layout.mesh,
-                layout.placements,
-                run_check=False,
-                shape=meta_full.shape,
-                stride=meta_full.stride(),
+                local, layout.mesh, layout.placements, run_check=False, shape=meta_full.shape, stride=meta_full.stride()
             )._spec
         elif spec.tensor_meta.dtype != local.dtype:
             meta = spec.tensor_meta._replace(dtype=local.dtype)

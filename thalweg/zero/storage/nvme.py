@@ -67,14 +67,7 @@ from thalweg.storage_io import BufferRing, EvictableMemory, IoFuture, SwapFile
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import HUGE_PAGE
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
-from thalweg.zero.storage.base import (
-    ParameterStorage,
-    ParamSpec,
-    PassKind,
-    ShardStorage,
-    StorageKind,
-    view_unsharded,
-)
+from thalweg.zero.storage.base import ParameterStorage, ParamSpec, PassKind, ShardStorage, StorageKind, view_unsharded
 
 PagingPhase = Literal["out", "coming", "in"]
 WRITE_CHUNK_BYTES = 16 << 20
@@ -531,11 +524,7 @@ def build_paged_storage(
             )
             packed_params.append(
                 PackedParam(
-                    packed_shard,
-                    dest_rows,
-                    None if is_packed_shard else shard,
-                    base + packed_offset,
-                    storage.version,
+                    packed_shard, dest_rows, None if is_packed_shard else shard, base + packed_offset, storage.version
                 )
             )
         release_dest_pages = _make_page_release(arena, rows) if arena is not None and rows else None
@@ -623,13 +612,7 @@ class NvmeMasterStorage(PagedShardStorage):
     rank's rows of it, padded."""
 
     def __init__(
-        self,
-        spec: ParamSpec,
-        rank: int,
-        swap: SwapFile,
-        writer: SwapFileWriter,
-        unsharded: Tensor,
-        rows: Tensor,
+        self, spec: ParamSpec, rank: int, swap: SwapFile, writer: SwapFileWriter, unsharded: Tensor, rows: Tensor
     ) -> None:
         offset = swap.allocate(_master_bytes(spec))
         shard = swap.view(offset, spec.padded_shape, spec.master_dtype)
