@@ -38,6 +38,7 @@ from torch import Tensor
 
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, RemapTable, round_up
 from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
 from thalweg.utils.log import get_logger
 
@@ -246,6 +247,20 @@ class SwapFile:
         """Store the contiguous CPU tensor ``source`` at ``offset``; it must not change until the ticket is
         done."""
         return self._transfer(self._write_block, offset, source)
+
+    @torch.no_grad()
+    def write_through(self, offset: int, source: Tensor, dtype: torch.dtype, ring: BufferRing) -> None:
+        """Store ``source`` as ``dtype`` at ``offset`` by way of the buffers of ``ring``: past the mapping and the page
+        cache; returns when it is done."""
+        step, futures = ring.buffer_bytes // dtype.itemsize, list[IoFuture]()
+        for turn, piece in enumerate(source.reshape(-1).split(step)):
+            if turn >= len(ring):
+                futures[turn - len(ring)].wait()
+            buffer = ring[turn].view(dtype)[: piece.numel()]
+            buffer.copy_(piece)
+            futures.append(self.write(offset + turn * step * dtype.itemsize, buffer))
+        for future in futures:
+            future.wait()
 
     def close(self) -> None:
         """End all transfers and give the file back; views that somebody still holds stay readable."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thalweg.comm import SharedMemoryArena
+from thalweg.comm.collectives.shared_memory import SharedMemoryArena
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 
 StorageKind = Literal["shared", "private", "wire"]

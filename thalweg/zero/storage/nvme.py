@@ -60,7 +60,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm import SharedMemoryArena
+from thalweg.comm.collectives.shared_memory import SharedMemoryArena
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
 from thalweg.storage_io import BufferRing, EvictableMemory, IoFuture, SwapFile
@@ -493,7 +493,7 @@ def build_paged_storage(
     # Units begin on huge pages, so that these stay whole as they go from one unit to another.
     memory_bytes = sum(round_up(plan.packed_bytes, HUGE_PAGE) for plan in file_layouts.values())
     memory = EvictableMemory(memory_bytes, align=HUGE_PAGE)
-    writer = SwapFileWriter(swap)
+    ring = BufferRing(2, WRITE_CHUNK_BYTES)  # so that nothing is mapped or cached as values are written
     storages: dict[str, PagedShardStorage] = {}
     paged_units = []
     for name, plan in file_layouts.items():
@@ -518,7 +518,7 @@ def build_paged_storage(
             compute_copy = (
                 None if is_packed_shard else swap.view(base + packed_offset, spec.padded_shape, spec.compute_dtype)
             )
-            write_rows = writer.make_write_fn(shard, master_offset, base + packed_offset, packed_shard)
+            write_rows = _make_write_fn(swap, ring, shard, master_offset, base + packed_offset, packed_shard)
             storage = storages[spec.name] = PagedShardStorage(
                 spec, rank, shard, unsharded, compute_copy, write_rows, packed_shard
             )
@@ -563,40 +563,18 @@ class _UnitFileLayout:
         self.file_bytes = end
 
 
-class SwapFileWriter:
-    """Writes values into a swap file through two buffers, so that nothing is mapped or cached."""
+def _make_write_fn(
+    swap: SwapFile, ring: BufferRing, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor
+) -> Callable[[Tensor], None]:
+    """A function that stores rows at ``master_offset`` in the file and, cast, at ``compute_offset``."""
 
-    def __init__(self, swap: SwapFile) -> None:
-        self._swap, self._ring = swap, BufferRing(2, WRITE_CHUNK_BYTES)
-
-    def make_write_fn(
-        self, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor
-    ) -> Callable[[Tensor], None]:
-        """A function that stores rows at ``master_offset`` in the file and, cast, at ``compute_offset``."""
-        targets = [(master_offset, shard.dtype)]
+    def write(rows: Tensor) -> None:
+        swap.write_through(master_offset, rows, shard.dtype, ring)
         if master_offset != compute_offset:
-            targets.append((compute_offset, packed_shard.dtype))
+            swap.write_through(compute_offset, rows, packed_shard.dtype, ring)
+        ring.release_memory()
 
-        def write(rows: Tensor) -> None:
-            for offset, dtype in targets:
-                self._write_in_chunks(rows.reshape(-1), offset, dtype)
-            self._ring.release_memory()
-
-        return write
-
-    @torch.no_grad()
-    def _write_in_chunks(self, flat: Tensor, offset: int, dtype: torch.dtype) -> None:
-        step = WRITE_CHUNK_BYTES // dtype.itemsize
-        futures = []
-        for index, first in enumerate(range(0, flat.numel(), step)):
-            chunk = flat[first : first + step]
-            if index >= len(self._ring):
-                futures[index - len(self._ring)].wait()
-            buffer = self._ring[index].view(dtype)[: chunk.numel()]
-            buffer.copy_(chunk)
-            futures.append(self._swap.write(offset + first * dtype.itemsize, buffer))
-        for future in futures:
-            future.wait()
+    return write
 
 
 def _make_page_release(arena: SharedMemoryArena, rows: Sequence[tuple[int, int]]) -> Callable[[], None]:
@@ -612,11 +590,12 @@ class NvmeMasterStorage(PagedShardStorage):
     rank's rows of it, padded."""
 
     def __init__(
-        self, spec: ParamSpec, rank: int, swap: SwapFile, writer: SwapFileWriter, unsharded: Tensor, rows: Tensor
+        self, spec: ParamSpec, rank: int, swap: SwapFile, ring: BufferRing, unsharded: Tensor, rows: Tensor
     ) -> None:
         offset = swap.allocate(_master_bytes(spec))
         shard = swap.view(offset, spec.padded_shape, spec.master_dtype)
-        super().__init__(spec, rank, shard, unsharded, rows, writer.make_write_fn(shard, offset, offset, shard), rows)
+        write_rows = _make_write_fn(swap, ring, shard, offset, offset, shard)
+        super().__init__(spec, rank, shard, unsharded, rows, write_rows, rows)
         self._unsharded_rows, self._cast_version = rows, 0
 
     def load_full(self, full: Tensor) -> None:
@@ -684,7 +663,7 @@ def build_nvme_masters(
         return None
     num_bytes = sum(_master_bytes(spec) for spec in master_specs.values())
     swap = SwapFile(offload.optimizer_folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
-    writer = SwapFileWriter(swap)
+    ring = BufferRing(2, WRITE_CHUNK_BYTES)  # so that nothing is mapped or cached as values are written
     storages: dict[str, PagedShardStorage] = {}
     for name, spec in master_specs.items():
         if storage_kind == "shared":
@@ -692,7 +671,7 @@ def build_nvme_masters(
             unsharded, rows = view_unsharded(spec, rank, arena, arena.reserve(spec.unsharded_bytes))
         else:
             unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
-        storages[name] = NvmeMasterStorage(spec, rank, swap, writer, unsharded, rows)
+        storages[name] = NvmeMasterStorage(spec, rank, swap, ring, unsharded, rows)
     return ParamPaging(swap, Pager((), 2), storages)
 
 
