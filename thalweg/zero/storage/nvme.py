@@ -168,12 +168,10 @@ class PagedUnit:
         name: str,
         swap: SwapFile,
         memory: EvictableMemory,
-        *,
         file_offset: int,
         memory_offset: int,
         nbytes: int,
         params: Sequence[PackedParam],
-        release_dest_pages: Callable[[], None] | None = None,
     ) -> None:
         self.name, self.swap, self.params = name, swap, params
         self.phase: PagingPhase = "out"
@@ -184,52 +182,51 @@ class PagedUnit:
         self._bytes = memory.tensor(memory_offset, (nbytes,), torch.uint8)
         self.reserved_bytes = round_up(nbytes, HUGE_PAGE)  # of addresses; what is dropped and moved
         self._pending_read = IoFuture()
-        self._release_dest_pages = release_dest_pages
+        # Gives back the pages of the unsharded parameters, where those are not the packed unit itself.
+        self.release_dest_pages: Callable[[], None] | None = None
         self._versions = [param.version() for param in params]
 
     def start_read(self, page_source: PagedUnit | None = None) -> None:
         """Start reading, into the pages of ``page_source`` if there is one: an evicted unit of the same size."""
-        if self.phase == "out":
-            self.rewrite_stale()
-            if page_source is not None and page_source is not self:
-                assert page_source.phase == "out" and page_source.reserved_bytes == self.reserved_bytes, (
-                    page_source.name,
-                    self.name,
-                )
-                if not self._memory.move_pages(page_source._memory_offset, self._memory_offset, self.reserved_bytes):
-                    page_source.release_pages()
-            self._pending_read = self.swap.read(self._file_offset, self._bytes)
-            self.phase = "coming"
+        if self.phase != "out":
+            return
+        self.rewrite_stale()
+        if page_source is not None and page_source is not self:
+            assert page_source.phase == "out" and page_source.reserved_bytes == self.reserved_bytes
+            if not self._memory.move_pages(page_source._memory_offset, self._memory_offset, self.reserved_bytes):
+                page_source.release_pages()
+        self._pending_read = self.swap.read(self._file_offset, self._bytes)
+        self.phase = "coming"
 
     def wait_read(self) -> None:
         """Return when the unsharded parameters hold the bytes."""
         self.start_read()
-        if self.phase == "coming":
-            try:
-                self._pending_read.wait()
-            except BaseException:  # the next use reads again
-                self.phase = "out"
-                self.release_pages()
-                raise
-            copies = [(param.dest_rows, param.packed_shard) for param in self.params if param.dest_rows is not None]
-            with torch.no_grad():
-                for dest_rows, packed_shard in copies:
-                    dest_rows.copy_(packed_shard)
-            if copies:
-                self.release_pages()
-            self.phase = "in"
+        if self.phase == "in":
+            return
+        try:
+            self._pending_read.wait()
+        except BaseException:  # the next use reads again
+            self.phase = "out"
+            self.release_pages()
+            raise
+        with torch.no_grad():
+            for param in self.params:
+                if param.dest_rows is not None:
+                    param.dest_rows.copy_(param.packed_shard)
+        if any(param.dest_rows is not None for param in self.params):
+            self.release_pages()
+        self.phase = "in"
 
     def evict(self) -> bool:
         """Its bytes are not needed any more; whether it leaves pages behind."""
         if self.phase == "coming":
             self._pending_read.wait_ignoring_errors()
-        leaves_pages = self.phase != "out" and self._release_dest_pages is None
-        if self.phase != "out":
-            if self._release_dest_pages is not None:
-                self.release_pages()
-                self._release_dest_pages()
-            self.phase = "out"
-        return leaves_pages
+        was_out, self.phase = self.phase == "out", "out"
+        if was_out or self.release_dest_pages is None:
+            return not was_out
+        self.release_pages()
+        self.release_dest_pages()
+        return False
 
     def release_pages(self) -> None:
         """Give the packed unit's pages back."""
@@ -320,10 +317,8 @@ class Pager:
     def _start_read(self, unit: PagedUnit) -> None:
         if unit.phase != "out":
             return
-        if unit in self._evicted:
-            page_source = unit
-        else:
-            page_source = next((one for one in self._evicted if one.reserved_bytes == unit.reserved_bytes), None)
+        page_sources = [one for one in self._evicted if one.reserved_bytes == unit.reserved_bytes]
+        page_source = unit if unit in page_sources else next(iter(page_sources), None)
         if page_source is not None:
             self._evicted.remove(page_source)
         unit.start_read(page_source)
@@ -459,7 +454,11 @@ def build_unit_paging(
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> ParamPaging | None:
-    """The paging of the units that do not stay in memory, or None; ``resident_modules`` always do."""
+    """The paging of the units that do not stay in memory, or None; ``resident_modules`` always do.
+
+    Raises:
+        ValueError: the folder cannot be used, or its disk is too small.
+    """
     if not offload.uses_nvme:
         return None
     names = [*resident_modules, *units]
@@ -470,97 +469,50 @@ def build_unit_paging(
     paged = select_paged_units(specs_by_unit, offload, resident_modules)
     if not paged:
         return None
-    return build_paged_storage(specs_by_unit, paged, offload, rank=rank, storage_kind=storage_kind, arena=arena)
-
-
-def build_paged_storage(
-    units: dict[str, list[ParamSpec]],
-    paged: Sequence[str],
-    offload: ParamOffloadPolicy,
-    *,
-    rank: int,
-    storage_kind: StorageKind,
-    arena: SharedMemoryArena | None,
-) -> ParamPaging:
-    """Make the swap file and the storages of the ``paged`` units.
-
-    Raises:
-        ValueError: the folder cannot be used, or its disk is too small.
-    """
-    file_layouts = {name: _UnitFileLayout(units[name]) for name in paged}
-    num_bytes = sum(file_layout.file_bytes for file_layout in file_layouts.values())
+    packed_bytes = {name: sum(map(_packed_bytes, specs_by_unit[name])) for name in paged}
+    masters = {
+        name: [spec for spec in specs_by_unit[name] if spec.master_dtype != spec.compute_dtype] for name in paged
+    }
+    file_bytes = {name: packed_bytes[name] + sum(map(_master_bytes, masters[name])) for name in paged}
+    num_bytes = sum(file_bytes.values())
     swap = SwapFile(offload.folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
     # Units begin on huge pages, so that these stay whole as they go from one unit to another.
-    memory_bytes = sum(round_up(plan.packed_bytes, HUGE_PAGE) for plan in file_layouts.values())
-    memory = EvictableMemory(memory_bytes, align=HUGE_PAGE)
+    memory = EvictableMemory(sum(round_up(size, HUGE_PAGE) for size in packed_bytes.values()), align=HUGE_PAGE)
     ring = BufferRing(2, WRITE_CHUNK_BYTES)  # so that nothing is mapped or cached as values are written
     storages: dict[str, PagedShardStorage] = {}
     paged_units = []
-    for name, plan in file_layouts.items():
-        base, start = swap.allocate(plan.file_bytes), memory.allocate(plan.packed_bytes)
-        packed_params, rows = [], []
-        for spec in plan.specs:
-            packed_offset = plan.packed_offsets[spec.name]
-            packed_shard = memory.tensor(start + packed_offset, spec.padded_shape, spec.compute_dtype)
+    for name in paged:
+        base, start = swap.allocate(file_bytes[name]), memory.allocate(packed_bytes[name])
+        packed_params, rows, offset, next_master = [], [], 0, base + packed_bytes[name]
+        for spec in specs_by_unit[name]:
+            packed_shard = memory.tensor(start + offset, spec.padded_shape, spec.compute_dtype)
             unsharded, dest_rows = None, None
             if storage_kind == "private":
                 # A tensor of its own over the packed bytes: refreshing those is no change to a parameter.
-                unsharded = memory.tensor(start + packed_offset, spec.shape, spec.compute_dtype)
+                unsharded = memory.tensor(start + offset, spec.shape, spec.compute_dtype)
             elif storage_kind == "shared":
                 assert arena is not None
                 arena_offset = arena.reserve(spec.unsharded_bytes)
                 unsharded, dest_rows = view_unsharded(spec, rank, arena, arena_offset)
-                size = dest_rows.nbytes
-                rows.append((arena_offset + rank * size, size))
-            master_offset = base + plan.master_offsets.get(spec.name, packed_offset)
+                rows.append((arena_offset + rank * dest_rows.nbytes, dest_rows.nbytes))
+            file_offset, master_offset, compute_copy = base + offset, base + offset, None
+            if spec.master_dtype != spec.compute_dtype:
+                master_offset, next_master = next_master, next_master + _master_bytes(spec)
+                compute_copy = swap.view(file_offset, spec.padded_shape, spec.compute_dtype)
             shard = swap.view(master_offset, spec.padded_shape, spec.master_dtype)
-            is_packed_shard = spec.name not in plan.master_offsets
-            compute_copy = (
-                None if is_packed_shard else swap.view(base + packed_offset, spec.padded_shape, spec.compute_dtype)
-            )
-            write_rows = _make_write_fn(swap, ring, shard, master_offset, base + packed_offset, packed_shard)
+            write_rows = _make_write_fn(swap, ring, shard, master_offset, file_offset, packed_shard)
             storage = storages[spec.name] = PagedShardStorage(
                 spec, rank, shard, unsharded, compute_copy, write_rows, packed_shard
             )
-            packed_params.append(
-                PackedParam(
-                    packed_shard, dest_rows, None if is_packed_shard else shard, base + packed_offset, storage.version
-                )
-            )
-        release_dest_pages = _make_page_release(arena, rows) if arena is not None and rows else None
-        paged_units.append(
-            PagedUnit(
-                name,
-                swap,
-                memory,
-                file_offset=base,
-                memory_offset=start,
-                nbytes=plan.packed_bytes,
-                params=packed_params,
-                release_dest_pages=release_dest_pages,
-            )
-        )
+            master_shard = None if compute_copy is None else shard
+            packed_params.append(PackedParam(packed_shard, dest_rows, master_shard, file_offset, storage.version))
+            offset += _packed_bytes(spec)
+        unit = PagedUnit(name, swap, memory, base, start, packed_bytes[name], packed_params)
+        if arena is not None and rows:
+            unit.release_dest_pages = partial(_release_pages, arena, rows)
+        paged_units.append(unit)
     barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
     return ParamPaging(swap, Pager(paged_units, offload.max_units_in_memory, barrier), storages)
-
-
-class _UnitFileLayout:
-    """Offsets of one unit's parameters in its packed form, and of masters behind it."""
-
-    def __init__(self, specs: Sequence[ParamSpec]) -> None:
-        self.specs = specs
-        self.packed_offsets: dict[str, int] = {}
-        self.master_offsets: dict[str, int] = {}
-        end = 0
-        for spec in specs:
-            self.packed_offsets[spec.name] = end
-            end += round_up(prod(spec.padded_shape) * spec.compute_dtype.itemsize)
-        self.packed_bytes = end
-        for spec in specs:
-            if spec.master_dtype != spec.compute_dtype:
-                self.master_offsets[spec.name] = end
-                end += round_up(prod(spec.padded_shape) * spec.master_dtype.itemsize)
-        self.file_bytes = end
 
 
 def _make_write_fn(
@@ -577,12 +529,9 @@ def _make_write_fn(
     return write
 
 
-def _make_page_release(arena: SharedMemoryArena, rows: Sequence[tuple[int, int]]) -> Callable[[], None]:
-    def release_pages() -> None:
-        for offset, size in rows:
-            arena.release_pages(offset, size)
-
-    return release_pages
+def _release_pages(arena: SharedMemoryArena, ranges: Sequence[tuple[int, int]]) -> None:
+    for offset, size in ranges:
+        arena.release_pages(offset, size)
 
 
 class NvmeMasterStorage(PagedShardStorage):
@@ -631,8 +580,10 @@ def build_param_paging(
     Raises:
         ValueError: on all ranks, if one of them cannot make its swap file.
     """
-    build_fn = build_unit_paging if offload.uses_nvme or several_hosts else build_nvme_masters
-    build = partial(build_fn, param_specs, units, offload, resident_modules, rank, storage_kind, arena)
+    if offload.uses_nvme or several_hosts:
+        build = partial(build_unit_paging, param_specs, units, offload, resident_modules, rank, storage_kind, arena)
+    else:
+        build = partial(build_nvme_masters, param_specs, offload, rank, storage_kind, arena)
     if not offload.uses_nvme and offload.optimizer_device != "nvme":
         return build()
     return all_ranks_or_raise(build, "a swap file for its parameters", group)
@@ -644,16 +595,13 @@ def _has_separate_master(spec: ParamSpec) -> bool:
 
 def build_nvme_masters(
     param_specs: Mapping[str, ParamSpec],
-    units: Iterable[str],
     offload: ParamOffloadPolicy,
-    resident_modules: Sequence[str],
     rank: int,
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> ParamPaging | None:
-    """The swap file with the masters of ``param_specs``; None where there are none, or no compute copy.
-
-    The arguments are those of ``build_unit_paging``, which this replaces where units stay in memory.
+    """The swap file with the masters of ``param_specs``, whose units stay in memory; None where there are none, or
+    no compute copy.
 
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.
@@ -673,6 +621,10 @@ def build_nvme_masters(
             unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
         storages[name] = NvmeMasterStorage(spec, rank, swap, ring, unsharded, rows)
     return ParamPaging(swap, Pager((), 2), storages)
+
+
+def _packed_bytes(spec: ParamSpec) -> int:
+    return round_up(prod(spec.padded_shape) * spec.compute_dtype.itemsize)
 
 
 def _master_bytes(spec: ParamSpec) -> int:
