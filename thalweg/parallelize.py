@@ -12,11 +12,11 @@ their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ from thalweg.parallel.expert.detect import ExpertFilter, find_experts
 from thalweg.parallel.expert.expert_parallel import ExpertLayer, shard_experts
 from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
 from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
-from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks
+from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunner
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel.sequence.sequence_parallel import (
     SequenceGroups,
@@ -75,33 +75,6 @@ from thalweg.zero.units import find_units, is_expert_list
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 
-class WindowRunner(Protocol):
-    """Runs whole windows, where one forward and one backward at a time will not do.
-
-    ``unsupported_message``: what a caller of forward, backward or step is told; ``needs_batch``: whether this rank
-    reads the data.
-    """
-
-    unsupported_message: str
-
-    @property
-    def needs_batch(self) -> bool:
-        """Whether this rank reads the data."""
-        ...
-
-    def agree_micro_batches(self, batches: Sequence[Any] | None) -> list[Any]:
-        """The window that all ranks can run; None from one that reads no data; collective."""
-        ...
-
-    def train(self, batches: Sequence[Any]) -> Tensor:
-        """Forward and backward of a window; its mean loss."""
-        ...
-
-    def evaluate(self, batches: Sequence[Any]) -> Tensor:
-        """The mean loss of a window."""
-        ...
-
-
 @dataclass
 class Components:
     """What an engine drives."""
@@ -118,7 +91,7 @@ class Components:
     loss_normalizer: LossNormalizer
     meshes: ParallelMeshes
     device: torch.device
-    runner: WindowRunner | None = None
+    runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
 
     @property
@@ -444,11 +417,8 @@ def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_s
     if optimizer is None:
         return user_scheduler
     if user_scheduler is not None:
-        built: Any = (
-            user_scheduler(optimizer)
-            if callable(user_scheduler) and not hasattr(user_scheduler, "step")
-            else user_scheduler
-        )
+        makes_one = callable(user_scheduler) and not hasattr(user_scheduler, "step")
+        built: Any = user_scheduler(optimizer) if makes_one else user_scheduler
         if getattr(built, "optimizer", None) is optimizer.inner:
             built.optimizer = optimizer
         return built
