@@ -436,7 +436,6 @@ def _make_meter(config: Config, meshes: ParallelMeshes, model_info: ModelSize) -
         build_recorder(config, rank=dist.get_rank()),
         group=meshes.fsdp.get_group(),
         num_batch_copies=1 if meshes.sequence is None else meshes.sequence.size(),
-        enabled=True,
         flops_per_token=partial(flops_per_token, model_info),
         memory_mib=lambda: resident_mib(peak=True),
     )

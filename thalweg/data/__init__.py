@@ -1,7 +1,7 @@
 """Text to documents, documents to tokens, tokens to blocks, blocks to each rank's batches."""
 
 from thalweg.data.batches import cycle
-from thalweg.data.corpus import Document, read_files, read_folder, split_held_out, stdlib_documents
+from thalweg.data.corpus import Document, read_folder, split_held_out, stdlib_documents
 from thalweg.data.loader import StatefulLoader, build_loader
 from thalweg.data.packing import PackedDataset, open_tokens, pack, save_tokens
 from thalweg.data.sampler import EpochSampler, permutation
@@ -20,7 +20,6 @@ __all__ = [
     "open_tokens",
     "pack",
     "permutation",
-    "read_files",
     "read_folder",
     "save_tokens",
     "split_held_out",

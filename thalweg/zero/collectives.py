@@ -109,11 +109,11 @@ class ReplicaGroup:
     all_reduce: wire.AllReduceSum | quantized.QuantizedAllReduceSum
 
     @classmethod
-    def build(cls, mics_mesh: DeviceMesh, device: torch.device, quantized: bool) -> ReplicaGroup:
+    def build(cls, mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaGroup:
         """Over the outer axis of ``mics_mesh``; collective over it."""
         group = mics_mesh.get_group(0)
         topology = HostTopology.discover(group, device)
-        all_reduce_type = quantized.QuantizedAllReduceSum if quantized else wire.AllReduceSum
+        all_reduce_type = quantized.QuantizedAllReduceSum if in_few_bits else wire.AllReduceSum
         return cls(mics_mesh.size(0), all_reduce_type(group, topology))
 
 
@@ -235,12 +235,12 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
         messages["zero_hpz_partition_size"] = (
             "free on one host: parameters lie once in memory that its ranks share; nothing is ever gathered"
         )
-    quantized = {
+    idle = {
         "zero_quantized_weights": comm_policy.quantized_weights,
         "zero_quantized_nontrainable_weights": comm_policy.quantized_frozen_weights,
         "zero_quantized_gradients": comm_policy.quantized_gradients and spec.replicas is None,
     }
-    for name in (name for name, on in quantized.items() if on):
+    for name in (name for name, on in idle.items() if on):
         messages[name] = "nothing travels between ranks that share one host's memory, so nothing is rounded"
     return spec.build(
         "shared",
