@@ -161,7 +161,7 @@ def parallelize(
     mesh = meshes.fsdp
     model_info = get_model_info(model)
     loss_normalizer = build_loss_normalizer(config, config.gradient_accumulation_steps, meshes, device)
-    scaler = LossScaler.from_config(config.fp16)
+    scaler = LossScaler(config.fp16)
     original_model = model
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model

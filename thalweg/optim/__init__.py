@@ -22,7 +22,7 @@ from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import muon_groups
 from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.local_optimizer import to_local_optimizer
-from thalweg.optim.loss_scaler import LossScaleFloorError, LossScalePolicy, LossScaler
+from thalweg.optim.loss_scaler import LossScaleFloorError, LossScaler
 from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from thalweg.optim.norms import global_grad_norm
 
@@ -32,7 +32,6 @@ __all__ = [
     "Lamb",
     "Lion",
     "LossScaleFloorError",
-    "LossScalePolicy",
     "LossScaler",
     "Muon",
     "OneCycle",

@@ -113,7 +113,8 @@ class SGD(StepMixin, torch.optim.SGD):
             with working_copies(params) as (work, grads):
                 for is_new in (True, False):  # the fused kernel wants all buffers or none
                     chosen = [i for i, buffer in enumerate(buffers) if (buffer is None) == is_new]
-                    some_work, some_grads, momenta = ([items[i] for i in chosen] for items in (work, grads, buffers))
+                    some_work, some_grads = [work[i] for i in chosen], [grads[i] for i in chosen]
+                    momenta: list[Any] = [buffers[i] for i in chosen]
                     if chosen:
                         sgd(some_work, some_grads, momenta, has_sparse_grad=False, **options)
                     if is_new and group["momentum"]:

@@ -132,7 +132,8 @@ class LowBitAdam(_LowBitOptimizer, AbstractAdam):
     """
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, moments: list[Tensor], count: int) -> None:
-        fused_adam_step(group, param, grad, *moments, float(count - 1))
+        exp_avg, exp_avg_sq = moments
+        fused_adam_step(group, param, grad, exp_avg, exp_avg_sq, float(count - 1))
 
 
 class LowBitLion(_LowBitOptimizer, Lion):

@@ -226,10 +226,10 @@ class Muon(StepMixin, torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0, device=to_local(param).device)
                 state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
         states = [self.state[p] for p in params]
-        moments = [[to_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")]
+        first, second = ([to_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
         options = {"eps": group["eps"], "lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
         options["beta1"], options["beta2"] = group["betas"]
         steps = [state["step"] for state in states]
         with working_copies(params) as (work, grads):
-            adamw(work, grads, *moments, [], steps, fused=fused, amsgrad=False, maximize=False, **options)
+            adamw(work, grads, first, second, [], steps, fused=fused, amsgrad=False, maximize=False, **options)
