@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,12 +120,14 @@ def init_distributed(
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
-    if info.world_size == 1 and init_method is None:
-        dist.init_process_group(backend, store=_in_memory_store(), rank=0, world_size=1, timeout=timeout)
+    if info.world_size == 1 and init_method is None:  # which meets nobody
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return info
     store = None
     if init_method is None and not dist.is_torchelastic_launched():
-        store = rendezvous(info, *_rendezvous_address(info, distributed_port), _timeout_seconds(timeout), _log.warning)
+        seconds = 600.0 if timeout is None else timeout.total_seconds()
+        store = rendezvous(info, *_rendezvous_address(info, distributed_port), seconds, _log.warning)
     dist.init_process_group(
         backend, init_method=init_method, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
     )
@@ -137,21 +138,10 @@ def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
     """Where rank 0 listens, by the launcher's variables."""
     if info.master_addr is None and info.local_world_size != info.world_size:
         raise ValueError(
-            f"MASTER_ADDR is not set, and {info.world_size - info.local_world_size} of the "
-            f"{info.world_size} ranks "
-            "are on other hosts: export MASTER_ADDR, the address of rank 0's host, to all (`mpirun -x "
-            "MASTER_ADDR`)"
+            f"MASTER_ADDR is not set, and {info.world_size - info.local_world_size} of the {info.world_size} ranks "
+            "are on other hosts: export MASTER_ADDR, the address of rank 0's host, to all (`mpirun -x MASTER_ADDR`)"
         )
     return info.master_addr or "127.0.0.1", info.master_port or default_port
-
-
-def _timeout_seconds(timeout: timedelta | None) -> float:
-    return 600.0 if timeout is None else timeout.total_seconds()
-
-
-def _in_memory_store() -> Any:
-    """A store for a job of one rank, which meets nobody."""
-    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def build_meshes(
@@ -168,7 +158,10 @@ def build_meshes(
     if mesh is not None:
         _check_user_mesh(mesh, dims)
     if dims == ParallelDims():
-        fsdp = mesh[DATA_AXIS] if mesh is not None else _one_dim_mesh(device)
+        world = (dist.get_world_size(),)
+        fsdp = (
+            mesh[DATA_AXIS] if mesh is not None else init_device_mesh(device.type, world, mesh_dim_names=(DATA_AXIS,))
+        )
         return ParallelMeshes(fsdp, fsdp)
     degree_by_key = {
         "pipeline.stages": dims.pp,
@@ -210,10 +203,6 @@ def _new_reverse_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
         local_group = new_group if dist.get_rank() in ranks else local_group
     assert local_group is None or isinstance(local_group, dist.ProcessGroup)
     return local_group
-
-
-def _one_dim_mesh(device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
 
 
 def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:

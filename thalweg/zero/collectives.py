@@ -40,6 +40,7 @@ from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
 from thalweg.zero.storage.cross_host_sync import CrossHostSync
 
 ReducerFactory = Callable[[str, FSDPGroupHandle, ReduceOptions], Reducer]
+ReplicaSum = wire.AllReduceSum | quantized.QuantizedAllReduceSum
 AllGatherFactory = Callable[[str, FSDPGroupHandle], Any]
 _NUM_GATHER_SLOTS = 4
 # A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
@@ -54,8 +55,8 @@ class Collectives:
     ``divisor``, ``memory``: common to all reductions; ``separate_masters``: parameters whose shards lie beside the
     shared copy; ``cross_host_sync``: what brings the copies of several hosts up to date; ``async_reduction``: what
     reduces during the backward pass; ``hpz_group_size``: ranks among which FSDP2 keeps gathered parameters for the
-    backward pass; ``replicas``: the ranks that hold the same shard; ``option_messages``: what an option comes to
-    here, by its name.
+    backward pass; ``replicas``: the sum over the ranks that hold the same shard; ``option_messages``: what an option
+    comes to here, by its name.
     """
 
     storage_kind: StorageKind
@@ -70,7 +71,7 @@ class Collectives:
     cross_host_sync: CrossHostSync | None = None
     separate_masters: frozenset[str] = frozenset()
     hpz_group_size: int = 1
-    replicas: ReplicaGroup | None = None
+    replicas: ReplicaSum | None = None
     option_messages: dict[str, str] = field(default_factory=dict)
     async_reduction: AsyncReduction | None = None
 
@@ -95,26 +96,19 @@ class Collectives:
     def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
         options = ReduceOptions(self.ledger, self.output_dtype, self.divisor, self.memory)
         if self.replicas is not None:
-            options = replace(options, num_replicas=self.replicas.num_replicas, replica_reduce=self.replicas.all_reduce)
+            num_replicas = len(self.replicas.topology.host_ids)
+            options = replace(options, num_replicas=num_replicas, replica_reduce=self.replicas)
         if self.async_reduction is not None:
             options = replace(options, try_submit=self.async_reduction.make_try_submit(group, self.output_dtype))
         return options
 
 
-@dataclass(frozen=True)
-class ReplicaGroup:
-    """The ranks that hold the same shard (MiCS), and the sum of gradients over them."""
-
-    num_replicas: int
-    all_reduce: wire.AllReduceSum | quantized.QuantizedAllReduceSum
-
-    @classmethod
-    def build(cls, mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaGroup:
-        """Over the outer axis of ``mics_mesh``; collective over it."""
-        group = mics_mesh.get_group(0)
-        topology = HostTopology.discover(group, device)
-        all_reduce_type = quantized.QuantizedAllReduceSum if in_few_bits else wire.AllReduceSum
-        return cls(mics_mesh.size(0), all_reduce_type(group, topology))
+def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaSum:
+    """The sum of gradients over the ranks that hold the same shard (MiCS: the outer axis of ``mics_mesh``); collective
+    over them."""
+    group = mics_mesh.get_group(0)
+    topology = HostTopology.discover(group, device)
+    return (quantized.QuantizedAllReduceSum if in_few_bits else wire.AllReduceSum)(group, topology)
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ class CollectivesSpec:
     root_bytes: int
     output_dtype: torch.dtype
     timeout: float
-    replicas: ReplicaGroup | None = None
+    replicas: ReplicaSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
     # Whether shards rest in host memory, from where FSDP2 copies them to the device, also where one rank is alone.
@@ -174,7 +168,7 @@ class CollectivesSpec:
         if self.replicas is None:
             return possible
         flag = torch.tensor(int(possible), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.replicas.all_reduce.group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.replicas.group)
         return bool(flag)
 
 

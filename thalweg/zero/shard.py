@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from thalweg.comm import CommsLog
 from thalweg.storage_io import SwapFile
-from thalweg.zero.collectives import Collectives, CollectivesSpec, ReplicaGroup, build_collectives
+from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.gathered_parameters import register_sharded_model
@@ -324,7 +324,7 @@ def shard_model(
         root_bytes=max_unit_grad_bytes(param_specs, blocks, reduce_dtype),
         output_dtype=options.precision.master_dtype,
         timeout=options.timeout,
-        replicas=None if mics_mesh is None else ReplicaGroup.build(mics_mesh, device, quantized_gradients),
+        replicas=None if mics_mesh is None else build_replica_sum(mics_mesh, device, quantized_gradients),
         ledger=ledger or CommsLog(),
         shards_on_host=on_host,
         overlaps=not options.offload_policy.uses_nvme,  # units are read while a gather would begin early
