@@ -28,7 +28,7 @@ from thalweg.data.batch_feed import BatchFeed
 from thalweg.data.engine_loader import build_engine_loader
 from thalweg.deferred_init.context import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
-from thalweg.observe import resident_mib
+from thalweg.observe.flops import resident_mib
 from thalweg.optim.accumulation import StepCallbacks, StepResult
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.pipeline.pipeline_runner import PipelineRunner

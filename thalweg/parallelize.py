@@ -31,7 +31,8 @@ from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache
 from thalweg.nn.moe.layer import MoE
 from thalweg.nn.tiling import apply_tiling
-from thalweg.observe import build_recorder, flops_per_token, resident_mib
+from thalweg.observe.flops import flops_per_token, resident_mib
+from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
 from thalweg.optim import LossScaler, build_lr_scheduler, build_optimizer, to_local_optimizer

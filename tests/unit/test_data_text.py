@@ -8,17 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.data import (
-    BytePairTokenizer,
-    PackedDataset,
-    open_tokens,
-    pack,
-    read_folder,
-    save_tokens,
-    split_held_out,
-    stdlib_documents,
-    train_tokenizer,
-)
+from thalweg.data.corpus import read_folder, split_held_out, stdlib_documents
+from thalweg.data.packing import PackedDataset, open_tokens, pack, save_tokens
+from thalweg.data.tokenizer import BytePairTokenizer, train_tokenizer
 
 sequences = st.lists(st.lists(st.integers(0, 70_000), max_size=30), min_size=1, max_size=12)
 

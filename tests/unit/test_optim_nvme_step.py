@@ -34,8 +34,10 @@ from thalweg.optim.offload.io_pipeline import (
 from thalweg.optim.offload.mmap_step import MmapStep
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import InMemoryStep
-from thalweg.storage_io import BufferRing, Disk, SwapError, SwapFile
 from thalweg.storage_io.allocator import PAGE
+from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapError, SwapFile
 
 MIB = 1 << 20
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {

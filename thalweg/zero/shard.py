@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thalweg.comm import CommsLog
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api

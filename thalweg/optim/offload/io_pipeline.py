@@ -38,8 +38,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.storage_io import BufferRing, IoFuture, IoThreadPool, SwapFile, combine_futures
 from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, combine_futures
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
 from thalweg.utils.threads import set_single_threaded
 

@@ -24,7 +24,7 @@ from thalweg.optim import foreach
 from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.norms import PartialNorm
 from thalweg.optim.offload.nvme_step import StateInSwapFile
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io.swap_file import SwapFile
 
 
 class MmapStep(StateInSwapFile):

@@ -53,8 +53,9 @@ from thalweg.optim.offload.io_pipeline import (
     split_into_chunks,
 )
 from thalweg.optim.step import InMemoryStep
-from thalweg.storage_io import BufferRing, SwapFile
 from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.dtypes import HALF_DTYPES
 
 CHUNK_ELEMENTS = 1 << 24

@@ -39,8 +39,9 @@ from thalweg.optim.offload.step_in_backward import (
 )
 from thalweg.optim.step import EngineOptimizer, InMemoryStep
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
-from thalweg.storage_io import BufferRing, SwapFile
 from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
 from thalweg.zero.shard import ShardedModel
 from thalweg.zero.storage.nvme import OPTIMIZER_CAPACITY_BYTES

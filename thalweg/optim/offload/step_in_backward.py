@@ -70,8 +70,10 @@ from thalweg.optim.norms import PartialNorm, compute_partial_norm
 from thalweg.optim.offload.io_pipeline import ParamStep
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import InMemoryStep
-from thalweg.storage_io import BufferRing, IoFuture, SwapFile
 from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)

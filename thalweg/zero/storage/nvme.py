@@ -63,9 +63,10 @@ from torch import Tensor
 from thalweg.comm.collectives.shared_memory import SharedMemoryArena
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
-from thalweg.storage_io import BufferRing, EvictableMemory, IoFuture, SwapFile
 from thalweg.storage_io.allocator import round_up
-from thalweg.storage_io.evictable_memory import HUGE_PAGE
+from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 from thalweg.zero.storage.base import ParameterStorage, ParamSpec, PassKind, ShardStorage, StorageKind, view_unsharded
 
