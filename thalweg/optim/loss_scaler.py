@@ -18,7 +18,6 @@ infinity times zero is NaN), and the error at the floor says what to do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from thalweg.config.schema.training import FP16
@@ -53,9 +52,7 @@ class LossScaler:
             self._check_section(section)
 
     def _check_section(self, section: FP16) -> None:
-        if not math.isfinite(section.loss_scale):
-            raise ValueError(f"fp16.loss_scale must be 0 (dynamic) or a positive number, not {section.loss_scale!r}")
-        if not (math.isfinite(section.min_loss_scale) and section.min_loss_scale > 0):
+        if section.min_loss_scale == 0:
             raise ValueError(f"fp16.min_loss_scale must be a positive number, not {section.min_loss_scale!r}")
         if section.loss_scale_window < 1:
             raise ValueError(f"fp16.loss_scale_window must be at least 1 step, not {section.loss_scale_window!r}")
