@@ -46,7 +46,7 @@ def build_engine_loader(
     """
     if data is None:
         return None
-    ranks = {"rank": rank, "world_size": world_size, "seed": config.seed or 0}
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": config.seed or 0}
     if isinstance(data, DataLoader):
         loader = wrap_dataloader(data, **ranks)
     else:
