@@ -70,7 +70,8 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
         moments = [to_local(state[moment]) for moment in self.moments]
         scales = [to_local(state[moment + SCALE_SUFFIX]) if in_blocks else None for moment in self.moments]
         grad = local_grad(param).reshape(-1)
-        flat, *stored = (tensor.contiguous().view(-1) for tensor in (piece, *moments))
+        contiguous = [tensor.contiguous() for tensor in (piece, *moments)]
+        flat, *stored = (tensor.view(-1) for tensor in contiguous)
         row = row_length(param) if in_blocks else 1
         size = max(row, CHUNK_ELEMENTS // row * row)
         for start in range(0, flat.numel(), size):
@@ -83,9 +84,9 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
                 [tensor[chunk] for tensor in stored],
                 [None if scale is None else scale[rows] for scale in scales],
             )
-        for tensor, contiguous in zip((piece, *moments), (flat, *stored), strict=True):
-            if tensor.data_ptr() != contiguous.data_ptr():
-                tensor.copy_(contiguous.view(piece.shape))
+        for tensor, copy in zip((piece, *moments), contiguous, strict=True):
+            if tensor is not copy:
+                tensor.copy_(copy)
 
     def _step_chunk(
         self,

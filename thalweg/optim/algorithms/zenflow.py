@@ -100,13 +100,15 @@ class ZenFlowPolicy:
 
 @dataclass
 class _ZenFlowParam:
-    """One parameter in a step: this rank's piece, gradient and state as matrices of fp32."""
+    """One parameter in a step: this rank's piece, gradient and state as matrices of fp32; ``is_copy``: ``weight`` is
+    beside the parameter, to be copied back."""
 
     group: dict[str, Any]
     param: Tensor
     state: dict[str, Any]
     weight: Tensor
     grad: Tensor
+    is_copy: bool
 
     def matrix(self, key: str) -> Tensor:
         """State of the parameter's layout."""
@@ -197,8 +199,8 @@ class ZenFlowAdam(AbstractAdam):
         if by_column:
             self._step_by_column(by_column)
         for part in parts:
-            piece = to_local(part.param)
-            if piece.data_ptr() != part.weight.data_ptr():
+            if part.is_copy:
+                piece = to_local(part.param)
                 piece.copy_(part.weight.view(piece.shape))
 
     def _prepare(self, group: dict[str, Any], param: Tensor) -> _ZenFlowParam:
@@ -215,7 +217,8 @@ class ZenFlowAdam(AbstractAdam):
         state["step"] += 1
         work = upcast_half(piece).contiguous()
         shape = (piece.shape[0], -1) if piece.ndim > 1 and piece.numel() else (piece.numel(), 1)
-        return _ZenFlowParam(group, param, state, work.view(shape), local_grad(param).to(work.dtype).reshape(shape))
+        grad = local_grad(param).to(work.dtype).reshape(shape)
+        return _ZenFlowParam(group, param, state, work.view(shape), grad, work is not piece)
 
     def _step_by_column(self, parts: Sequence[_ZenFlowParam]) -> None:
         policy = self.policy
@@ -271,7 +274,7 @@ class ZenFlowAdam(AbstractAdam):
             pending, weight, state = torch.zeros_like(part.weight), part.weight, part.state
             shape = to_local(state["exp_avg"]).shape
             state["pending"] = as_dtensor_like(pending.view(shape), state["exp_avg"])
-            if to_local(part.param).data_ptr() != weight.data_ptr():
+            if part.is_copy:
                 weight = weight.clone()
             part = replace(part, group=dict(part.group), weight=weight)
             jobs.append(partial(part.update_deferred_columns, pending))
