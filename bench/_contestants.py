@@ -159,7 +159,7 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
 
 def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
     """Give raw FSDP2 units the collective objects of `thalweg.comm`: shared memory, or the wire's."""
-    from thalweg import comm
+    from thalweg.comm.collectives import shared_memory, wire
     from thalweg.device import retain_freed_memory
 
     retain_freed_memory()
@@ -172,14 +172,31 @@ def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
         unit_bytes.append(sum(4 * -(-p.shape[0] // world) * world * p.shape[1:].numel() for p in parameters.values()))
     buffer_bytes, rings = max(unit_bytes), []
     for depth in (4, 2):  # a gather keeps two slots while FSDP2 copies out; each ring has its arena
-        arena = comm.SharedMemoryArena.create(group, comm.SharedMemoryRing.num_bytes(world, buffer_bytes, depth))
-        rings.append(None if arena is None else comm.SharedMemoryRing(arena, buffer_bytes, depth))
+        arena = shared_memory.SharedMemoryArena.create(
+            group, shared_memory.SharedMemoryRing.num_bytes(world, buffer_bytes, depth)
+        )
+        rings.append(None if arena is None else shared_memory.SharedMemoryRing(arena, buffer_bytes, depth))
     gather, reduce = rings
     for index, unit in enumerate(units):
         name = f"unit {index}"
-        unit.set_custom_all_gather(comm.SharedMemoryAllGather(gather, name) if gather else comm.WireAllGather(name))
-        reducer = comm.SharedMemoryReduceScatter(reduce, name) if reduce else comm.AllToAllReduceScatter(name)
+        unit.set_custom_all_gather(_RingAllGather(gather, name) if gather else wire.WireAllGather(name))
+        in_memory = shared_memory.SharedMemoryReduceScatter
+        reducer = in_memory(reduce, name) if reduce else wire.AllToAllReduceScatter(name)
         unit.set_custom_reduce_scatter(reducer)
+
+
+class _RingAllGather:
+    """All-gather through a ring of shared memory: FSDP2's copy-in writes this rank's row in place."""
+
+    def __init__(self, ring: Any, name: str) -> None:
+        self._ring, self._name = ring, name
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2's hook; the output is one slot for all ranks, each of which fills its row."""
+        return self._ring.acquire_shared_output(size, dtype, f"the gather of {self._name!r}")
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self._ring.publish_shared_output(self._name)
 
 
 def build_deepspeed(job: Job, model: nn.Module, world: int, variant: str) -> Step:

@@ -43,7 +43,7 @@ def use_crude_quantizers() -> None:
 
 def load_text() -> torch.Tensor:
     """The sources as bytes, in the library's order."""
-    from thalweg.data import stdlib_documents
+    from thalweg.data.corpus import stdlib_documents
 
     data = bytearray()
     for document in stdlib_documents():

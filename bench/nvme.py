@@ -34,8 +34,10 @@ from torch import nn
 
 from thalweg.optim.algorithms.elementwise import AdamW
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
-from thalweg.storage_io import BufferRing, IoFuture, SwapFile
 from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
 
 MIB = 1 << 20
 BLOCK = 8 * MIB

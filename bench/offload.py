@@ -70,7 +70,8 @@ def typical(found: dict[str, Any], key: str = "seconds") -> float:
 def bandwidth(folder: str, megabytes: int) -> tuple[float, float]:
     """Bytes a second of reading and writing ``megabytes`` through a swap file's threads."""
     sys.path.insert(0, str(ROOT))
-    from thalweg.storage_io import BufferRing, SwapFile
+    from thalweg.storage_io.evictable_memory import BufferRing
+    from thalweg.storage_io.swap_file import SwapFile
 
     nbytes = megabytes << 20
     with SwapFile(folder, nbytes) as swap:

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 import thalweg
 from thalweg.moe import MoE
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.observe import resident_mib
+from thalweg.observe.flops import resident_mib
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,7 @@ def retain_freed_memory() -> bool:
     memory does not change, as the next step needs it again.  ``THALWEG_MALLOC=default``
     leaves the allocator alone.
     """
-    if sys.platform != "linux" or os.environ.get("THALWEG_MALLOC") == "default":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl and others
-        return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))
+    return _mallopt((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))
 
 
 def release_large_blocks() -> bool:
@@ -47,12 +42,16 @@ def release_large_blocks() -> bool:
     The opposite choice, for models that barely fit: a small block that lives on in the middle of a freed
     large one would keep the next large one out, and the heap would grow with every layer.
     """
-    if sys.platform != "linux" or os.environ.get("THALWEG_MALLOC") == "default":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_MAX, 1 << 16)) and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES))
+    return _mallopt((_M_MMAP_MAX, 1 << 16), (_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES))
+
+
+def _mallopt(*options: tuple[int, int]) -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if _tunes_malloc() else None  # musl and others have none
+    return mallopt is not None and all(mallopt(key, value) for key, value in options)
+
+
+def _tunes_malloc() -> bool:
+    return sys.platform == "linux" and os.environ.get("THALWEG_MALLOC") != "default"
 
 
 def configure_malloc(low_memory: bool) -> bool:
@@ -82,7 +81,7 @@ class MallocThreadCache:
 
     def __init__(self) -> None:
         self._malloc = self._free = None
-        if sys.platform != "linux" or os.environ.get("THALWEG_MALLOC") == "default":
+        if not _tunes_malloc():
             return
         library = ctypes.PyDLL(None)  # keeps the interpreter's lock: a call takes a tenth of a microsecond
         if hasattr(library, "gnu_get_libc_version"):

@@ -28,19 +28,13 @@ from thalweg.data.batch_feed import BatchFeed
 from thalweg.data.engine_loader import build_engine_loader
 from thalweg.deferred_init.context import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
-from thalweg.observe import resident_mib
+from thalweg.observe.flops import resident_mib
 from thalweg.optim.accumulation import StepCallbacks, StepResult
 from thalweg.optim.step import EngineOptimizer
+from thalweg.parallel.pipeline.pipeline_runner import PipelineRunner
 from thalweg.parallel.sequence.batch_split import build_loader_splitter
 from thalweg.parallel_dims import build_meshes, init_distributed
-from thalweg.parallelize import (
-    Components,
-    WindowRunner,
-    get_model_info,
-    merge_model_settings,
-    parallel_dims_from_config,
-    parallelize,
-)
+from thalweg.parallelize import Components, get_model_info, merge_model_settings, parallel_dims_from_config, parallelize
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.zero.storage.nvme import prefers_low_memory
@@ -147,11 +141,7 @@ class Engine(nn.Module):
             if self._meter is not None:
                 self._meter.add_batch(args, kwargs)
             self._components.sharded.set_backward_flags(self._window.is_last, self._sync_grads)
-        with (
-            self._span("forward"),
-            self._components.forward_context(),
-            self._reset_on_error(),
-        ):
+        with self._span("forward"), self._components.forward_context(), self._reset_on_error():
             return self.module(*args, **kwargs)
 
     def backward(
@@ -301,7 +291,7 @@ class Engine(nn.Module):
             self.step()
         return self._mean_over_ranks(_mean_loss(self._components, losses))
 
-    def _train_window(self, runner: WindowRunner, data_iter: Iterator[Any] | None) -> Tensor:
+    def _train_window(self, runner: PipelineRunner, data_iter: Iterator[Any] | None) -> Tensor:
         """One window at once; its mean loss over this rank's data."""
         self._require_optimizer()
         batches = self._next_window(runner, data_iter)
@@ -323,23 +313,19 @@ class Engine(nn.Module):
         if (runner := self._components.runner) is not None:
             loss = runner.evaluate(self._next_window(runner, data_iter))
         else:
+            batches = self._batch_feed.next_batches(data_iter, self._window.num_micro_batches)
+            loss_and_weight = self._components.loss_normalizer.loss_and_weight
             with torch.no_grad():
-                batches, loss_and_weight = (
-                    self._batch_feed.next_batches(data_iter, self._window.num_micro_batches),
-                    self._components.loss_normalizer.loss_and_weight,
-                )
-                loss = _mean_loss(
-                    self._components,
-                    [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches],
-                )
+                losses = [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches]
+                loss = _mean_loss(self._components, losses)
         self.train(was_training)
         return self._mean_over_ranks(loss)
 
-    def _next_window(self, runner: WindowRunner, data_iter: Iterator[Any] | None) -> list[Any]:
-        reads_data = runner.needs_batch or data_iter is not None
-        return runner.agree_micro_batches(
-            self._batch_feed.next_window(data_iter, self._window.num_micro_batches) if reads_data else None
-        )
+    def _next_window(self, runner: PipelineRunner, data_iter: Iterator[Any] | None) -> list[Any]:
+        batches = None
+        if runner.needs_batch or data_iter is not None:
+            batches = self._batch_feed.next_window(data_iter, self._window.num_micro_batches)
+        return runner.agree_micro_batches(batches)
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         mesh = self._components.mesh
@@ -457,10 +443,7 @@ class Engine(nn.Module):
         )
 
     def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the weights in 16 bits in the Hugging Face layout; collective."""
         self._training_state.save_16bit(save_dir)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,11 +112,7 @@ def init_distributed(
             source="process group",
         )
     if rank >= 0 and world_size > 0:
-        named = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
-        }
+        named = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
         info = read_rank_info({**os.environ, **named})
     else:
         info = read_rank_info()
@@ -125,19 +120,16 @@ def init_distributed(
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
-    if info.world_size == 1 and init_method is None:
-        dist.init_process_group(backend, store=_in_memory_store(), rank=0, world_size=1, timeout=timeout)
+    if info.world_size == 1 and init_method is None:  # which meets nobody
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return info
     store = None
     if init_method is None and not dist.is_torchelastic_launched():
-        store = rendezvous(info, *_rendezvous_address(info, distributed_port), _timeout_seconds(timeout), _log.warning)
+        seconds = 600.0 if timeout is None else timeout.total_seconds()
+        store = rendezvous(info, *_rendezvous_address(info, distributed_port), seconds, _log.warning)
     dist.init_process_group(
-        backend,
-        init_method=init_method,
-        store=store,
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timeout,
+        backend, init_method=init_method, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
     )
     return info
 
@@ -146,21 +138,10 @@ def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
     """Where rank 0 listens, by the launcher's variables."""
     if info.master_addr is None and info.local_world_size != info.world_size:
         raise ValueError(
-            f"MASTER_ADDR is not set, and {info.world_size - info.local_world_size} of the "
-            f"{info.world_size} ranks "
-            "are on other hosts: export MASTER_ADDR, the address of rank 0's host, to all (`mpirun -x "
-            "MASTER_ADDR`)"
+            f"MASTER_ADDR is not set, and {info.world_size - info.local_world_size} of the {info.world_size} ranks "
+            "are on other hosts: export MASTER_ADDR, the address of rank 0's host, to all (`mpirun -x MASTER_ADDR`)"
         )
     return info.master_addr or "127.0.0.1", info.master_port or default_port
-
-
-def _timeout_seconds(timeout: timedelta | None) -> float:
-    return 600.0 if timeout is None else timeout.total_seconds()
-
-
-def _in_memory_store() -> Any:
-    """A store for a job of one rank, which meets nobody."""
-    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def build_meshes(
@@ -177,7 +158,10 @@ def build_meshes(
     if mesh is not None:
         _check_user_mesh(mesh, dims)
     if dims == ParallelDims():
-        fsdp = mesh[DATA_AXIS] if mesh is not None else _one_dim_mesh(device)
+        world = (dist.get_world_size(),)
+        fsdp = (
+            mesh[DATA_AXIS] if mesh is not None else init_device_mesh(device.type, world, mesh_dim_names=(DATA_AXIS,))
+        )
         return ParallelMeshes(fsdp, fsdp)
     degree_by_key = {
         "pipeline.stages": dims.pp,
@@ -221,19 +205,9 @@ def _new_reverse_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
     return local_group
 
 
-def _one_dim_mesh(device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA_AXIS,))
-
-
 def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:
     names = mesh.mesh_dim_names or ()
-    expected = {
-        DATA_AXIS: None,
-        "cp": dims.cp,
-        "sp": dims.sp,
-        "tp": dims.tp,
-        "pp": dims.pp,
-    }
+    expected = {DATA_AXIS: None, "cp": dims.cp, "sp": dims.sp, "tp": dims.tp, "pp": dims.pp}
     for name in names:
         size = mesh[name].size()
         if name not in expected and size > 1:

@@ -12,11 +12,11 @@ their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache
 from thalweg.nn.moe.layer import MoE
 from thalweg.nn.tiling import apply_tiling
-from thalweg.observe import build_recorder, flops_per_token, resident_mib
+from thalweg.observe.flops import flops_per_token, resident_mib
+from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
 from thalweg.optim import LossScaler, build_lr_scheduler, build_optimizer, to_local_optimizer
@@ -51,7 +52,7 @@ from thalweg.parallel.expert.detect import ExpertFilter, find_experts
 from thalweg.parallel.expert.expert_parallel import ExpertLayer, shard_experts
 from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
 from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
-from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks
+from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunner
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel.sequence.sequence_parallel import (
     SequenceGroups,
@@ -75,33 +76,6 @@ from thalweg.zero.units import find_units, is_expert_list
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 
-class WindowRunner(Protocol):
-    """Runs whole windows, where one forward and one backward at a time will not do.
-
-    ``unsupported_message``: what a caller of forward, backward or step is told; ``needs_batch``: whether this rank
-    reads the data.
-    """
-
-    unsupported_message: str
-
-    @property
-    def needs_batch(self) -> bool:
-        """Whether this rank reads the data."""
-        ...
-
-    def agree_micro_batches(self, batches: Sequence[Any] | None) -> list[Any]:
-        """The window that all ranks can run; None from one that reads no data; collective."""
-        ...
-
-    def train(self, batches: Sequence[Any]) -> Tensor:
-        """Forward and backward of a window; its mean loss."""
-        ...
-
-    def evaluate(self, batches: Sequence[Any]) -> Tensor:
-        """The mean loss of a window."""
-        ...
-
-
 @dataclass
 class Components:
     """What an engine drives."""
@@ -118,7 +92,7 @@ class Components:
     loss_normalizer: LossNormalizer
     meshes: ParallelMeshes
     device: torch.device
-    runner: WindowRunner | None = None
+    runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
 
     @property
@@ -188,7 +162,7 @@ def parallelize(
     mesh = meshes.fsdp
     model_info = get_model_info(model)
     loss_normalizer = build_loss_normalizer(config, config.gradient_accumulation_steps, meshes, device)
-    scaler = LossScaler.from_config(config.fp16)
+    scaler = LossScaler(config.fp16)
     original_model = model
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
@@ -297,11 +271,7 @@ def _apply_tp(
     tp_group = ParallelGroup(meshes.tp.get_group(), ledger=ledger)
     model_info = get_model_size(model)
     warn_cross_host_groups(
-        tp_group.process_group,
-        meshes.world_group,
-        model_info.num_layers or 1,
-        model_info.hidden_size or 1,
-        device,
+        tp_group.process_group, meshes.world_group, model_info.num_layers or 1, model_info.hidden_size or 1, device
     )
     return tp_group, apply_tensor_parallel(
         model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels
@@ -321,10 +291,7 @@ def _apply_ep(
     layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
     if section.autoep_size > 1:
         expert_filter = ExpertFilter(
-            section.moe_layer_pattern,
-            section.expert_pattern,
-            section.num_experts_attr,
-            section.use_grouped_mm,
+            section.moe_layer_pattern, section.expert_pattern, section.num_experts_attr, section.use_grouped_mm
         )
         layers |= find_experts(model, expert_filter)
         if not layers:
@@ -451,11 +418,8 @@ def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_s
     if optimizer is None:
         return user_scheduler
     if user_scheduler is not None:
-        built: Any = (
-            user_scheduler(optimizer)
-            if callable(user_scheduler) and not hasattr(user_scheduler, "step")
-            else user_scheduler
-        )
+        makes_one = callable(user_scheduler) and not hasattr(user_scheduler, "step")
+        built: Any = user_scheduler(optimizer) if makes_one else user_scheduler
         if getattr(built, "optimizer", None) is optimizer.inner:
             built.optimizer = optimizer
         return built
@@ -473,7 +437,6 @@ def _make_meter(config: Config, meshes: ParallelMeshes, model_info: ModelSize) -
         build_recorder(config, rank=dist.get_rank()),
         group=meshes.fsdp.get_group(),
         num_batch_copies=1 if meshes.sequence is None else meshes.sequence.size(),
-        enabled=True,
         flops_per_token=partial(flops_per_token, model_info),
         memory_mib=lambda: resident_mib(peak=True),
     )

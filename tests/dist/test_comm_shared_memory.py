@@ -13,15 +13,13 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.comm import (
-    CommError,
-    CommsLog,
-    SharedMemoryAllGather,
+from thalweg.comm import CommError, CommsLog
+from thalweg.comm.collectives.reducer import CHUNK_NUMEL, BufferPool, ReduceOptions, ReusableBuffer, sum_rows
+from thalweg.comm.collectives.shared_memory import (
     SharedMemoryArena,
     SharedMemoryReduceScatter,
     SharedMemoryRing,
 )
-from thalweg.comm.collectives.reducer import CHUNK_NUMEL, BufferPool, ReduceOptions, ReusableBuffer, sum_rows
 
 AVERAGE, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -56,15 +54,15 @@ def test_reduce_scatter_sums_in_fp32_whatever_the_pace(world, dtype):
 
 def _gather(rank, world):
     arena = SharedMemoryArena.create(dist.group.WORLD, SharedMemoryRing.num_bytes(world, 4096, 4))
-    gather = SharedMemoryAllGather(SharedMemoryRing(arena, 4096, 4), "m")
+    ring = SharedMemoryRing(arena, 4096, 4)
     good = True
     for step in range(20):
-        out = gather.allocate((5 * world,), dtype=torch.float32, device=torch.device("cpu"))
+        out = ring.acquire_shared_output((5 * world,), torch.float32, "the gather")
         own = out.narrow(0, 5 * rank, 5)
         own.fill_(100.0 * step + rank)
         if (step + rank) % 4 == 0:
             time.sleep(0.003)
-        gather(out, own, dist.group.WORLD)
+        ring.publish_shared_output("m")
         expected = torch.arange(world).repeat_interleave(5) + 100.0 * step
         good = good and torch.equal(out, expected)
     return good

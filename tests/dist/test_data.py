@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from tests.harness import run_ranks
-from thalweg.data import build_loader
+from thalweg.data.loader import build_loader
 
 
 def _some_steps(rank, world, size, batch, num_steps, state):

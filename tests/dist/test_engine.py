@@ -281,7 +281,7 @@ def test_row46_one_curve_for_any_world_and_accumulation():
 
 
 def _cycles(rank, world, stage):
-    from thalweg.observe import resident_mib
+    from thalweg.observe.flops import resident_mib
 
     levels = []
     for _ in range(6):

@@ -14,8 +14,8 @@ from tests.dist.models import tiny_gpt
 from tests.dist.parity import bitwise_equal
 from tests.dist.test_offload_use import mine, start, values
 from tests.harness import run_ranks
-from thalweg.storage_io import SwapError
 from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.swap_file import SwapError
 
 STEPS = 3
 # Tiers, and whether a step that failed is as if it had not been: where masters and state lie on the disk.

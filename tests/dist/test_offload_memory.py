@@ -14,7 +14,7 @@ from tests.dist.test_offload_use import start
 from tests.harness import run_ranks
 from thalweg.comm.collectives.reducer import BufferPool
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.observe import resident_mib
+from thalweg.observe.flops import resident_mib
 from thalweg.optim.offload.step_in_backward import MAX_PENDING_UPDATES
 
 SHAPE = GPTConfig(vocab_size=2000, n_layer=6, n_head=4, n_embd=256, block_size=64)

@@ -15,9 +15,10 @@ from tests.dist.models import tiny_gpt
 from tests.dist.test_offload_use import mine, settings, start
 from tests.harness import run_ranks
 from thalweg.optim.offload.nvme_step import PiecewiseOptimizer
-from thalweg.storage_io import IoFuture, SwapFile
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
 
 
 def _bytes(rank, world):

@@ -164,7 +164,7 @@ def _around_the_limit(rank, world_size, widths, room, zero):
     import time
 
     import thalweg
-    from thalweg.observe import resident_mib
+    from thalweg.observe.flops import resident_mib
     from thalweg.plan import preflight
     from thalweg.plan.preflight import PredictedOutOfMemoryError
 
@@ -217,7 +217,7 @@ def test_rows_21_22_sizes_around_a_limit_none_exceeds_it(tmp_path, tier, num_siz
 def _offloaded(rank, world_size, zero):
     """(peak, planned peak) in MiB of one job."""
     import thalweg
-    from thalweg.observe import resident_mib
+    from thalweg.observe.flops import resident_mib
     from thalweg.plan.spec.cluster import Cluster
 
     cluster = Cluster(devices_per_node=world_size, device="cpu")
@@ -323,7 +323,7 @@ def test_row21_an_offloaded_job_that_cannot_fit_is_refused_with_a_table(tmp_path
 
 def _resident(rank, world_size):
     import thalweg
-    from thalweg.observe import resident_mib
+    from thalweg.observe.flops import resident_mib
 
     _ = thalweg.initialize
     return resident_mib()

@@ -161,7 +161,9 @@ def _hierarchical(rank, world):
     """A MiCS group over two hosts whose gathers cross each link once."""
     set_fake_host((0, 0, 1, 1, 2, 2, 3, 3)[:world], rank)
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
-    from thalweg.comm import HostGroups, HostTopology, TwoLevelAllGather
+    from thalweg.comm.collectives.hierarchical import HostGroups
+    from thalweg.comm.collectives.quantized import TwoLevelAllGather
+    from thalweg.comm.topology import HostTopology
 
     group = dist.group.WORLD
     route = HostTopology.discover(group)

@@ -16,7 +16,7 @@ import thalweg.cli
 from thalweg.cli.demo.settings import DemoSettings, build_engine_config
 from thalweg.cli.demo.worker import build_model, build_plain_model, hash_weights, held_out_loss
 from thalweg.config import load_config
-from thalweg.data import save_tokens
+from thalweg.data.packing import save_tokens
 from thalweg.observe.writers import read_jsonl
 
 KEYS = {

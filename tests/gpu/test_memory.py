@@ -20,7 +20,7 @@ from thalweg.nn import tiled, tiled_cross_entropy
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io.swap_file import SwapFile
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.dist.models import make_batch, tiny_gpt
 from tests.harness import run_ranks
-from thalweg.comm import BlockQuantizer
+from thalweg.comm.quantization import BlockQuantizer
 
 pytestmark = [
     pytest.mark.gpu,

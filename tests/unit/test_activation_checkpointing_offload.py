@@ -23,7 +23,7 @@ from thalweg.activation_checkpointing import (
     remove_activation_checkpointing,
 )
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io.swap_file import SwapFile
 
 FULL = ActivationCheckpointPolicy("full")
 

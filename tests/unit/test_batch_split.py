@@ -90,7 +90,7 @@ def test_batches_without_names_are_left_whole():
 def test_shared_rows_are_counted_once():
     seen = []
     recorder = SimpleNamespace(step=seen.append)
-    meter = StepMeter(recorder, enabled=True, num_batch_copies=2)
+    meter = StepMeter(recorder, num_batch_copies=2)
     part = _parts({"input_ids": torch.ones(2, 6, dtype=torch.long)}, 2, 1)[0]
     meter.add_batch((), part)
     meter.add_batch((), {"input_ids": torch.ones(2, 6, dtype=torch.long)})

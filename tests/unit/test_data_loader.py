@@ -20,7 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from thalweg.data import PassthroughLoader, build_loader, cycle, wrap_dataloader
+from thalweg.data.batches import cycle
+from thalweg.data.loader import build_loader
+from thalweg.data.wrap_loader import PassthroughLoader, wrap_dataloader
 
 
 class Squares(Dataset):

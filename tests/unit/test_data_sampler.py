@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.data import EpochSampler, permutation
-from thalweg.data.sampler import rank_slice_bounds
+from thalweg.data.sampler import EpochSampler, permutation, rank_slice_bounds
 
 worlds = st.integers(1, 5)
 batches = st.integers(1, 5)

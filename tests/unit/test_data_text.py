@@ -8,18 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.data import (
-    BytePairTokenizer,
-    PackedDataset,
-    open_tokens,
-    pack,
-    read_files,
-    read_folder,
-    save_tokens,
-    split_held_out,
-    stdlib_documents,
-    train_tokenizer,
-)
+from thalweg.data.corpus import read_folder, split_held_out, stdlib_documents
+from thalweg.data.packing import PackedDataset, open_tokens, pack, save_tokens
+from thalweg.data.tokenizer import BytePairTokenizer, train_tokenizer
 
 sequences = st.lists(st.lists(st.integers(0, 70_000), max_size=30), min_size=1, max_size=12)
 
@@ -115,9 +106,6 @@ def test_a_folder_is_read_in_one_order_and_only_text(tmp_path):
     assert [d.name for d in documents] == ["a.py", "a/x.txt", "b/a.py", "b/z.py", "latin.py"]
     assert documents[0].text == "# a.py\nx = 1\n"
     assert "é" in documents[-1].text
-    assert [d.text for d in read_files([tmp_path / "a.py"])] == ["# a.py\nx = 1\n"]
-    with pytest.raises(ValueError, match=r"broken\.py cannot be read as UTF-8"):
-        list(read_files([tmp_path / "broken.py"]))
     with pytest.raises(ValueError, match="not a folder"):
         list(read_folder(tmp_path / "nowhere"))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thalweg.config.schema.training import FP16
 from thalweg.optim import LossScaleFloorError, LossScaler
 
 
@@ -51,9 +51,9 @@ sections = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=300)
-@given(sections, st.lists(st.booleans(), max_size=40), st.booleans())
-def test_against_the_reference(section: dict, verdicts: list[bool], as_object: bool) -> None:
-    scaler = LossScaler.from_config(SimpleNamespace(**section) if as_object else section)
+@given(sections, st.lists(st.booleans(), max_size=40))
+def test_against_the_reference(section: dict, verdicts: list[bool]) -> None:
+    scaler = LossScaler(FP16(**section))
     for bad, want in zip(verdicts, reference(section, verdicts), strict=False):
         if want != want:
             with pytest.raises(LossScaleFloorError):
@@ -76,16 +76,16 @@ def test_state_round_trip(section: dict, before: list[bool], after: list[bool]) 
             scales.append(scaler.scale)
         return scales
 
-    scaler = LossScaler.from_config(section)
+    scaler = LossScaler(FP16.model_validate(section))
     feed(scaler, before)
-    copy = LossScaler.from_config(section)
+    copy = LossScaler(FP16.model_validate(section))
     copy.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
     assert copy.scale == scaler.scale
     assert feed(copy, after) == feed(scaler, after)
 
 
 def test_defaults_are_those_of_the_keys() -> None:
-    scaler = LossScaler.from_config({"enabled": True})
+    scaler = LossScaler(FP16.model_validate({"enabled": True}))
     assert scaler.dynamic and scaler.scale == 65536.0
     scaler.update(True)
     assert scaler.scale == 65536.0, "the first overflow only uses up the hysteresis of 2"
@@ -99,21 +99,21 @@ def test_defaults_are_those_of_the_keys() -> None:
 
 
 def test_static_scale_never_moves() -> None:
-    scaler = LossScaler.from_config({"enabled": True, "loss_scale": 128})
+    scaler = LossScaler(FP16.model_validate({"enabled": True, "loss_scale": 128}))
     for bad in [True] * 5 + [False] * 3000:
         scaler.update(bad)
     assert scaler.scale == 128.0 and not scaler.dynamic
 
 
-@pytest.mark.parametrize("section", [None, {}, {"enabled": False, "loss_scale": 128}])
-def test_switched_off_is_one(section: dict | None) -> None:
-    scaler = LossScaler.from_config(section)
+@pytest.mark.parametrize("section", [{}, {"enabled": False, "loss_scale": 128}])
+def test_switched_off_is_one(section: dict) -> None:
+    scaler = LossScaler(FP16.model_validate(section))
     scaler.update(True)
     assert scaler.scale == 1.0
 
 
 def test_floor_error_names_the_cure_and_keeps_the_state() -> None:
-    scaler = LossScaler.from_config({"enabled": True, "initial_scale_power": 1, "hysteresis": 1})
+    scaler = LossScaler(FP16.model_validate({"enabled": True, "initial_scale_power": 1, "hysteresis": 1}))
     scaler.update(True)
     before = scaler.state_dict()
     with pytest.raises(LossScaleFloorError, match=r"bf16.*learning rate"):
@@ -123,7 +123,7 @@ def test_floor_error_names_the_cure_and_keeps_the_state() -> None:
 
 
 def test_growth_stops_before_infinity() -> None:
-    scaler = LossScaler.from_config({"enabled": True, "loss_scale_window": 1})
+    scaler = LossScaler(FP16.model_validate({"enabled": True, "loss_scale_window": 1}))
     for _ in range(200):
         scaler.update(False)
     assert scaler.scale == 2.0**64
@@ -142,4 +142,4 @@ def test_growth_stops_before_infinity() -> None:
 )
 def test_bad_sections_are_named(section: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        LossScaler.from_config({"enabled": True, **section})
+        LossScaler(FP16.model_validate({"enabled": True, **section}))

@@ -17,18 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from thalweg.observe import (
-    MissingPackageError,
-    PhaseTimer,
-    Recorder,
-    StepRecord,
-    build_recorder,
-    flops_per_token,
-    format_table,
-    resident_mib,
-)
 from thalweg.observe.console_writer import ConsoleWriter
+from thalweg.observe.flops import flops_per_token, resident_mib
+from thalweg.observe.recorder import Recorder, build_recorder
+from thalweg.observe.step_record import MissingPackageError, StepRecord
+from thalweg.observe.table import format_table
 from thalweg.observe.writers import CsvWriter, JsonlWriter, read_jsonl
+from thalweg.utils.timing import PhaseTimer
 
 OFF = SimpleNamespace(enabled=False)
 
@@ -176,7 +171,7 @@ def test_a_terminal_gets_one_bar_also_after_a_resume():
 def test_a_terminal_without_a_size_gets_a_bar_too():
     """A pseudo-terminal that nobody sized says 0 columns and 0 rows (as under `script`)."""
     code = (
-        "from thalweg.observe import StepRecord\n"
+        "from thalweg.observe.step_record import StepRecord\n"
         "from thalweg.observe.console_writer import ConsoleWriter\n"
         "writer = ConsoleWriter(steps_per_print=1, total_steps=3)\n"
         "[writer.step(StepRecord(step=step, loss=1.5)) for step in (1, 2, 3)]\n"

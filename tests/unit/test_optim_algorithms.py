@@ -236,16 +236,16 @@ def test_hidden_matrices_by_name_and_shape() -> None:
 def test_plans_are_complete_bounded_and_balanced(shapes: list[tuple[int, int]], world: int) -> None:
     sizes = [torch.Size(s) for s in shapes]
     rounds = plan_rounds(sizes, world, capacity=1600)
-    assert sorted(i for r in rounds for i in r.indices) == list(range(len(shapes)))
+    assert sorted(i for r in rounds for i in r) == list(range(len(shapes)))
     for plan in rounds:
-        elements = sum(sizes[i].numel() for i in plan.indices)
-        assert elements <= 1600 or len(plan.indices) == 1
-        assert all(0 <= owner < world for owner in plan.owners)
+        elements = sum(sizes[i].numel() for i in plan)
+        assert elements <= 1600 or len(plan) == 1
+        assert all(0 <= owner < world for owner in plan.values())
         load = [0] * world
-        for i, owner in zip(plan.indices, plan.owners, strict=True):
+        for i, owner in plan.items():
             n, m = sorted(shapes[i])
             load[owner] += n * n * (n + m)
-        largest = max(n * n * (n + m) for n, m in (sorted(shapes[i]) for i in plan.indices))
+        largest = max(n * n * (n + m) for n, m in (sorted(shapes[i]) for i in plan))
         assert max(load) <= sum(load) / world + largest
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thalweg.optim import clip_grads_, global_grad_norm
-from thalweg.optim.norms import square_sums
+from thalweg.optim import global_grad_norm
+from thalweg.optim.norms import clip_factor, square_sums
 
 torch.set_num_threads(1)
 
@@ -43,25 +43,23 @@ def test_long_tensors_are_summed_accurately() -> None:
 @given(
     st.lists(st.integers(0, 20_000), min_size=1, max_size=6),
     st.sampled_from([1e-30, 1e-20, 1e-3, 1.0, 1e18, 1e30, 1e37]),
-    st.sampled_from([1.0, 2.0, 3.5, math.inf]),
 )
-def test_any_sizes_and_scales(sizes: list[int], scale: float, norm_type: float) -> None:
+def test_any_sizes_and_scales(sizes: list[int], scale: float) -> None:
     generator = torch.Generator().manual_seed(len(sizes))
     grads = [torch.randn(size, generator=generator) * scale for size in sizes]
-    got = global_grad_norm(with_grads(*grads), norm_type).item()
+    got = global_grad_norm(with_grads(*grads)).item()
     joined = torch.cat(grads).double()
-    want = torch.linalg.vector_norm(joined, norm_type).item() if joined.numel() else 0.0
+    want = torch.linalg.vector_norm(joined).item() if joined.numel() else 0.0
     assert got == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 100, 8192, 50_000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_a_bad_element_shows(size: int, bad: float, norm_type: float) -> None:
+def test_a_bad_element_shows(size: int, bad: float) -> None:
     for position in {0, size // 2, size - 1}:
         grad = torch.ones(size)
         grad[position] = bad
-        assert not math.isfinite(global_grad_norm(with_grads(torch.ones(3), grad, None), norm_type))
+        assert not math.isfinite(global_grad_norm(with_grads(torch.ones(3), grad, None)))
 
 
 def test_dtypes_views_and_missing_gradients() -> None:
@@ -81,21 +79,7 @@ def test_dtypes_views_and_missing_gradients() -> None:
 
 
 def test_clipping_scales_to_the_limit_and_only_down() -> None:
-    grads = [torch.randn(5, 3), torch.randn(9000)]
-    params, before = with_grads(*grads, None), [g.clone() for g in grads]
-    assert clip_grads_(params, 1e6, global_grad_norm(params)) == 1.0
-    assert all(torch.equal(g, b) for g, b in zip(grads, before, strict=True))
-    factor = clip_grads_(params, 0.25, global_grad_norm(params))
-    assert global_grad_norm(params).item() == pytest.approx(0.25, rel=1e-5)
-    for grad, old in zip(grads, before, strict=True):
-        torch.testing.assert_close(grad, old * factor)
-
-
-def test_refusals() -> None:
-    params = with_grads(torch.ones(2))
-    with pytest.raises(ValueError, match="norm_type"):
-        global_grad_norm(params, 0.0)
-    with pytest.raises(ValueError, match="gradient_clipping"):
-        clip_grads_(params, 0.0, 1.0)
-    with pytest.raises(ValueError, match="skip the step"):
-        clip_grads_(params, 1.0, torch.tensor(math.nan))
+    params = with_grads(torch.randn(5, 3), torch.randn(9000))
+    norm = global_grad_norm(params).item()
+    assert clip_factor(norm, 1e6) == 1.0
+    assert clip_factor(norm, 0.25) * norm == pytest.approx(0.25, rel=1e-5)

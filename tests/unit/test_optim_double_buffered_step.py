@@ -15,7 +15,8 @@ from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS
 from thalweg.optim.offload.nvme_step import NvmeStep
 from thalweg.optim.offload.step_in_backward import DoubleBufferedStep, double_buffer_bytes
-from thalweg.storage_io import BufferRing, SwapFile
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 
 SHAPES = [(3,), (2 * ALIGN_ELEMENTS + 5,), (ALIGN_ELEMENTS,), (5, 1001)]
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {

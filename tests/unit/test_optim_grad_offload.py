@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from thalweg.optim.offload.step_in_backward import GradOffload
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io.swap_file import SwapFile
 
 
 @pytest.mark.parametrize("count", [17, 4096, 3 * 4096 + 5])

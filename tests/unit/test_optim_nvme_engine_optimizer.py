@@ -16,7 +16,8 @@ from thalweg.optim.algorithms.elementwise import AdamW
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.nvme_step import NvmeStep
 from thalweg.optim.step import EngineOptimizer
-from thalweg.storage_io import BufferRing, SwapFile
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 
 torch.set_num_threads(1)
 MIB = 1 << 20

@@ -32,10 +32,12 @@ from thalweg.optim.offload.io_pipeline import (
     split_into_chunks,
 )
 from thalweg.optim.offload.mmap_step import MmapStep
-from thalweg.optim.offload.nvme_step import NvmeStep, NvmeStepPolicy, optimizer_state_bytes
+from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import InMemoryStep
-from thalweg.storage_io import BufferRing, Disk, SwapError, SwapFile
 from thalweg.storage_io.allocator import PAGE
+from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapError, SwapFile
 
 MIB = 1 << 20
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -161,7 +163,7 @@ def _twin(
         ]
         twin.optimizers.append(cls(listed, **hyper))
     twin.update = NvmeStep(
-        twin.optimizers[1], swap, ring, policy=NvmeStepPolicy(4 * ALIGN_ELEMENTS, batch_elements=where.batch)
+        twin.optimizers[1], swap, ring, chunk_elements=4 * ALIGN_ELEMENTS, batch_elements=where.batch
     )
     return twin
 
@@ -281,7 +283,7 @@ def test_bf16_gradients_and_copies(tmp_path: Path, swapped: bool) -> None:
             swap if swapped else None,
             BufferRing(3, 40 * ALIGN_ELEMENTS) if swapped else None,
             compute_copies=dict(zip(params, copies, strict=True)),
-            policy=NvmeStepPolicy(batch_elements=ALIGN_ELEMENTS),
+            batch_elements=ALIGN_ELEMENTS,
         )
         for _ in range(2):
             for a, b, g in zip(plain, params, grads, strict=True):

@@ -16,8 +16,10 @@ from torch import nn
 
 from thalweg.optim.algorithms.elementwise import AdamW
 from thalweg.optim.offload.nvme_step import NvmeStep, PiecewiseOptimizer, optimizer_state_bytes
-from thalweg.storage_io import BufferRing, Disk, SwapFile
 from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 
 pytestmark = pytest.mark.alone
 

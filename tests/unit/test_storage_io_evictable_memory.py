@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.memory import resident_bytes
-from thalweg.storage_io import BufferRing, EvictableMemory, SwapFile
 from thalweg.storage_io.allocator import PAGE
-from thalweg.storage_io.evictable_memory import HUGE_PAGE, PagePrefaulter
+from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory, PagePrefaulter
+from thalweg.storage_io.swap_file import SwapFile
 
 MIB = 1 << 20
 

@@ -22,8 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory import resident_bytes
-from thalweg.storage_io import Disk, SwapError, SwapFile, aligned_empty, combine_futures
 from thalweg.storage_io.allocator import PAGE, RangeAllocator
+from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.evictable_memory import aligned_empty
+from thalweg.storage_io.io_threads import combine_futures
+from thalweg.storage_io.swap_file import SwapError, SwapFile
 
 MIB = 1 << 20
 
@@ -335,7 +338,7 @@ def test_a_file_may_be_dropped_while_it_is_written(tmp_path: Path) -> None:
 
 _KILLED = """
 import os, sys, torch
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io.swap_file import SwapFile
 swap = SwapFile(sys.argv[1], 64 << 20)
 swap.view(0, (1 << 20,), torch.uint8).fill_(1)
 swap.write(1 << 20, torch.ones(1 << 20))

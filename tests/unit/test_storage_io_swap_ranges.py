@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.storage_io import Disk, SwapFile
 from thalweg.storage_io.allocator import PAGE, RemapTable
+from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.swap_file import SwapFile
 
 PAGES = 24
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from thalweg.optim.algorithms.elementwise import AdamW
 from thalweg.optim.offload.nvme_step import NvmeStep, PiecewiseOptimizer
-from thalweg.storage_io import BufferRing, SwapFile
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.threads import set_single_threaded
 
 

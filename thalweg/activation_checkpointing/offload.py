@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.storage_io import IoFuture, SwapFile, aligned_empty
+from thalweg.storage_io.evictable_memory import aligned_empty
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)

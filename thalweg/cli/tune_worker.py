@@ -17,7 +17,7 @@ def main(folder: Path) -> int:
     import torch.distributed as dist
 
     import thalweg
-    from thalweg.observe import resident_mib
+    from thalweg.observe.flops import resident_mib
     from thalweg.plan.inputs.input_spec import infer_input_spec
     from thalweg.plan.inputs.model_loader import build_cpu_model
     from thalweg.plan.trace.step import scalar_loss

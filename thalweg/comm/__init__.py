@@ -18,67 +18,7 @@ has a name in a file system, so nothing is left behind however the job ends.  Th
 objects know nothing of ZeRO.
 """
 
-from thalweg.comm.collectives.hierarchical import (
-    HierarchicalAllGather,
-    HierarchicalAllReduce,
-    HierarchicalReduceScatter,
-    HostGroups,
-    create_host_arena,
-    make_subgroup,
-)
-from thalweg.comm.collectives.quantized import (
-    ErrorFeedback,
-    QuantizedAllGather,
-    QuantizedAllReduceSum,
-    QuantizedAllToAllReduce,
-    TwoLevelAllGather,
-    TwoLevelReduceScatter,
-)
-from thalweg.comm.collectives.shared_memory import (
-    CommError,
-    SharedMemoryAllGather,
-    SharedMemoryAllReduce,
-    SharedMemoryArena,
-    SharedMemoryReduceScatter,
-    SharedMemoryRing,
-)
-from thalweg.comm.collectives.wire import (
-    AllReduceSum,
-    AllToAllReduce,
-    AllToAllReduceScatter,
-    WireAllGather,
-    WireAllReduce,
-)
+from thalweg.comm.collectives.shared_memory import CommError
 from thalweg.comm.comms_logger import CommsLog
-from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
-from thalweg.comm.topology import HostTopology
 
-__all__ = [
-    "AllReduceSum",
-    "AllToAllReduce",
-    "AllToAllReduceScatter",
-    "BlockQuantizer",
-    "CommError",
-    "CommsLog",
-    "ErrorFeedback",
-    "HierarchicalAllGather",
-    "HierarchicalAllReduce",
-    "HierarchicalReduceScatter",
-    "HostGroups",
-    "HostTopology",
-    "PayloadFormat",
-    "QuantizedAllGather",
-    "QuantizedAllReduceSum",
-    "QuantizedAllToAllReduce",
-    "SharedMemoryAllGather",
-    "SharedMemoryAllReduce",
-    "SharedMemoryArena",
-    "SharedMemoryReduceScatter",
-    "SharedMemoryRing",
-    "TwoLevelAllGather",
-    "TwoLevelReduceScatter",
-    "WireAllGather",
-    "WireAllReduce",
-    "create_host_arena",
-    "make_subgroup",
-]
+__all__ = ["CommError", "CommsLog"]

@@ -19,14 +19,7 @@ from dataclasses import dataclass
 from thalweg.comm.topology import HostTopology
 from thalweg.observe.table import format_table
 
-RING_FACTOR = {
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_reduce": 2,
-    "broadcast": 1,
-    "all_to_all": 1,
-    "barrier": 0,
-}
+RING_FACTOR = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "barrier": 0}
 _POINT_TO_POINT_KINDS = ("send", "header")
 
 
@@ -80,16 +73,13 @@ class CommsLog:
         call: CollectiveCall | None = None,
     ) -> None:
         """Add one call that moved a buffer of ``full_bytes`` (unsharded size) among ``world_size`` ranks."""
-        key = (kind, module, transport)
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = CommsLogEntry(kind, module, transport)
+        entry = self._entries.setdefault((kind, module, transport), CommsLogEntry(kind, module, transport))
         entry.num_calls += 1
         entry.full_bytes += full_bytes
-        if kind in _POINT_TO_POINT_KINDS:
-            entry.sent_bytes += full_bytes
-        else:
-            entry.sent_bytes += RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size
+        is_message = kind in _POINT_TO_POINT_KINDS
+        entry.sent_bytes += (
+            full_bytes if is_message else RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size
+        )
         entry.seconds += seconds
         if call is not None:
             entry.intra_bytes += call.intra_bytes
@@ -114,12 +104,8 @@ class CommsLog:
         total = CommsLogEntry(kind or "all", "", "")
         for entry in self._entries.values():
             if kind in (None, entry.kind):
-                total.num_calls += entry.num_calls
-                total.full_bytes += entry.full_bytes
-                total.sent_bytes += entry.sent_bytes
-                total.seconds += entry.seconds
-                total.intra_bytes += entry.intra_bytes
-                total.inter_bytes += entry.inter_bytes
+                for column in ("num_calls", "full_bytes", "sent_bytes", "seconds", "intra_bytes", "inter_bytes"):
+                    setattr(total, column, getattr(total, column) + getattr(entry, column))
         return total
 
     def table(self, by_module: bool = False) -> str:

@@ -60,11 +60,8 @@ class HostTopology:
 
     def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each host."""
-        return tuple(
-            tuple(rank for rank, host in enumerate(self.host_ids) if host == host_id)
-            for host_id in range(max(self.host_ids) + 1)
-            if host_id in self.host_ids
-        )
+        hosts = sorted(set(self.host_ids))
+        return tuple(tuple(rank for rank, host in enumerate(self.host_ids) if host == host_id) for host_id in hosts)
 
     def all_to_all_bytes(self, row_bytes: int) -> LinkBytes:
         """A row of ``row_bytes`` goes to every other rank."""

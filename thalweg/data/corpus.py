@@ -50,15 +50,6 @@ def stdlib_documents(*, tests: bool = True) -> Iterator[Document]:
             yield document
 
 
-def read_files(paths: Iterable[str | Path]) -> Iterator[Document]:
-    """Yield the named files in the order given; raises ``ValueError`` for one that is not readable text."""
-    for path in map(Path, paths):
-        text = _read_text(path)
-        if text is None:
-            raise ValueError(f"{path} cannot be read as UTF-8 text: convert it, or leave it out")
-        yield Document(path.as_posix(), text)
-
-
 def split_held_out(documents: Iterable[Document], one_in: int) -> tuple[list[Document], list[Document]]:
     """Return ``(training, held out)``: about one document in ``one_in``, chosen by a hash of its name.
 

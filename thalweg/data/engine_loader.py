@@ -46,26 +46,15 @@ def build_engine_loader(
     """
     if data is None:
         return None
-    loader = _build_unsplit_loader(data, config, rank, world_size, collate_fn)
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": config.seed or 0}
+    if isinstance(data, DataLoader):
+        loader = wrap_dataloader(data, **ranks)
+    else:
+        batch_size, drop_last = int(config.train_micro_batch_size_per_gpu), config.dataloader_drop_last
+        loader = build_loader(data, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **ranks)
     if splitter is not None and isinstance(loader, StatefulLoader):
         loader.collate_fn = SequenceSplitCollate(loader.collate_fn, splitter)
     return loader
-
-
-def _build_unsplit_loader(
-    data: Any, config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None
-) -> Any:
-    if isinstance(data, DataLoader):
-        return wrap_dataloader(data, rank=rank, world_size=world_size, seed=config.seed or 0)
-    return build_loader(
-        data,
-        batch_size=int(config.train_micro_batch_size_per_gpu),
-        rank=rank,
-        world_size=world_size,
-        seed=config.seed or 0,
-        drop_last=config.dataloader_drop_last,
-        collate_fn=collate_fn,
-    )
 
 
 class EpochEndDetector:

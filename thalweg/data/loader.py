@@ -123,13 +123,8 @@ class StatefulLoader:
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"the loader's state has version {state.get('version')!r}, not {_STATE_VERSION}")
-        expected = {
-            "num_samples": self._num_samples,
-            "seed": self.epoch_sampler.seed,
-            "shuffle": self.epoch_sampler.shuffle,
-        }
-        for name, value in expected.items():
-            if state.get(name) != value:
+        for name, value in self.state_dict().items():
+            if name in ("num_samples", "seed", "shuffle") and state.get(name) != value:
                 raise ValueError(
                     f"cannot resume the data: {name} was {state.get(name)} when the checkpoint was saved "
                     f"and is {value} now. Give the same dataset, seed and shuffle, or start the data anew "
@@ -170,22 +165,14 @@ class StatefulLoader:
             yield batch
 
     def _build_dataloader(self) -> DataLoader:
+        options = {"generator": self._generator, **self._dataloader_options}
         if self._is_iterable:
-            sharded_dataset = ShardedIterableDataset(self.dataset, self.epoch_sampler, self._position, self.collate_fn)
-            return DataLoader(
-                sharded_dataset,
-                batch_size=None,
-                collate_fn=_identity,
-                generator=self._generator,
-                **self._dataloader_options,
-            )
+            shares = ShardedIterableDataset(self.dataset, self.epoch_sampler, self._position, self.collate_fn)
+            return DataLoader(shares, batch_size=None, collate_fn=_identity, **options)
         if self._dataloader is None:
+            batch_sampler: Any = _RankBatchSampler(self)
             self._dataloader = DataLoader(
-                self.dataset,
-                batch_sampler=_RankBatchSampler(self),  # pyright: ignore[reportArgumentType]
-                collate_fn=self.collate_fn,
-                generator=self._generator,
-                **self._dataloader_options,
+                self.dataset, batch_sampler=batch_sampler, collate_fn=self.collate_fn, **options
             )
         return self._dataloader
 

@@ -126,9 +126,9 @@ def concatenate_sequences(
     end = np.array([] if end_id is None else [end_id], dtype=np.int64)
     for index, sequence in enumerate(sequences):
         array = np.asarray(sequence)
-        array = (
-            array.astype(np.int64) if array.dtype.kind in "iu" or not array.size else _raise_not_integer(array, index)
-        )
+        if array.size and array.dtype.kind not in "iu":
+            raise ValueError(f"sequence {index} holds {array.dtype}, not whole numbers: encode text to token ids first")
+        array = array.astype(np.int64)
         if array.size and array.min() < 0:
             raise ValueError(f"sequence {index} holds the negative token {array.min()}")
         arrays += [array, end]
@@ -157,7 +157,3 @@ def save_tokens(path: str | Path, tokens: np.ndarray) -> None:
 def open_tokens(path: str | Path) -> np.ndarray:
     """Map a saved stream into memory; several processes share one copy."""
     return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
-def _raise_not_integer(array: np.ndarray, index: int) -> np.ndarray:
-    raise ValueError(f"sequence {index} holds {array.dtype}, not whole numbers: encode text to token ids first")

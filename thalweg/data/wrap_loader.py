@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from thalweg.data.loader import StatefulLoader, build_loader, is_iterable_dataset
 from thalweg.data.sampler import EpochSampler
@@ -72,11 +67,7 @@ class PassthroughLoader:
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches of it handed over, as JSON scalars."""
         finished = self.at_epoch_end
-        return {
-            "version": 1,
-            "epoch": self._epoch + finished,
-            "batches": 0 if finished else self._batches,
-        }
+        return {"version": 1, "epoch": self._epoch + finished, "batches": 0 if finished else self._batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batches that had been handed over."""
@@ -123,46 +114,25 @@ def wrap_dataloader(
     is_shuffled = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))):
         has_standard_order = False
-    wrapped = build_loader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        shuffle=False if is_iterable else is_shuffled,
-        drop_last=loader.drop_last,
-        collate_fn=loader.collate_fn,
-        **options,
-    )
+    common: dict[str, Any] = {"batch_size": loader.batch_size, "rank": rank, "world_size": world_size, "seed": seed}
+    common["drop_last"] = loader.drop_last
+    shuffle = False if is_iterable else is_shuffled
+    wrapped = build_loader(loader.dataset, shuffle=shuffle, collate_fn=loader.collate_fn, **common, **options)
     if has_standard_order:
         return wrapped
-    epoch_sampler = EpochSampler(
-        num_samples=len(_as_sized(sampler)),
-        batch_size=loader.batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        shuffle=True,
-        drop_last=loader.drop_last,
-        order=_SampledOrder(sampler, seed),
-    )
+    order = partial(_draw_order, sampler, seed)
+    epoch_sampler = EpochSampler(num_samples=len(_as_sized(sampler)), shuffle=True, order=order, **common)
     return StatefulLoader(loader.dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
 
 
-class _SampledOrder:
+def _draw_order(sampler: Any, seed: int, epoch: int) -> list[int]:
     """The order that a user's sampler gives, drawn under a seed that every rank shares."""
-
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self._sampler = sampler
-        self._seed = seed
-
-    def __call__(self, epoch: int) -> list[int]:
-        seed = (self._seed << 20) + epoch
-        if isinstance(getattr(self._sampler, "generator", None), torch.Generator):
-            self._sampler.generator.manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return [int(index) for index in self._sampler]
+    seed = (seed << 20) + epoch
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        sampler.generator.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return [int(index) for index in sampler]
 
 
 def _as_sized(value: Any) -> Sized:

@@ -18,19 +18,16 @@ _FALLBACK_SIZE = (150, 24)
 
 def format_record(record: StepRecord) -> str:
     """Return the parts of a record that a person watches, as ``loss 4.123 | 8.1k tok/s | ...``."""
-    fields = []
-    if record.loss is not None:
-        fields.append(f"loss {record.loss:.4f}")
-    if record.lr is not None:
-        fields.append(f"lr {record.lr:.2e}")
-    if record.grad_norm is not None:
-        fields.append(f"norm {record.grad_norm:.2f}")
-    if record.tokens_per_s is not None:
-        fields.append(f"{_format_count(record.tokens_per_s)} tok/s")
-    if record.model_tflops is not None:
-        fields.append(f"{record.model_tflops:.3g} TFLOP/s")
-    if record.memory_mib is not None:
-        fields.append(f"{record.memory_mib:,.0f} MiB")
+    tokens_per_s = None if record.tokens_per_s is None else _format_count(record.tokens_per_s)
+    templates = {
+        "loss {:.4f}": record.loss,
+        "lr {:.2e}": record.lr,
+        "norm {:.2f}": record.grad_norm,
+        "{} tok/s": tokens_per_s,
+        "{:.3g} TFLOP/s": record.model_tflops,
+        "{:,.0f} MiB": record.memory_mib,
+    }
+    fields = [template.format(value) for template, value in templates.items() if value is not None]
     if record.loss_scale not in (None, 1.0):
         fields.append(f"scale {record.loss_scale:g}")
     if record.skipped:

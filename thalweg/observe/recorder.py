@@ -29,10 +29,7 @@ _WRITERS: dict[str, Callable[[Any], Writer]] = {
 }
 
 # key of the section -> the package it needs and what to install
-_REQUIRED_PACKAGES = {
-    "tensorboard": ("tensorboard", "'thalweg[monitor]'"),
-    "wandb": ("wandb", "wandb"),
-}
+_REQUIRED_PACKAGES = {"tensorboard": ("tensorboard", "'thalweg[monitor]'"), "wandb": ("wandb", "wandb")}
 
 
 class Recorder:
@@ -77,10 +74,7 @@ class Recorder:
             except Exception as error:
                 self._writers.remove(writer)
                 logging.getLogger("thalweg.observe").warning(
-                    "%s stopped recording, training goes on: %s: %s",
-                    type(writer).__name__,
-                    type(error).__name__,
-                    error,
+                    "%s stopped recording, training goes on: %s: %s", type(writer).__name__, type(error).__name__, error
                 )
 
 

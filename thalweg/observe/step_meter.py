@@ -34,13 +34,12 @@ class StepMeter:
         recorder: Recorder,
         *,
         group: dist.ProcessGroup | None = None,
-        enabled: bool = False,
         flops_per_token: Callable[[int], float] | None = None,
         memory_mib: Callable[[], float] | None = None,
         num_batch_copies: int = 1,
     ) -> None:
         self._recorder, self._num_batch_copies = recorder, num_batch_copies
-        self._group, self._enabled = group, enabled
+        self._group = group
         self._flops_per_token = flops_per_token
         self._memory_mib = memory_mib
         self._window_start = time.perf_counter()
@@ -54,8 +53,6 @@ class StepMeter:
 
     def add_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the first tensor among the inputs: its rows, and its elements if they are token ids."""
-        if not self._enabled:
-            return
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim > 0:
                 self._num_samples += value.shape[0]
@@ -66,14 +63,14 @@ class StepMeter:
 
     def add_loss(self, loss: Tensor) -> None:
         """Add one micro-batch's loss, undivided."""
-        if self._enabled:
-            self._loss_sum = self._loss_sum + loss.detach().float()
-            self._num_losses += 1
+        self._loss_sum = self._loss_sum + loss.detach().float()
+        self._num_losses += 1
 
     def add_window(self, batches: Sequence[Any], loss: Tensor) -> None:
         """Count the micro-batches of a window, and their mean loss."""
         for batch in batches:
-            self.add_batch((), batch) if isinstance(batch, Mapping) else self.add_batch(_flatten(batch), {})
+            named = isinstance(batch, Mapping)
+            self.add_batch(() if named else tuple(iter_tensors(batch)), batch if named else {})
         self.add_loss(loss)
 
     def step(
@@ -85,13 +82,10 @@ class StepMeter:
         loss_scale: float | None,
         skipped: bool,
         phases: Mapping[str, float] | None = None,
-    ) -> StepRecord | None:
-        """Close the window: the record of the whole job, on every rank; None if nobody reads it."""
-        if not self._enabled:
-            return None
+    ) -> StepRecord:
+        """Close the window: the record of the whole job, on every rank."""
         totals = torch.tensor(
-            [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens],
-            dtype=torch.float64,
+            [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens], dtype=torch.float64
         )
         if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(totals, group=self._group)
@@ -123,7 +117,3 @@ class StepMeter:
     def close(self) -> None:
         """Close the writers."""
         self._recorder.close()
-
-
-def _flatten(batch: Any) -> tuple[Any, ...]:
-    return tuple(iter_tensors(batch))

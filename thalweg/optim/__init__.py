@@ -5,7 +5,7 @@ The picture: the engine holds parameters that are ``DTensor`` s (stages 1 to 3) 
 
     norm = global_grad_norm(params)            norms.py      one all-reduce of a few numbers
     scaler.update(not isfinite(norm))          loss_scaler.py a state machine; skips the step on all ranks
-    clip_grads_(params, max_norm, norm)        norms.py      local
+    factor = clip_factor(norm, max_norm)       norms.py      a number that the gradients are multiplied by
     optimizer.step()                           algorithms/   local; Lamb and Muon talk to other ranks
     schedule.step()                            lr_scheduler.py a function of the number of updates
 
@@ -22,16 +22,9 @@ from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import muon_groups
 from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.local_optimizer import to_local_optimizer
-from thalweg.optim.loss_scaler import LossScaleFloorError, LossScalePolicy, LossScaler
-from thalweg.optim.lr_scheduler import (
-    LRRangeTest,
-    LRScheduler,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
-from thalweg.optim.norms import clip_grads_, global_grad_norm
+from thalweg.optim.loss_scaler import LossScaleFloorError, LossScaler
+from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from thalweg.optim.norms import global_grad_norm
 
 __all__ = [
     "LRRangeTest",
@@ -39,7 +32,6 @@ __all__ = [
     "Lamb",
     "Lion",
     "LossScaleFloorError",
-    "LossScalePolicy",
     "LossScaler",
     "Muon",
     "OneCycle",
@@ -48,7 +40,6 @@ __all__ = [
     "WarmupLR",
     "build_lr_scheduler",
     "build_optimizer",
-    "clip_grads_",
     "global_grad_norm",
     "muon_groups",
     "to_local_optimizer",

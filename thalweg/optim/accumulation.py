@@ -71,16 +71,14 @@ class StepListener(Protocol):
 class StepCallbacks(StepListener):
     """A listener made of functions."""
 
-    on_step: Callable[[StepResult], None] | None = None
-    on_close: Callable[[], None] | None = None
+    on_step: Callable[[StepResult], object] = lambda result: None
+    on_close: Callable[[], object] = lambda: None
 
     def after_step(self, result: StepResult) -> None:
-        if self.on_step is not None:
-            self.on_step(result)
+        self.on_step(result)
 
     def close(self) -> None:
-        if self.on_close is not None:
-            self.on_close()
+        self.on_close()
 
 
 class AccumulationWindow:
@@ -89,7 +87,7 @@ class AccumulationWindow:
 
     def __init__(self, num_micro_batches: int, normalizer: LossNormalizer | None = None) -> None:
         self.num_micro_batches = num_micro_batches
-        self.normalizer: LossNormalizer = normalizer or MicroBatchMean(num_micro_batches)
+        self.normalizer: LossNormalizer = normalizer or LossNormalizer(num_micro_batches)
         self.listeners: list[StepListener] = []
         self.micro_steps = 0
         # Micro-batches of the window closed last; a loop that never counts them is taken to fill it.
@@ -112,9 +110,9 @@ class AccumulationWindow:
     @property
     def is_last(self) -> bool:
         """Whether the micro-batch at hand is expected to be the window's last."""
-        return (
-            self._num_ended + 1 >= self.num_micro_batches if self._is_last_override is None else self._is_last_override
-        )
+        if self._is_last_override is not None:
+            return self._is_last_override
+        return self._num_ended + 1 >= self.num_micro_batches
 
     @property
     def mean_factor(self) -> float:
@@ -123,10 +121,7 @@ class AccumulationWindow:
         Losses were divided by ``num_micro_batches`` in the backward pass, when the number that would
         come was not known yet.
         """
-        num_done = self._num_done
-        return (
-            self.num_micro_batches / num_done if self._loss_divided and 0 < num_done != self.num_micro_batches else 1.0
-        )
+        return self.num_micro_batches / self._num_done if self._loss_divided and self._num_done else 1.0
 
     @property
     def needs_no_rescale(self) -> bool:
@@ -147,12 +142,7 @@ class AccumulationWindow:
 
     @contextmanager
     def backward(
-        self,
-        *,
-        loss_divided: bool,
-        retain_graph: bool,
-        num_micro_batches: int = 0,
-        loss: Tensor | None = None,
+        self, *, loss_divided: bool, retain_graph: bool, num_micro_batches: int = 0, loss: Tensor | None = None
     ) -> Iterator[None]:
         """The engine's backward pass of the micro-batch at hand, its loss divided by the window's size or not.
 
@@ -201,57 +191,12 @@ class AccumulationWindow:
             listener.discard()
 
 
-class LossNormalizer(Protocol):
-    """How losses of micro-batches become the loss and the gradient of a window.
+class LossNormalizer:
+    """How losses of micro-batches become the loss and the gradient of a window; here every micro-batch counts alike.
 
     ``rescales_at_end``: whether only the end of a window tells the last factor of its gradient.
+    ``on_token_count`` takes the number of targets of a loss that a group of ranks computes together, if that matters.
     """
-
-    rescales_at_end: bool
-
-    @property
-    def on_token_count(self) -> Callable[[Tensor], None] | None:
-        """Takes the number of targets of a loss that a group of ranks computes together, if that matters."""
-        ...
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Around a forward pass that may compute a loss."""
-        ...
-
-    def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
-        """The loss at hand as it is to be differentiated; undivided by the size of the window if the
-        caller has done so.  ``num_items``: what it is a mean over, if it was not computed in the forward."""
-        ...
-
-    def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
-        """The loss at hand as it is to be differentiated, one of ``num_micro_batches`` that make a window."""
-        ...
-
-    def user_backward_scale(self) -> Tensor | float:
-        """The factor of a gradient that does not come from :meth:`scale_loss`, whose loss the caller divides."""
-        ...
-
-    def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
-        """The loss at hand and its weight, to be added up: (2,), fp64."""
-        ...
-
-    def mean(self, total: Tensor) -> Tensor:
-        """Of a sum of :meth:`loss_and_weight`, the loss (0-dim, fp32) whose mean over data ranks is the window's;
-        collective over them."""
-        ...
-
-    def final_factor(self, mean_factor: float) -> float:
-        """By what the gradient of a window that ends is multiplied; collective.  ``mean_factor``: by what
-        it would be for the mean over micro-batches."""
-        ...
-
-    def reset(self) -> None:
-        """A new window begins."""
-        ...
-
-
-class MicroBatchMean:
-    """Every micro-batch counts alike."""
 
     on_token_count: Callable[[Tensor], None] | None = None
     rescales_at_end = False
@@ -260,40 +205,43 @@ class MicroBatchMean:
         self._num_micro_batches = num_micro_batches
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Nothing is looked at."""
+        """Around a forward pass that may compute a loss."""
         return nullcontext()
 
     def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:
-        """Its part of the mean over a full window."""
+        """The loss at hand as it is to be differentiated; undivided by the size of the window if the
+        caller has done so.  ``num_items``: what it is a mean over, if it was not computed in the forward."""
         size = self._num_micro_batches
         return loss / size if divide_by_window and size > 1 else loss
 
     def scale_pipeline_loss(self, loss: Tensor, num_micro_batches: int) -> Tensor:
-        """An equal part."""
+        """The loss at hand as it is to be differentiated, one of ``num_micro_batches`` that make a window."""
         return loss / num_micro_batches
 
     def user_backward_scale(self) -> Tensor | float:
-        """As it comes."""
+        """The factor of a gradient that does not come from :meth:`scale_loss`, whose loss the caller divides."""
         return 1.0
 
     def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
-        """The loss, once."""
+        """The loss at hand and its weight, to be added up: (2,), fp64."""
         value = loss.detach().double()
         return torch.stack([value, torch.ones_like(value)])
 
     def mean(self, total: Tensor) -> Tensor:
-        """Over this rank's micro-batches."""
+        """Of a sum of :meth:`loss_and_weight`, the loss (0-dim, fp32) whose mean over data ranks is the window's;
+        collective over them."""
         return (total[0] / total[1]).float()
 
     def final_factor(self, mean_factor: float) -> float:
-        """That of the mean."""
+        """By what the gradient of a window that ends is multiplied; collective.  ``mean_factor``: by what
+        it would be for the mean over micro-batches."""
         return mean_factor
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """A new window begins."""
 
 
-class TokenMean:
+class TokenMean(LossNormalizer):
     """Every target counts alike, wherever it is.
 
     ``dp_group``: the ranks whose gradients are averaged; ``pp_group``: the ranks of a pipeline, of which the
@@ -310,8 +258,8 @@ class TokenMean:
         pp_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        self._num_micro_batches, self._dp_group, self._pp_group = num_micro_batches, dp_group, pp_group
-        self._device = device
+        super().__init__(num_micro_batches)
+        self._dp_group, self._pp_group, self._device = dp_group, pp_group, device
         self.rescales_at_end = num_micro_batches > 1
         self._dp_size = dist.get_world_size(dp_group)
         self._num_tokens: Tensor | None = None  # targets of the forward at hand
@@ -394,12 +342,9 @@ class TokenMean:
         """The targets that losses were weighed by over those there were; collective."""
         if self._num_micro_batches == 1 and self._num_losses == 1 and self._pp_group is None:
             return 1.0
-        reference_count = (
-            torch.zeros_like(self._total_tokens)
-            if self._reference_count is None
-            else self._reference_count / self._dp_size
-        )
-        counts = self._all_reduce(torch.stack([reference_count, self._total_tokens]))
+        reference = self._reference_count
+        expected = torch.zeros_like(self._total_tokens) if reference is None else reference / self._dp_size
+        counts = self._all_reduce(torch.stack([expected, self._total_tokens]))
         if self._pp_group is not None:
             dist.all_reduce(counts, group=self._pp_group)
         total_reference, total = counts.tolist()
@@ -411,7 +356,7 @@ def build_loss_normalizer(
 ) -> LossNormalizer:
     """What the config asks for."""
     if not config.token_weighted_loss:
-        return MicroBatchMean(num_micro_batches)
+        return LossNormalizer(num_micro_batches)
     pp_group = None if meshes.pp is None else meshes.pp.get_group()
     return TokenMean(num_micro_batches, meshes.fsdp.get_group(), pp_group, device)
 

@@ -22,14 +22,7 @@ from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import get_param, muon_groups
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
 from thalweg.optim.keyword_check import check_keywords, get_keyword_parameters, match_name
-from thalweg.optim.lr_scheduler import (
-    LRRangeTest,
-    LRScheduler,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 LR_SCHEDULERS: dict[str, type[LRScheduler]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
@@ -119,15 +112,8 @@ def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimiz
     Raises ``ValueError`` for an unknown name or key (with the nearest) and for values that make no schedule.
     """
     keywords = dict(params or {})
-    torch_classes = {
-        name: cls
-        for name, cls in vars(torch.optim.lr_scheduler).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, torch.optim.lr_scheduler.LRScheduler)
-        and cls is not torch.optim.lr_scheduler.LRScheduler
-        and not name.startswith("_")
-    }
-    classes: dict[str, Any] = {**torch_classes, **LR_SCHEDULERS}
+    schedules = torch.optim.lr_scheduler
+    classes: dict[str, Any] = {**_find_subclasses(schedules, schedules.LRScheduler), **LR_SCHEDULERS}
     name = match_name("scheduler", type_name, classes)
     check_keywords(f"scheduler {name}", keywords, get_keyword_parameters(classes[name], exclude=("optimizer",)))
     return classes[name](optimizer, **keywords)
@@ -145,11 +131,13 @@ def _optimizer_name(type_name: Any, hyper: Mapping[str, Any]) -> str:
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    return {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-    }
+    return _find_subclasses(torch.optim, torch.optim.Optimizer)
+
+
+def _find_subclasses(module: Any, base: type) -> dict[str, Any]:
+    """The public classes of ``module`` below ``base``."""
+    classes = {name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and not name.startswith("_")}
+    return {name: cls for name, cls in classes.items() if issubclass(cls, base) and cls is not base}
 
 
 def _optimizer_class(name: str, params: Sequence[Tensor]) -> Any:

@@ -29,13 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from thalweg.optim import foreach
 from thalweg.utils.dtypes import HALF_DTYPES
 
 ShardGroups = tuple[dist.ProcessGroup, ...]
-AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType, dist.ProcessGroup], object]
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -53,13 +52,9 @@ def local_grad(param: Tensor) -> Tensor:
     assert grad is not None
     if not isinstance(grad, DTensor):
         return grad
-    if isinstance(param, DTensor) and not _has_same_placements(grad, param):
+    if isinstance(param, DTensor) and grad.placements is not param.placements and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements).to_local()
     return grad._local_tensor
-
-
-def _has_same_placements(a: DTensor, b: DTensor) -> bool:
-    return a.placements is b.placements or a.placements == b.placements
 
 
 def as_dtensor_like(piece: Tensor, param: Tensor) -> Tensor:
@@ -102,49 +97,62 @@ def upcast_half(piece: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def write_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Round each fp32 work tensor into its 16-bit piece."""
-    pieces, work = [], []
-    for piece, source in pairs:
-        pieces.append(piece)
-        work.append(source)
-    if pieces:
-        foreach.copy_(pieces, work)
+    if pairs:
+        foreach.copy_([piece for piece, _ in pairs], [work for _, work in pairs])
 
 
-class Fp32StateMixin:
-    """Mixin before an ``Optimizer``: loading does not round the fp32 state of 16-bit parameters."""
+class StateLoadMixin:
+    """Mixin before an ``Optimizer``: loading does not round state to the dtype of the parameter, as torch's does.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, but without its cast of the state to the dtype of the parameter."""
-        super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
-        params = [p for group in self.param_groups for p in group["params"]]  # pyright: ignore[reportAttributeAccessIssue]
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, param in zip(ids, params, strict=True):
-            if param.dtype not in HALF_DTYPES:
-                continue
-            for key, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
-                    wide = to_local(value).to(device=param.device, dtype=torch.float32)
-                    self.state[param][key] = as_dtensor_like(wide, value)  # pyright: ignore[reportAttributeAccessIssue]
+    The state of 16-bit parameters becomes fp32; with ``keeps_saved_dtype`` all state stays in the dtype it was
+    saved in.
+    """
 
-
-class ExactStateDtypeMixin:
-    """Mixin before an ``Optimizer``: loading leaves the state's tensors in the dtype they were saved in."""
+    keeps_saved_dtype = False
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, but without its cast of the state to the dtype of the parameter."""
+        """As torch's, but for dtypes."""
         super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
         params = [p for group in self.param_groups for p in group["params"]]  # pyright: ignore[reportAttributeAccessIssue]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, param in zip(ids, params, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    copied = to_local(value).to(device=param.device, copy=True)
-                    self.state[param][key] = as_dtensor_like(copied, value)  # pyright: ignore[reportAttributeAccessIssue]
+                if not isinstance(value, Tensor):
+                    continue
+                if self.keeps_saved_dtype:
+                    if value.dim() == 0:
+                        continue
+                    loaded = to_local(value).to(device=param.device, copy=True)
+                elif param.dtype in HALF_DTYPES and value.is_floating_point() and key != "step":
+                    loaded = to_local(value).to(device=param.device, dtype=torch.float32)
+                else:
+                    continue
+                self.state[param][key] = as_dtensor_like(loaded, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class LocalStepMixin(Fp32StateMixin):
+class StepMixin(StateLoadMixin):
+    """Mixin before an ``Optimizer`` that says in ``_update_params`` how it steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss if one is given.
+
+        Where the update needs other ranks, all of a process group must have gradients for the same parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_params()
+        return loss
+
+    def _update_params(self) -> None:
+        raise NotImplementedError
+
+
+class LocalStepMixin(StateLoadMixin):
     """Mixin before an elementwise ``torch.optim`` class: its kernels run on local pieces, its state stays
     logical.
 
@@ -197,11 +205,6 @@ def _round_back(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer._unrounded.clear()
 
 
-def default_all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    """The default collective: ``torch.distributed.all_reduce`` in place."""
-    dist.all_reduce(tensor, op=op, group=group)
-
-
 def sharded_dim(placement: Placement) -> int | None:
     """Return the tensor dim that ``placement`` cuts over its mesh axis, or None."""
     not_sharded = placement.is_replicate() or placement.is_partial()
@@ -227,44 +230,33 @@ def get_shard_groups(params: Iterable[Tensor]) -> list[ShardGroups]:
     cache: dict[tuple[object, object], ShardGroups] = {}
     shard_groups = []
     for param in params:
-        if not isinstance(param, DTensor):
-            shard_groups.append(())
-            continue
-        key = (param.device_mesh, param.placements)
+        key = (param.device_mesh, param.placements) if isinstance(param, DTensor) else (None, None)
         if key not in cache:
             cache[key] = tuple(group for group, _ in get_sharded_axes(param))
         shard_groups.append(cache[key])
     return shard_groups
 
 
-def all_reduce_rows(
-    rows: Tensor,
-    shard_groups: Sequence[ShardGroups],
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    all_reduce: AllReduce = default_all_reduce,
-) -> Tensor:
-    """Complete each row of partial results over its shard groups.
+def all_reduce_rows(rows: Tensor, shard_groups: Sequence[ShardGroups]) -> Tensor:
+    """Add up each row of partial results over its shard groups.
 
     ``rows`` is [n, ...], row i belonging to a tensor with ``shard_groups[i]``. All rows of one group travel in one
     all-reduce; a row that has two groups (two axes of a mesh) passes through both. Every rank of a
     group must hold the same shard groups in the same order, which it does if the ranks hold the same parameters.
     """
-    groups = list(dict.fromkeys(group for row_groups in shard_groups for group in row_groups))
-    for group in groups:
+    for group in dict.fromkeys(group for row_groups in shard_groups for group in row_groups):
         chosen = [i for i, row_groups in enumerate(shard_groups) if group in row_groups]
         if len(chosen) == len(shard_groups):
-            all_reduce(rows, op, group)
+            dist.all_reduce(rows, group=group)
             continue
         index = torch.tensor(chosen, device=rows.device)
         group_rows = rows.index_select(0, index)
-        all_reduce(group_rows, op, group)
+        dist.all_reduce(group_rows, group=group)
         rows.index_copy_(0, index, group_rows)
     return rows
 
 
-def all_reduce_tensors_(
-    tensors: Sequence[Tensor], shard_groups: Sequence[ShardGroups], all_reduce: AllReduce = default_all_reduce
-) -> None:
+def all_reduce_tensors_(tensors: Sequence[Tensor], shard_groups: Sequence[ShardGroups]) -> None:
     """Add up each tensor over its shard groups, in place; shapes may differ, the dtype may not.
 
     All tensors of one group travel in one all-reduce. Same condition as :func:`all_reduce_rows`.
@@ -272,6 +264,16 @@ def all_reduce_tensors_(
     for group in dict.fromkeys(group for tensor_groups in shard_groups for group in tensor_groups):
         chosen = [tensor for tensor, its_groups in zip(tensors, shard_groups, strict=True) if group in its_groups]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
-        all_reduce(flat, dist.ReduceOp.SUM, group)
+        dist.all_reduce(flat, group=group)
         for tensor, total in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
             tensor.copy_(total.view_as(tensor))
+
+
+def match_layout(tensor: Tensor, param: Tensor, placements: Sequence[Placement]) -> Tensor:
+    """``tensor`` on the mesh of ``param`` with ``placements``; a checkpoint may have brought it in another layout."""
+    if not isinstance(param, DTensor):
+        return tensor
+    mesh = param.device_mesh
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return tensor if tensor.placements == tuple(placements) else tensor.redistribute(mesh, placements)

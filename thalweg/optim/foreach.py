@@ -14,13 +14,11 @@ from torch import Tensor
 
 _ops: Any = torch
 add_: Callable[..., None] = _ops._foreach_add_
-addcdiv_: Callable[..., None] = _ops._foreach_addcdiv_
 addcmul_: Callable[..., None] = _ops._foreach_addcmul_
 copy_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _ops._foreach_copy_
 div: Callable[..., list[Tensor]] = _ops._foreach_div
 lerp: Callable[..., list[Tensor]] = _ops._foreach_lerp
 lerp_: Callable[..., None] = _ops._foreach_lerp_
-mul: Callable[..., list[Tensor]] = _ops._foreach_mul
 mul_: Callable[..., None] = _ops._foreach_mul_
 norm: Callable[..., list[Tensor]] = _ops._foreach_norm
 sign_: Callable[..., None] = _ops._foreach_sign_

@@ -34,7 +34,7 @@ def to_local_optimizer(
     # torch installs its hooks around a class's step when the first object of it is made.
     template = local_class([nn.Parameter(torch.zeros(1, 1))])
     optimizer.__class__ = local_class
-    if "step" in vars(local_class):
+    if local_class.step is not torch_class.step:
         # A torch schedule has put a wrapper of the old class's step onto the object.
         optimizer.__dict__.pop("step", None)
     if isinstance(optimizer, Muon):

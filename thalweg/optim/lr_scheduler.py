@@ -49,9 +49,8 @@ class LRScheduler:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advance by one update, or jump to ``last_batch_iteration``, and set the groups' rates."""
-        if last_batch_iteration is None:
-            last_batch_iteration = self.last_batch_iteration + 1
-        self.last_batch_iteration = last_batch_iteration
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._set_rates()
 
     def get_lr(self) -> list[float]:
@@ -296,15 +295,11 @@ class OneCycle(LRScheduler):
 
     def triangle_height(self, n: int) -> float:
         """Return the triangle's height, 0 at its feet and 1 at its peak, at iteration ``n`` of the cycle."""
-        position = (n + 1) % (self.first_half_steps + self.second_half_steps)
-        if position <= self.first_half_steps:
-            rise, length, stairs = position, self.first_half_steps, self.first_stairs
-        else:
-            rise, length, stairs = (
-                self.first_half_steps + self.second_half_steps - position,
-                self.second_half_steps,
-                self.second_stairs,
-            )
+        total = self.first_half_steps + self.second_half_steps
+        position = (n + 1) % total
+        rise, length, stairs = position, self.first_half_steps, self.first_stairs
+        if position > self.first_half_steps:
+            rise, length, stairs = total - position, self.second_half_steps, self.second_stairs
         return math.floor(rise * stairs / length) / stairs if stairs else rise / length
 
     def _decay(self, n: int, rate: float) -> float | None:

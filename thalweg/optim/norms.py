@@ -1,14 +1,13 @@
-"""The norm of all gradients, once and the same everywhere, and clipping by it.
+"""The norm of all gradients, once and the same everywhere.
 
     pieces     the local gradient tensors of this rank
-    buckets    pieces with the same shard groups (see ``dtensor_local.py``): one partial power sum each, in fp64
+    buckets    pieces with the same shard groups (see ``dtensor_local.py``): one partial sum of squares each, in fp64
     total      the buckets completed over their groups and added up: the same bits on every rank
 
 The engine decides by this norm whether a step is skipped, so two things must hold. A gradient that is not
-finite anywhere makes the norm non-finite everywhere (a sum of squares keeps inf and NaN; for the maximum
-norm a NaN is turned into inf first, since a maximum may lose it). And a finite gradient never does: squares
-of fp32 values above 1.8e19 overflow fp32, so a sum that comes out as inf is done again in fp64 before anyone
-believes it.
+finite anywhere makes the norm non-finite everywhere (a sum of squares keeps inf and NaN). And a finite
+gradient never does: squares of fp32 values above 1.8e19 overflow fp32, so a sum that comes out as inf is done
+again in fp64 before anyone believes it.
 
 Accuracy: torch's fp32 norm on a CPU adds up in fp32 along the whole tensor and is off by 6e-5 for 3 M
 elements and by 2.6e-3 for 38 M. Taken over rows of 4,096 and added up in fp64 it takes the same time and is
@@ -17,7 +16,6 @@ off by 1e-9, so that a clipped run does not depend on how its gradients are cut.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -29,13 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.optim import foreach
 from thalweg.optim.dtensor_local import (
-    AllReduce,
     ShardGroups,
     all_reduce_rows,
-    default_all_reduce,
     get_shard_groups,
     local_grad,
     to_local,
+    upcast_half,
 )
 from thalweg.utils.dtypes import HALF_DTYPES
 
@@ -50,7 +47,7 @@ _MIN_ACCURATE_SUM = 1e-30
 
 @dataclass(frozen=True)
 class PartialNorm:
-    """What a piece that is no longer at hand adds to a 2-norm: :func:`power_sum` takes it in its place and
+    """What a piece that is no longer at hand adds to a 2-norm: the sum of squares takes it in its place and
     comes to the same bits.  ``exact_norm``: its fp64 norm, where fp32 norms of rows cannot be trusted."""
 
     row_norms: RowNorms
@@ -85,34 +82,7 @@ def compute_partial_norm(piece: Tensor) -> PartialNorm:
     total = _fast_square_sum([partial_norm], compute_row_norms)
     if total.isfinite() and total >= _MIN_ACCURATE_SUM:
         return partial_norm
-    return PartialNorm(partial_norm.row_norms, torch.linalg.vector_norm(piece, dtype=_accumulation_dtype(piece)))
-
-
-def power_sum(
-    pieces: Sequence[NormInput],
-    norm_type: float,
-    device: torch.device,
-    row_norms_fn: Callable[[Tensor], RowNorms] | None = None,
-) -> Tensor:
-    """Return the sum of ``|x| ** norm_type`` (for ``inf``: the maximum of ``|x|``) over all pieces, 0-dim
-    fp64.
-
-    A NaN gives NaN, for ``inf`` it gives inf. Empty pieces count as nothing. ``row_norms_fn`` replaces
-    :func:`compute_row_norms` for norms that are known already; it must give the same.
-    """
-    by_device: dict[torch.device, list[NormInput]] = {}
-    for piece in pieces:
-        if piece.numel():
-            by_device.setdefault(piece.device, []).append(piece)
-    if not by_device:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    partial_sums = torch.stack(
-        [
-            _power_sum_on_device(group, norm_type, row_norms_fn or compute_row_norms).to(device)
-            for group in by_device.values()
-        ]
-    )
-    return partial_sums.max() if math.isinf(norm_type) else partial_sums.sum()
+    return PartialNorm(partial_norm.row_norms, _exact_norm(piece))
 
 
 def square_sums(pieces: Sequence[Tensor]) -> Tensor:
@@ -125,27 +95,17 @@ def square_sums(pieces: Sequence[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
-def _power_sum_on_device(
-    pieces: Sequence[NormInput], norm_type: float, row_norms_fn: Callable[[Tensor], RowNorms]
-) -> Tensor:
-    if math.isinf(norm_type):
-        peak = torch.stack(foreach.norm(pieces, math.inf)).max().double()
-        return peak.nan_to_num(nan=math.inf, posinf=math.inf)
-    if norm_type == 2.0:
-        total = _fast_square_sum(pieces, row_norms_fn)
-        if total.isfinite() and total >= _MIN_ACCURATE_SUM:
-            return total
-    norms = [
-        torch.linalg.vector_norm(piece, norm_type, dtype=_accumulation_dtype(piece))
-        if isinstance(piece, Tensor)
-        else piece.norm()
-        for piece in pieces
-    ]
-    return torch.stack(norms).pow(norm_type).sum()
+def _accurate_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor], RowNorms]) -> Tensor:
+    """The sum of squares of pieces on one device, 0-dim fp64; a NaN gives NaN."""
+    total = _fast_square_sum(pieces, row_norms_fn)
+    if total.isfinite() and total >= _MIN_ACCURATE_SUM:
+        return total
+    norms = [_exact_norm(piece) if isinstance(piece, Tensor) else piece.norm() for piece in pieces]
+    return torch.stack(norms).pow(2.0).sum()
 
 
-def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
+def _exact_norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _fast_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor], RowNorms]) -> Tensor:
@@ -163,15 +123,11 @@ def _fast_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor
 def compute_row_norms(piece: Tensor) -> RowNorms:
     """Return (norms of full rows of ``ROW_LENGTH`` elements, what is left over); on a GPU nothing is cut."""
     if piece.device.type != "cpu" or not piece.is_contiguous() or piece.numel() < 2 * ROW_LENGTH:
-        return [], [piece.float() if piece.dtype in HALF_DTYPES else piece]
+        return [], [upcast_half(piece)]
     flat = piece.view(-1)
     full_size = flat.numel() // ROW_LENGTH * ROW_LENGTH
-    rest = (
-        [flat[full_size:].float() if piece.dtype in HALF_DTYPES else flat[full_size:]]
-        if full_size < flat.numel()
-        else []
-    )
-    return full_row_norms(flat[:full_size]), rest
+    rest = flat[full_size:]
+    return full_row_norms(flat[:full_size]), [upcast_half(rest)] if rest.numel() else []
 
 
 def full_row_norms(flat: Tensor) -> list[Tensor]:
@@ -188,89 +144,49 @@ def full_row_norms(flat: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def global_grad_norm(
     params: Iterable[Tensor],
-    norm_type: float = 2.0,
     *,
-    extra_groups: Sequence[dist.ProcessGroup] = (),
     replicate_group: dist.ProcessGroup | None = None,
-    all_reduce: AllReduce = default_all_reduce,
     row_norms_fn: Callable[[Tensor], RowNorms] | None = None,
     partial_norms: Mapping[Tensor, PartialNorm] | None = None,
 ) -> Tensor:
-    """Return the norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
+    """Return the 2-norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
 
     ``params`` may mix ``DTensor`` s of any mesh and placement with plain, replicated tensors; those without
     a gradient count as zero. All ranks must pass the same parameters in the same order, also where some of
-    their gradients are None. ``norm_type`` is a positive number or ``inf``.
+    their gradients are None. There is one all-reduce for each group that any parameter is sharded over.
 
-    ``extra_groups``: groups whose ranks hold *different* parameters (pipeline stages); the result is then
-    over all of them. ``replicate_group``: the ranks that hold the plain parameters as copies; if given, a
+    ``replicate_group``: the ranks that hold the plain parameters as copies; if given, a
     non-finite value in any one copy is noticed by all, and rank 0's copy decides the value.
-    ``all_reduce(tensor, op, group)`` is the collective used: one call for each group that any parameter is
-    sharded over. ``row_norms_fn(piece)`` replaces :func:`compute_row_norms` where parts of a norm are
-    known already.
-    ``partial_norms``: parameters whose gradients have left, with what they add to a 2-norm.
+    ``row_norms_fn(piece)`` replaces :func:`compute_row_norms` where parts of a norm are
+    known already; it must give the same.
+    ``partial_norms``: parameters whose gradients have left, with what they add to the norm.
 
     The result is inf or NaN exactly if some gradient is (fp64 gradients: also if the norm exceeds 1e154).
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be a positive number or inf, not {norm_type!r}")
-    params = list(params)
-    buckets: dict[tuple[ShardGroups, bool], list[NormInput]] = {}
-    partial_norms = partial_norms or {}
+    params, partial_norms = list(params), partial_norms or {}
+    buckets: dict[tuple[ShardGroups, bool], dict[torch.device, list[NormInput]]] = {}
     for param, shard_groups in zip(params, get_shard_groups(params), strict=True):
         is_replicated = replicate_group is not None and not isinstance(param, DTensor)
-        pieces = buckets.setdefault((shard_groups, is_replicated), [])
-        if param in partial_norms:
-            pieces.append(partial_norms[param])
-        elif param.grad is not None:
-            pieces.append(local_grad(param))
+        by_device = buckets.setdefault((shard_groups, is_replicated), {})
+        piece = partial_norms.get(param)
+        if piece is None and param.grad is not None:
+            piece = local_grad(param)
+        if piece is not None and piece.numel():
+            by_device.setdefault(piece.device, []).append(piece)
     device = to_local(params[0]).device if params else torch.device("cpu")
-    sums, reduce_groups = [], []
-    for (shard_groups, is_replicated), pieces in buckets.items():
-        partial = power_sum(pieces, norm_type, device, row_norms_fn)
+    rows = torch.zeros(max(1, len(buckets)), dtype=torch.float64, device=device)
+    reduce_groups = []
+    for row, ((shard_groups, is_replicated), by_device) in zip(rows, buckets.items(), strict=False):
+        for pieces in by_device.values():
+            row.add_(_accurate_square_sum(pieces, row_norms_fn or compute_row_norms).to(device))
         if is_replicated and replicate_group is not None:
-            partial, shard_groups = _count_one_replica(partial, replicate_group), (replicate_group,)
-        sums.append(partial)
+            shard_groups = (replicate_group,)
+            if dist.get_rank(replicate_group) > 0:  # one copy counts, the others only if they are not finite
+                row.copy_(torch.where(row.isfinite(), torch.zeros_like(row), row))
         reduce_groups.append(shard_groups)
-    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    rows = torch.stack(sums) if sums else torch.zeros(1, dtype=torch.float64, device=device)
-    rows = all_reduce_rows(rows, reduce_groups, op, all_reduce)
-    total = rows.max() if math.isinf(norm_type) else rows.sum()
-    for group in extra_groups:
-        all_reduce(total, op, group)
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
-
-
-def _count_one_replica(total: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Let rank 0 of ``group`` contribute its value, the others only the fact that theirs is not finite."""
-    if dist.get_rank(group) == 0:
-        return total
-    return torch.where(total.isfinite(), torch.zeros_like(total), total)
+    return all_reduce_rows(rows, reduce_groups).sum() ** 0.5
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """``max_norm / (norm + 1e-6)`` if that is below 1, else 1: the scale of gradients of that norm."""
     return min(1.0, max_norm / (norm + 1e-6))
-
-
-@torch.no_grad()
-def clip_grads_(params: Iterable[Tensor], max_norm: float, norm: Tensor | float) -> float:
-    """Scale all gradients in place by ``max_norm / (norm + 1e-6)`` if that is below 1; returns the factor
-    used.
-
-    The rule of ``torch.nn.utils.clip_grad_norm_``, with the norm that :func:`global_grad_norm` gave.
-    Gradients are left untouched (and 1.0 returned) where there is nothing to clip. ``max_norm`` must be
-    positive.
-    """
-    if not max_norm > 0:
-        raise ValueError(f"gradient_clipping must be a positive norm, not {max_norm!r}; leave it out for no clipping")
-    value = float(norm)
-    if not math.isfinite(value):
-        raise ValueError(f"gradients with a norm of {value} cannot be clipped: skip the step")
-    factor = clip_factor(value, max_norm)
-    if factor == 1.0:
-        return factor
-    pieces = [to_local(p.grad) for p in params if p.grad is not None]
-    if pieces:
-        foreach.mul_(pieces, factor)
-    return factor

@@ -5,8 +5,9 @@ take the global norm; skip if it is not finite; scale by the clip factor; step; 
 loss scale; close the window.  ``engine.step()`` and a plain ``optimizer.step()`` both come
 here, so a training loop that knows nothing of the engine gets the same result.
 
-:class:`EngineOptimizer` decides *whether* to update and *by what factor*; a :class:`StepStrategy` does it.
-``InMemoryStep`` steps the optimiser over tensors in memory.  ``NvmeStep`` (offload/nvme_step.py) moves state,
+:class:`EngineOptimizer` decides *whether* to update and *by what factor*; a strategy does it.
+:class:`InMemoryStep`, the base of all, steps the optimiser over tensors in memory.  ``NvmeStep``
+(offload/nvme_step.py) moves state,
 masters and gradients through buffers from and to a swap file; ``MmapStep`` (offload/mmap_step.py) is its slow,
 general sibling.  All three give the same bits in fp32.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,51 +28,12 @@ from thalweg.optim.accumulation import AccumulationWindow, StepResult
 from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.norms import PartialNorm, clip_factor, global_grad_norm
-
-
-class GradientSource(Protocol):
-    """What an update asks of the sharded model."""
-
-    def finalize_grads(self) -> None:
-        """Reduce and reshard whatever is left; collective."""
-        ...
-
-    def set_loss_scale(self, scale: float) -> None:
-        """Divide later gradients by ``scale`` as they are reduced."""
-        ...
-
-
-class StepStrategy(Protocol):
-    """One optimiser's way to step."""
-
-    def grad_norm(
-        self,
-        params: Sequence[Tensor],
-        replicate_group: dist.ProcessGroup | None,
-        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
-    ) -> float:
-        """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; collective."""
-        ...
-
-    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
-        """Multiply the gradients (only of ``subset``) by ``factor`` and step."""
-        ...
-
-    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """Uninitialised state of ``param``'s layout, where this strategy wants it (used to load into)."""
-        ...
-
-    def offload_state(self) -> None:
-        """The optimiser's state was exchanged (loaded): bring it to where it belongs."""
-        ...
-
-    def release(self, tensor: Tensor) -> None:
-        """Nobody reads or writes ``tensor`` for a while: memory that only mirrors a disk may go."""
-        ...
+from thalweg.parallel.pipeline.tied_weights import TiedWeights
+from thalweg.zero.shard import ShardedModel
 
 
 class InMemoryStep:
-    """Everything is in memory: scale, then step."""
+    """One optimiser's way to step, and this one's: everything is in memory, so scale, then step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -82,25 +44,28 @@ class InMemoryStep:
         replicate_group: dist.ProcessGroup | None,
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
-        """The global 2-norm; collective."""
+        """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; collective."""
         return float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
 
-    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
-        """Scale the gradients in place and step."""
+    @torch.no_grad()
+    def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
+        """Multiply the gradients (only of ``subset``) by ``factor``, in place, and step."""
         with restrict_params(self.optimizer, subset):
             if factor != 1.0:
-                scale_grads(self.optimizer, factor)
+                params = (p for group in self.optimizer.param_groups for p in group["params"])
+                if pieces := [to_local(p.grad) for p in params if p.grad is not None]:
+                    foreach.mul_(pieces, factor)
             self.optimizer.step()
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """Memory of the parameter's layout."""
+        """Uninitialised state of ``param``'s layout, where this strategy wants it (used to load into)."""
         return torch.empty_like(param.detach(), dtype=dtype)
 
     def offload_state(self) -> None:
-        """Nothing to do."""
+        """The optimiser's state was exchanged (loaded): bring it to where it belongs."""
 
     def release(self, tensor: Tensor) -> None:
-        """Nothing to do."""
+        """Nobody reads or writes ``tensor`` for a while: memory that only mirrors a disk may go."""
 
 
 @contextmanager
@@ -111,35 +76,11 @@ def restrict_params(optimizer: torch.optim.Optimizer, subset: Collection[Tensor]
         return
     groups = optimizer.param_groups
     restricted = [{**group, "params": [p for p in group["params"] if p in subset]} for group in groups]
-    optimizer.param_groups = [restricted_group for restricted_group in restricted if restricted_group["params"]]
+    optimizer.param_groups = [group for group in restricted if group["params"]]
     try:
         yield
     finally:
         optimizer.param_groups = groups
-
-
-def scale_grads(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply all gradients by ``factor``, in place."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    pieces = [to_local(p.grad) for p in params if p.grad is not None]
-    if pieces:
-        foreach.mul_(pieces, factor)
-
-
-class PipelinePeers(Protocol):
-    """Ranks that update other parameters of the same model, and copies of some of ours."""
-
-    def sum_grad(self) -> None:
-        """Bring the gradients of copies together, once they are reduced."""
-        ...
-
-    def owned_for_norm(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Those that this rank counts in the norm."""
-        ...
-
-    def norm(self, local_norm: float) -> float:
-        """The norm over all of them, the same everywhere; ``local_norm`` is that of what this rank counts."""
-        ...
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -155,14 +96,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        sharded: GradientSource,
+        sharded: ShardedModel,
         window: AccumulationWindow,
         scaler: LossScaler,
         *,
         max_norm: float = 0.0,
         replicate_group: dist.ProcessGroup | None = None,
-        strategy: StepStrategy | None = None,
-        pipeline_peers: PipelinePeers | None = None,
+        strategy: InMemoryStep | None = None,
+        pipeline_peers: TiedWeights | None = None,
     ) -> None:
         # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
         self.inner, self.scaler, self.window = inner, scaler, window
@@ -217,11 +158,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Schedule-free optimizers have this mode; others ignore it."""
-        getattr(self.inner, "train", _noop)()
+        getattr(self.inner, "train", lambda: None)()
 
     def eval(self) -> None:
         """See :meth:`train`."""
-        getattr(self.inner, "eval", _noop)()
+        getattr(self.inner, "eval", lambda: None)()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an engine's optimizer cannot be pickled; use engine.save_checkpoint")
@@ -268,7 +209,3 @@ class EngineOptimizer(torch.optim.Optimizer):
             return self._strategy.grad_norm(params, self._replicate_group)
         peers.sum_grad()
         return peers.norm(self._strategy.grad_norm(peers.owned_for_norm(params), self._replicate_group))
-
-
-def _noop() -> None:
-    return None

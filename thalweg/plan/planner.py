@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from thalweg.config import Config
-from thalweg.observe import resident_mib
+from thalweg.observe.flops import resident_mib
 from thalweg.plan.comm_volume import estimate_comm_volume
 from thalweg.plan.extrapolate import (
     align_segments,

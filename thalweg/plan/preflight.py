@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
-from thalweg.observe import resident_mib
+from thalweg.observe.flops import resident_mib
 from thalweg.optim import build_optimizer
 from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import MetaModel

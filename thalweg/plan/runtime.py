@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
-from thalweg.observe import resident_mib
+from thalweg.observe.flops import resident_mib
 from thalweg.plan.inputs.input_spec import infer_input_spec
 from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
 from thalweg.plan.planner import Planner

@@ -10,22 +10,3 @@
 
 Nothing here knows of models or optimisers.  No thread starts and no memory is taken at import.
 """
-
-from __future__ import annotations
-
-from thalweg.storage_io.disk import Disk
-from thalweg.storage_io.evictable_memory import BufferRing, EvictableMemory, aligned_empty
-from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, combine_futures
-from thalweg.storage_io.swap_file import SwapError, SwapFile
-
-__all__ = [
-    "BufferRing",
-    "Disk",
-    "EvictableMemory",
-    "IoFuture",
-    "IoThreadPool",
-    "SwapError",
-    "SwapFile",
-    "aligned_empty",
-    "combine_futures",
-]

@@ -55,13 +55,10 @@ class RangeAllocator:
 
     def extend(self, num_bytes: int) -> None:
         """Add ``num_bytes`` (a multiple of ``align``) at the end."""
-        self.num_bytes += num_bytes
-        start = (
-            self._free_ranges.pop()[0]
-            if self._free_ranges and self._free_ranges[-1][1] == self.num_bytes - num_bytes
-            else None
-        )
-        self._free_ranges.append((self.num_bytes - num_bytes if start is None else start, self.num_bytes))
+        start, self.num_bytes = self.num_bytes, self.num_bytes + num_bytes
+        if self._free_ranges and self._free_ranges[-1][1] == start:
+            start = self._free_ranges.pop()[0]
+        self._free_ranges.append((start, self.num_bytes))
 
     @property
     def free_bytes(self) -> int:

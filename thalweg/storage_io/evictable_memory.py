@@ -126,12 +126,7 @@ class PagePrefaulter:
     """
 
     def __init__(
-        self,
-        memory: EvictableMemory,
-        chunk_bytes: int,
-        *,
-        initial_bytes: int = 256 << 20,
-        margin_bytes: int = 64 << 20,
+        self, memory: EvictableMemory, chunk_bytes: int, *, initial_bytes: int = 256 << 20, margin_bytes: int = 64 << 20
     ) -> None:
         """``chunk_bytes``: bytes that are used together; ``initial_bytes``: bytes that come at once (at most a
         quarter of the memory), ``margin_bytes``: bytes that are there beyond those in use (at most an eighth)."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -87,30 +86,13 @@ class IoThreadPool:
 
 
 class IoThroughput:
-    """Bytes moved one way, and the seconds in which at least one transfer was under way."""
+    """Bytes moved one way, counted by several threads."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.seconds = 0.0
-        self._active, self._since = 0, 0.0
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """A transfer starts."""
-        with self._lock:
-            if self._active == 0:
-                self._since = time.perf_counter()
-            self._active += 1
-
-    def end(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
         """A transfer of ``nbytes`` is over."""
         with self._lock:
-            self._active -= 1
             self.nbytes += nbytes
-            if self._active == 0:
-                self.seconds += time.perf_counter() - self._since
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The rate while busy; 0 before the first transfer."""
-        return self.nbytes / self.seconds if self.seconds else 0.0

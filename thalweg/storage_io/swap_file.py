@@ -31,13 +31,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, RemapTable, round_up
 from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
 from thalweg.utils.log import get_logger
 
@@ -212,12 +213,12 @@ class SwapFile:
         assert first % PAGE == second % PAGE == nbytes % PAGE == 0, (first, second, nbytes)
         self._remap_table.swap_ranges(first, second, nbytes)
         try:
-            for start in (first, second):
-                self._remap(start, nbytes)
+            self._remap(first, nbytes)
+            self._remap(second, nbytes)
         except OSError:
             self._remap_table.swap_ranges(first, second, nbytes)
-            for start in (first, second):
-                self._remap(start, nbytes)
+            self._remap(first, nbytes)
+            self._remap(second, nbytes)
             raise
 
     def can_swap_ranges(self) -> bool:
@@ -240,12 +241,26 @@ class SwapFile:
         Bytes bypass the page cache where the memory's address and the offset are multiples of the page
         size (:class:`.buffer_ring.BufferRing` gives such memory); a ragged end, or all of it, goes through it.
         """
-        return self._transfer(self._read_block, offset, into)
+        return self._transfer("read", offset, into)
 
     def write(self, offset: int, source: Tensor) -> IoFuture:
         """Store the contiguous CPU tensor ``source`` at ``offset``; it must not change until the ticket is
         done."""
-        return self._transfer(self._write_block, offset, source)
+        return self._transfer("write", offset, source)
+
+    @torch.no_grad()
+    def write_through(self, offset: int, source: Tensor, dtype: torch.dtype, ring: BufferRing) -> None:
+        """Store ``source`` as ``dtype`` at ``offset`` by way of the buffers of ``ring``: past the mapping and the page
+        cache; returns when it is done."""
+        step, futures = ring.buffer_bytes // dtype.itemsize, list[IoFuture]()
+        for turn, piece in enumerate(source.reshape(-1).split(step)):
+            if turn >= len(ring):
+                futures[turn - len(ring)].wait()
+            buffer = ring[turn].view(dtype)[: piece.numel()]
+            buffer.copy_(piece)
+            futures.append(self.write(offset + turn * step * dtype.itemsize, buffer))
+        for future in futures:
+            future.wait()
 
     def close(self) -> None:
         """End all transfers and give the file back; views that somebody still holds stay readable."""
@@ -261,7 +276,7 @@ class SwapFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _transfer(self, transfer_block: Any, offset: int, tensor: Tensor) -> IoFuture:
+    def _transfer(self, verb: Literal["read", "write"], offset: int, tensor: Tensor) -> IoFuture:
         assert not self._closed, "the swap file is closed"
         data = _as_memoryview(tensor)
         assert offset >= 0 and offset + data.nbytes <= self.num_bytes, (offset, data.nbytes, self.num_bytes)
@@ -279,28 +294,21 @@ class SwapFile:
             ]
             for start, stop in pairwise(boundaries):
                 file_offset = extent.file_offset + start - begin
-                futures.append(self._threads.submit(transfer_block, data[start:stop], file_offset, stop <= aligned))
+                block, direct = data[start:stop], stop <= aligned
+                futures.append(self._threads.submit(self._transfer_block, verb, block, file_offset, direct))
         return IoFuture(futures)
 
-    def _read_block(self, data: memoryview, offset: int, direct: bool) -> None:
-        self._transfer_block(self.reads, "read", data, offset, direct)
-
-    def _write_block(self, data: memoryview, offset: int, direct: bool) -> None:
-        self._transfer_block(self.writes, "write", data, offset, direct)
-
-    def _transfer_block(self, meter: IoThroughput, verb: str, data: memoryview, offset: int, direct: bool) -> None:
+    def _transfer_block(self, verb: Literal["read", "write"], data: memoryview, offset: int, direct: bool) -> None:
         syscall = self._disk.preadv if verb == "read" else self._disk.pwritev
         total, nbytes = 0, data.nbytes
-        meter.begin()
         try:
             while total < nbytes:
                 # What follows a short transfer may not be aligned any more.
-                aligned = direct and self._direct is not None and total % PAGE == 0
-                handle = self._direct if aligned and self._direct is not None else self._handle
+                aligned = self._direct if direct and total % PAGE == 0 else None
                 try:
-                    transferred = syscall(handle, [data[total:]], offset + total)
+                    transferred = syscall(self._handle if aligned is None else aligned, [data[total:]], offset + total)
                 except OSError as error:
-                    if error.errno == errno.EINVAL and aligned:  # a coarser alignment than a page
+                    if error.errno == errno.EINVAL and aligned is not None:  # a coarser alignment than a page
                         direct = False
                         continue
                     raise
@@ -314,7 +322,7 @@ class SwapFile:
                 f"{error.strerror or error}.{hint}"
             ) from error
         finally:
-            meter.end(total)
+            (self.reads if verb == "read" else self.writes).add(total)
 
     # Birth
 
@@ -353,7 +361,7 @@ class SwapFile:
             except OSError:  # a limit on addresses or on the length of files
                 if size == self.num_bytes:
                     raise
-        raise AssertionError("the last size returns or raises")
+        raise AssertionError
 
     def _fallocate(self, handle: int, num_bytes: int) -> None:
         try:

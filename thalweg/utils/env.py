@@ -115,8 +115,9 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
         set_names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ]
         if set_names:
             missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
+            present, absent = " and ".join(set_names), " and ".join(missing)
             raise ValueError(
-                f"{_join_names(set_names)} {'is' if len(set_names) == 1 else 'are'} set but {_join_names(missing)} "
+                f"{present} {'is' if len(set_names) == 1 else 'are'} set but {absent} "
                 f"{'is' if len(missing) == 1 else 'are'} not: start the program with `thalweg run --nproc N "
                 "script.py` (or torchrun, srun, mpirun), which sets them all, or "
                 f"`unset {' '.join(set_names)}` to run one process alone"
@@ -157,10 +158,7 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
 
 def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
     """A plain ``python`` in a pod whose variables are meant for torchrun: it is the pod's one rank."""
-    rank, num_hosts = (
-        _required_integer(environ, _KUBEFLOW, _KUBEFLOW.rank),
-        _required_integer(environ, _KUBEFLOW, ("PET_NNODES",)),
-    )
+    rank, num_hosts = _read_rank_and_size(environ, _KUBEFLOW)
     per_node = environ.get("PET_NPROC_PER_NODE", "1")
     if per_node not in ("1", "auto", "cpu"):
         raise ValueError(
@@ -179,22 +177,18 @@ def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
 
 def _from_scheduler(environ: Mapping[str, str]) -> RankInfo | None:
     """What Open MPI, SLURM or PMI says, or None when none of them started this process."""
-    if _any_set(environ, _OPENMPI.rank + _OPENMPI.world_size):
+    if _first_set(environ, _OPENMPI.rank + _OPENMPI.world_size):
         return _from_mpi(environ, _OPENMPI)
     slurm = _from_slurm(environ) if _is_slurm_task(environ) else None
-    if _any_set(environ, _PMI.rank + _PMI.world_size):
-        pmi = (_required_integer(environ, _PMI, _PMI.rank), _required_integer(environ, _PMI, _PMI.world_size))
-        # `srun --mpi=pmi2` sets both families; mpiexec's proxies run under an srun of another meaning.
-        if slurm is None or pmi != (slurm.rank, slurm.world_size):
-            return _from_mpi(environ, _PMI)
+    by_slurm = slurm and (slurm.rank, slurm.world_size)
+    # `srun --mpi=pmi2` sets both families; mpiexec's proxies run under an srun of another meaning.
+    if _first_set(environ, _PMI.rank + _PMI.world_size) and _read_rank_and_size(environ, _PMI) != by_slurm:
+        return _from_mpi(environ, _PMI)
     return slurm
 
 
 def _from_mpi(environ: Mapping[str, str], family: _LauncherVariables) -> RankInfo:
-    rank, world_size = (
-        _required_integer(environ, family, family.rank),
-        _required_integer(environ, family, family.world_size),
-    )
+    rank, world_size = _read_rank_and_size(environ, family)
     local_rank = _first_integer(environ, family.local_rank)
     local_world_size = _first_integer(environ, family.local_world_size)
     if local_rank is None or local_world_size is None:
@@ -224,10 +218,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
-    rank, world_size = (
-        _required_integer(environ, _SLURM, _SLURM.rank),
-        _required_integer(environ, _SLURM, _SLURM.world_size),
-    )
+    rank, world_size = _read_rank_and_size(environ, _SLURM)
     local_world_size = _slurm_local_world_size(environ, world_size)
     local_rank = _first_integer(environ, _SLURM.local_rank)
     if local_rank is None:
@@ -278,13 +269,7 @@ def _parse_tasks_per_node(environ: Mapping[str, str], name: str) -> list[int]:
 
 def _first_host(nodes: str) -> str:
     """The first host of SLURM's ``gpu[07-09,12],login1``: rank 0 runs there."""
-    depth, end = 0, len(nodes)
-    for position, character in enumerate(nodes):
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            end = position
-            break
-    match = _HOST_RANGE.match(nodes[:end].strip())
+    match = _HOST_RANGE.match(re.split(r",(?![^\[]*\])", nodes)[0].strip())
     if match is None:
         raise ValueError(f"cannot read the first host of SLURM's node list {nodes!r}: export MASTER_ADDR")
     return f"{match['prefix']}{match['first'] or ''}{match['suffix'] or ''}"
@@ -331,15 +316,15 @@ def _validate(family: _LauncherVariables, info: RankInfo) -> RankInfo:
     return info
 
 
-def _required_integer(environ: Mapping[str, str], family: _LauncherVariables, names: tuple[str, ...]) -> int:
-    value = _first_integer(environ, names)
-    if value is None:
-        set_name = _first_set(environ, family.rank + family.world_size)
-        raise ValueError(
-            f"{set_name} is set but {names[0]} is not: start the program with srun, mpirun or `thalweg run "
-            f"--nproc N script.py`, which set both, or `unset {set_name}` to run one process alone"
-        )
-    return value
+def _read_rank_and_size(environ: Mapping[str, str], family: _LauncherVariables) -> tuple[int, int]:
+    for names in (family.rank, family.world_size):
+        if _first_set(environ, names) is None:
+            set_name = _first_set(environ, family.rank + family.world_size)
+            raise ValueError(
+                f"{set_name} is set but {names[0]} is not: start the program with srun, mpirun or `thalweg run "
+                f"--nproc N script.py`, which set both, or `unset {set_name}` to run one process alone"
+            )
+    return _first_integer(environ, family.rank) or 0, _first_integer(environ, family.world_size) or 0
 
 
 def _first_integer(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
@@ -358,14 +343,6 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
     return next((name for name in names if name in environ), None)
 
 
-def _any_set(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    return _first_set(environ, names) is not None
-
-
 def is_loopback(addr: str) -> bool:
     """Whether ``addr``, which is not looked up, leads back to this host."""
     return addr in _LOOPBACK or addr.startswith("127.")
-
-
-def _join_names(names: list[str]) -> str:
-    return " and ".join(names)

@@ -25,47 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.comm import (
-    AllReduceSum,
-    AllToAllReduce,
-    AllToAllReduceScatter,
-    BlockQuantizer,
-    CommsLog,
-    ErrorFeedback,
-    HierarchicalAllGather,
-    HierarchicalAllReduce,
-    HierarchicalReduceScatter,
-    HostGroups,
-    HostTopology,
-    PayloadFormat,
-    QuantizedAllGather,
-    QuantizedAllReduceSum,
-    QuantizedAllToAllReduce,
-    SharedMemoryAllReduce,
-    SharedMemoryArena,
-    SharedMemoryReduceScatter,
-    SharedMemoryRing,
-    TwoLevelAllGather,
-    TwoLevelReduceScatter,
-    WireAllGather,
-    WireAllReduce,
-    create_host_arena,
-    make_subgroup,
-)
-from thalweg.comm.collectives.quantized import (
-    GRADIENT_QUANTIZER,
-    INTRA_HOST_GRADIENT_QUANTIZER,
-    WEIGHT_QUANTIZER,
-    PayloadFormatFn,
-    single_segment_format,
-)
-from thalweg.comm.collectives.reducer import (
-    GradDivisor,
-    GradientMemory,
-    ReduceOptions,
-    Reducer,
-    ReplicatedReducer,
-)
+from thalweg.comm import CommsLog
+from thalweg.comm.collectives import hierarchical, quantized, shared_memory, wire
+from thalweg.comm.collectives.hierarchical import HostGroups
+from thalweg.comm.collectives.quantized import PayloadFormatFn
+from thalweg.comm.collectives.reducer import GradDivisor, GradientMemory, ReduceOptions, Reducer, ReplicatedReducer
+from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryRing
+from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
+from thalweg.comm.topology import HostTopology
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 from thalweg.zero.policy import CommPolicy, ZeroPolicy
@@ -73,6 +40,7 @@ from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
 from thalweg.zero.storage.cross_host_sync import CrossHostSync
 
 ReducerFactory = Callable[[str, FSDPGroupHandle, ReduceOptions], Reducer]
+ReplicaSum = wire.AllReduceSum | quantized.QuantizedAllReduceSum
 AllGatherFactory = Callable[[str, FSDPGroupHandle], Any]
 _NUM_GATHER_SLOTS = 4
 # A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
@@ -87,8 +55,8 @@ class Collectives:
     ``divisor``, ``memory``: common to all reductions; ``separate_masters``: parameters whose shards lie beside the
     shared copy; ``cross_host_sync``: what brings the copies of several hosts up to date; ``async_reduction``: what
     reduces during the backward pass; ``hpz_group_size``: ranks among which FSDP2 keeps gathered parameters for the
-    backward pass; ``replicas``: the ranks that hold the same shard; ``option_messages``: what an option comes to
-    here, by its name.
+    backward pass; ``replicas``: the sum over the ranks that hold the same shard; ``option_messages``: what an option
+    comes to here, by its name.
     """
 
     storage_kind: StorageKind
@@ -103,7 +71,7 @@ class Collectives:
     cross_host_sync: CrossHostSync | None = None
     separate_masters: frozenset[str] = frozenset()
     hpz_group_size: int = 1
-    replicas: ReplicaGroup | None = None
+    replicas: ReplicaSum | None = None
     option_messages: dict[str, str] = field(default_factory=dict)
     async_reduction: AsyncReduction | None = None
 
@@ -128,26 +96,19 @@ class Collectives:
     def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
         options = ReduceOptions(self.ledger, self.output_dtype, self.divisor, self.memory)
         if self.replicas is not None:
-            options = replace(options, num_replicas=self.replicas.num_replicas, replica_reduce=self.replicas.all_reduce)
+            num_replicas = len(self.replicas.topology.host_ids)
+            options = replace(options, num_replicas=num_replicas, replica_reduce=self.replicas)
         if self.async_reduction is not None:
             options = replace(options, try_submit=self.async_reduction.make_try_submit(group, self.output_dtype))
         return options
 
 
-@dataclass(frozen=True)
-class ReplicaGroup:
-    """The ranks that hold the same shard (MiCS), and the sum of gradients over them."""
-
-    num_replicas: int
-    all_reduce: AllReduceSum | QuantizedAllReduceSum
-
-    @classmethod
-    def build(cls, mics_mesh: DeviceMesh, device: torch.device, quantized: bool) -> ReplicaGroup:
-        """Over the outer axis of ``mics_mesh``; collective over it."""
-        group = mics_mesh.get_group(0)
-        topology = HostTopology.discover(group, device)
-        all_reduce_type = QuantizedAllReduceSum if quantized else AllReduceSum
-        return cls(mics_mesh.size(0), all_reduce_type(group, topology))
+def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaSum:
+    """The sum of gradients over the ranks that hold the same shard (MiCS: the outer axis of ``mics_mesh``); collective
+    over them."""
+    group = mics_mesh.get_group(0)
+    topology = HostTopology.discover(group, device)
+    return (quantized.QuantizedAllReduceSum if in_few_bits else wire.AllReduceSum)(group, topology)
 
 
 @dataclass(frozen=True)
@@ -164,7 +125,7 @@ class CollectivesSpec:
     root_bytes: int
     output_dtype: torch.dtype
     timeout: float
-    replicas: ReplicaGroup | None = None
+    replicas: ReplicaSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
     # Whether shards rest in host memory, from where FSDP2 copies them to the device, also where one rank is alone.
@@ -207,7 +168,7 @@ class CollectivesSpec:
         if self.replicas is None:
             return possible
         flag = torch.tensor(int(possible), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.replicas.all_reduce.group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.replicas.group)
         return bool(flag)
 
 
@@ -248,7 +209,7 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
             if keeps_unsharded
             else SharedMemoryRing.num_bytes(hosts.num_local_ranks, slot_bytes, _NUM_GATHER_SLOTS)
         )
-        arena = create_host_arena(hosts, host_arena_bytes, spec.timeout)
+        arena = hierarchical.create_host_arena(hosts, host_arena_bytes, spec.timeout)
         if spec.all_replicas_agree(arena is not None):
             assert arena is not None
             return _build_hierarchical(spec, arena, hosts, slot_bytes, keeps_unsharded)
@@ -260,7 +221,7 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
         return spec.build(
             "private",
             arena=arena,
-            make_reducer=lambda name, group, options: SharedMemoryAllReduce(ring, name, options),
+            make_reducer=lambda name, group, options: shared_memory.SharedMemoryAllReduce(ring, name, options),
             uses_all_reduce=True,
         )
     comm_policy, messages = spec.comm_policy, {}
@@ -268,18 +229,18 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
         messages["zero_hpz_partition_size"] = (
             "free on one host: parameters lie once in memory that its ranks share; nothing is ever gathered"
         )
-    quantized = {
+    idle = {
         "zero_quantized_weights": comm_policy.quantized_weights,
         "zero_quantized_nontrainable_weights": comm_policy.quantized_frozen_weights,
         "zero_quantized_gradients": comm_policy.quantized_gradients and spec.replicas is None,
     }
-    for name in (name for name, on in quantized.items() if on):
+    for name in (name for name, on in idle.items() if on):
         messages[name] = "nothing travels between ranks that share one host's memory, so nothing is rounded"
     return spec.build(
         "shared",
         messages,
         arena=arena,
-        make_reducer=lambda name, group, options: SharedMemoryReduceScatter(ring, name, options),
+        make_reducer=lambda name, group, options: shared_memory.SharedMemoryReduceScatter(ring, name, options),
     )
 
 
@@ -290,15 +251,17 @@ def _build_hierarchical(
     if spec.replicate:
         return spec.build(
             "private",
-            make_reducer=lambda name, group, options: HierarchicalAllReduce(hosts, ring, name, options),
+            make_reducer=lambda name, group, options: hierarchical.HierarchicalAllReduce(hosts, ring, name, options),
             uses_all_reduce=True,
         )
 
-    def make_reduce_scatter(name: str, group: FSDPGroupHandle, options: ReduceOptions) -> HierarchicalReduceScatter:
+    def make_reduce_scatter(
+        name: str, group: FSDPGroupHandle, options: ReduceOptions
+    ) -> hierarchical.HierarchicalReduceScatter:
         all_to_all = None
         if comm_policy.quantized_gradients:
             all_to_all = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
-        return HierarchicalReduceScatter(hosts, ring, rank, name, options, all_to_all)
+        return hierarchical.HierarchicalReduceScatter(hosts, ring, rank, name, options, all_to_all)
 
     if keeps_unsharded:
         lossy = frozenset(
@@ -326,7 +289,7 @@ def _build_hierarchical(
     return spec.build(
         "wire",
         make_reducer=make_reduce_scatter,
-        make_all_gather=lambda name, group: HierarchicalAllGather(
+        make_all_gather=lambda name, group: hierarchical.HierarchicalAllGather(
             hosts, gather_ring, rank, name, spec.ledger, _weight_format_fn(comm_policy, group)
         ),
     )
@@ -336,13 +299,13 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
     comm_policy, size, cpu = spec.comm_policy, spec.mesh.size(), spec.device.type == "cpu"
     async_reduction = AsyncReduction() if cpu and size > 1 and spec.replicas is None else None
     # Of its own, as the thread's collectives and the main thread's come in no common order.
-    reduce_group = spec.group if async_reduction is None else make_subgroup(range(size), spec.group)
+    reduce_group = spec.group if async_reduction is None else hierarchical.make_subgroup(range(size), spec.group)
     if not spec.overlaps:
         async_reduction = None
     if spec.replicate or size == 1:
         return spec.build(
             "private",
-            make_reducer=lambda name, group, options: WireAllReduce(reduce_group, name, options, topology),
+            make_reducer=lambda name, group, options: wire.WireAllReduce(reduce_group, name, options, topology),
             uses_all_reduce=True,
             async_reduction=async_reduction,
         )
@@ -368,7 +331,7 @@ def _choose_wire_all_gather(
     ledger, comm_policy, size = spec.ledger, spec.comm_policy, spec.mesh.size()
     if comm_policy.two_level_gather and hosts is not None:
         topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
-        return lambda name, group: TwoLevelAllGather(
+        return lambda name, group: quantized.TwoLevelAllGather(
             hosts.intra_host_group,
             hosts.inter_host_group,
             topologies,
@@ -378,11 +341,11 @@ def _choose_wire_all_gather(
             _weight_format_fn(comm_policy, group),
         )
     if comm_policy.quantized_weights or comm_policy.quantized_frozen_weights:
-        return lambda name, group: QuantizedAllGather(
+        return lambda name, group: quantized.QuantizedAllGather(
             name, ledger, topology, _weight_format_fn(comm_policy, group), size
         )
     if spec.device.type == "cpu":
-        return lambda name, group: WireAllGather(name, ledger, topology)
+        return lambda name, group: wire.WireAllGather(name, ledger, topology)
     return None
 
 
@@ -396,24 +359,23 @@ def _make_wire_reducer(
     options: ReduceOptions,
 ) -> Reducer:
     if not spec.comm_policy.quantized_gradients:
-        return AllToAllReduceScatter(name, options, AllToAllReduce(reduce_group, topology))
+        return wire.AllToAllReduceScatter(name, options, wire.AllToAllReduce(reduce_group, topology))
     if hosts is None:
-        return AllToAllReduceScatter(name, options, _make_gradient_all_to_all(spec, reduce_group, topology, group))
-    inner = QuantizedAllToAllReduce(
-        hosts.intra_host_group,
-        hosts.intra_host_topology,
-        single_segment_format(INTRA_HOST_GRADIENT_QUANTIZER),
-    )
+        return wire.AllToAllReduceScatter(name, options, _make_gradient_all_to_all(spec, reduce_group, topology, group))
+    intra_host_format = quantized.single_segment_format(quantized.INTRA_HOST_GRADIENT_QUANTIZER)
+    inner = quantized.QuantizedAllToAllReduce(hosts.intra_host_group, hosts.intra_host_topology, intra_host_format)
     outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
-    return TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
+    return quantized.TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
 
 
 def _make_gradient_all_to_all(
     spec: CollectivesSpec, process_group: dist.ProcessGroup, topology: HostTopology, group: FSDPGroupHandle
-) -> QuantizedAllToAllReduce:
+) -> quantized.QuantizedAllToAllReduce:
     given = spec.comm_policy.error_feedback
-    error_feedback = None if given is None else ErrorFeedback(*given)
-    return QuantizedAllToAllReduce(process_group, topology, _gradient_format_fn(group), error_feedback, spec.divisor)
+    error_feedback = None if given is None else quantized.ErrorFeedback(*given)
+    return quantized.QuantizedAllToAllReduce(
+        process_group, topology, _gradient_format_fn(group), error_feedback, spec.divisor
+    )
 
 
 def _weight_format_fn(comm_policy: CommPolicy, group: FSDPGroupHandle) -> PayloadFormatFn:
@@ -427,14 +389,14 @@ def _weight_format_fn(comm_policy: CommPolicy, group: FSDPGroupHandle) -> Payloa
             )
             for param in group.params
         ]
-        return _make_payload_format(segments, numel, dtype, WEIGHT_QUANTIZER)
+        return _make_payload_format(segments, numel, dtype, quantized.WEIGHT_QUANTIZER)
 
     return get_payload_format
 
 
 def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
     """The codes of a unit's gradients, where all that train have one; else of one run of numbers."""
-    single_segment = single_segment_format(GRADIENT_QUANTIZER)
+    single_segment = quantized.single_segment_format(quantized.GRADIENT_QUANTIZER)
 
     def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
         segments = [
@@ -444,7 +406,7 @@ def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
         ]
         if sum(length for length, _ in segments) != numel:
             return single_segment(numel, dtype)
-        return _make_payload_format(segments, numel, dtype, GRADIENT_QUANTIZER)
+        return _make_payload_format(segments, numel, dtype, quantized.GRADIENT_QUANTIZER)
 
     return get_payload_format
 

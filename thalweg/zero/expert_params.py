@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thalweg.comm import CommsLog
 from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather
+from thalweg.zero.full_state_dict import make_dtensor
 
 _BUCKET_BYTES = 32 << 20  # bytes of rows that travel together
 _SMALL_GRAD_BYTES = 1 << 18  # bytes of a gradient that is added up with others
@@ -73,14 +73,7 @@ class _ReplicatedExpert:
             grad._local_tensor.add_(new_grad)
             return
         assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(
-            new_grad.contiguous(),
-            self.mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        parameter.grad = make_dtensor(new_grad.contiguous(), parameter.placements, parameter)
 
 
 @dataclass(eq=False)
@@ -108,10 +101,7 @@ class _ShardedExpert(_ReplicatedExpert):
         local_shard = chunks[rank] if rank < len(chunks) else rows.narrow(dim, 0, 0)
         local_shard = local_shard.clone(memory_format=torch.contiguous_format)
         placements = (*outer_placements, Shard(dim))  # pyright: ignore[reportCallIssue]
-        dtensor = DTensor.from_local(
-            local_shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        sharded_param = nn.Parameter(dtensor)
+        sharded_param = nn.Parameter(make_dtensor(local_shard, placements, parameter))
         assert isinstance(sharded_param, DTensor)
         return cls(sharded_param, rows.requires_grad_(), mesh, sharded_param._local_tensor, dim)
 
@@ -150,26 +140,6 @@ class _ShardedExpert(_ReplicatedExpert):
         self.accumulate_grad(local_grad.clone(memory_format=torch.contiguous_format))
 
 
-class UnshardedParams(Protocol):
-    """Parameters outside of FSDP2's units; false where there are none."""
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        ...
-
-    def reduce_grads(self, divisor: float) -> None:
-        """Add up their gradients over the ranks that share them and divide; collective."""
-        ...
-
-    def clear_grads(self) -> None:
-        """Forget gradients that are not reduced yet."""
-        ...
-
-    def mark_updated(self) -> None:
-        """Somebody may write parameters in a way that tensors do not count."""
-        ...
-
-
 class ScalarParams:
     """0-dim parameters, whole on every rank."""
 
@@ -184,8 +154,7 @@ class ScalarParams:
         trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trainable:
             return
-        grads = [torch.zeros(()) if p.grad is None else p.grad.float() for p in trainable]
-        flat = torch.stack([grad.reshape(()) for grad in grads])
+        flat = torch.stack([torch.zeros(()) if p.grad is None else p.grad.float().reshape(()) for p in trainable])
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(flat, group=self._group)
         for parameter, value in zip(trainable, (flat / divisor).unbind(), strict=True):
@@ -193,10 +162,10 @@ class ScalarParams:
                 parameter.grad.copy_(value)
 
     def clear_grads(self) -> None:
-        """Nothing to do: their gradients are those that the optimizer clears."""
+        """Forget gradients that are not reduced yet: theirs are those that the optimizer clears."""
 
     def mark_updated(self) -> None:
-        """Nothing to do."""
+        """Somebody may write parameters in a way that tensors do not count."""
 
 
 class ZeroExpertParams:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -41,6 +41,13 @@ def distribute_like(value: Tensor, reference: DTensor, src_rank: int | None = 0)
     local_value = value if src_rank is None else value.clone()  # the check writes into it
     replicated = DTensor.from_local(local_value, mesh, [Replicate()] * mesh.ndim, run_check=src_rank is not None)
     return replicated.redistribute(placements=reference.placements)
+
+
+def make_dtensor(local: Tensor, placements: Sequence[Placement], like: DTensor) -> DTensor:
+    """The DTensor of ``like``'s mesh and logical shape of which ``local`` is this rank's part."""
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _gather_full(value: Any) -> Any:

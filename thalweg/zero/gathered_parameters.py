@@ -45,7 +45,7 @@ from thalweg.deferred_init.op_graph import is_meta
 from thalweg.deferred_init.tensor_swap import FullParameter, swap_tensors
 from thalweg.utils.log import get_logger
 from thalweg.zero.fsdp2.private_api import get_fsdp_groups
-from thalweg.zero.full_state_dict import distribute_like
+from thalweg.zero.full_state_dict import distribute_like, make_dtensor
 
 _log = get_logger(__name__)
 
@@ -254,16 +254,11 @@ def _find_sharded_roots(params: list[Tensor], fwd_module: nn.Module | None) -> l
     ]
 
 
-def _list_current_and_sharded(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _list_current_and_sharded(root: nn.Module) -> list[tuple[Any, Tensor]]:
     """Return (object that the modules show now, sharded parameter) for all of FSDP2's in ``root``."""
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for group in get_fsdp_groups(root):
-        for param in group.params:
-            module, key = param.locations[0]
-            current = module._parameters[key]
-            assert current is not None
-            pairs.append((current, param.sharded_param))
-    return pairs
+    params = [param for group in get_fsdp_groups(root) for param in group.params]
+    located = [(param.locations[0], param.sharded_param) for param in params]
+    return [(module._parameters[key], shard) for (module, key), shard in located]
 
 
 def _list_unsharded(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -278,13 +273,9 @@ def _free_unsharded_copies(root: nn.Module) -> None:
     """
     pairs = _list_unsharded(root)
     if pairs and all(param._use_count() == 1 for param, _ in pairs):  # pyright: ignore[reportAttributeAccessIssue]
-        _reshard(root)
-
-
-def _reshard(root: nn.Module) -> None:
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @torch.no_grad()
@@ -305,14 +296,7 @@ def _all_gather_full(param: DTensor) -> Tensor:
     mesh, local = param.device_mesh, param.to_local()
     source = param
     if local.device.type != mesh.device_type:  # shards that rest on the host
-        source = DTensor.from_local(
-            local.to(mesh.device_type),
-            mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        source = make_dtensor(local.to(mesh.device_type), param.placements, param)
     full = source.full_tensor().detach()
     if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         full = full.clone()  # one rank, or replicated: writes must not reach the shard
@@ -354,14 +338,11 @@ def _check_modifier_rank(rank: int | None, param: Tensor) -> None:
     else:
         ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
     if rank not in ranks:
+        named = str(ranks) if len(ranks) <= 8 else f"{min(ranks)} to {max(ranks)}"
         raise ValueError(
-            f"GatheredParameters(modifier_rank={rank}): the parameter lives on ranks {_format_ranks(ranks)}; "
+            f"GatheredParameters(modifier_rank={rank}): the parameter lives on ranks {named}; "
             "name one of them, or None to read only"
         )
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    return str(ranks) if len(ranks) <= 8 else f"{min(ranks)} to {max(ranks)}"
 
 
 def _check_shapes(records: Iterable[_GatheredParam]) -> None:
@@ -382,10 +363,3 @@ def _warn_if_written(records: list[_GatheredParam]) -> None:
             "are dropped; pass modifier_rank=0 to keep those of rank 0",
             written,
         )
-
-
-def iter_gathered(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``(param, full)`` one parameter at a time: at most one full tensor is alive (read only)."""
-    for param in params:
-        with GatheredParameters(param):
-            yield param, param.detach()

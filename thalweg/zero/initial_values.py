@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,8 +41,17 @@ def load_initial_values(
     device: torch.device,
 ) -> None:
     """Bring rank 0's values into shards, loose parameters and buffers; free the full tensors."""
-    broadcast_from_rank0 = _make_broadcast(mesh, device)
+    group = mesh.get_group()
+    src_rank = dist.get_global_rank(group, 0)
     unsharded_values: dict[str, Tensor] = {}
+
+    def broadcast_from_rank0(full: Tensor) -> Tensor:
+        """Rank 0's value on every rank."""
+        full = full.detach().to(device)
+        if mesh.size() > 1:
+            full = full.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(full.view(-1).view(torch.uint8), src=src_rank, group=group)  # gloo knows few dtypes
+        return full
 
     def sink(name: str, meta: Tensor, full: Tensor) -> None:
         if name in storages:
@@ -58,25 +65,17 @@ def load_initial_values(
         parameter = param_locations[0][0]._parameters[param_locations[0][1]]
         assert parameter is not None
         shape, dtype, requires_grad = parameter.shape, parameter.dtype, parameter.requires_grad
+        master_dtype = precision.get_master_dtype(dtype, requires_grad)
         if is_expert_param(parameter):
-            _set_parameter(
-                param_locations,
-                parameter.detach().to(precision.get_master_dtype(dtype, requires_grad)),
-                requires_grad,
-            )
-            continue
-        if name in storages:
+            _set_parameter(param_locations, parameter.detach().to(master_dtype), requires_grad)
+        elif name in storages:
             if not parameter.is_meta:
                 storages[name].load_full(broadcast_from_rank0(parameter))
             del parameter  # the last reference, unless the user holds one
             _set_parameter(param_locations, torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
         else:
             value = unsharded_values[name] if parameter.is_meta else broadcast_from_rank0(parameter)
-            _set_parameter(
-                param_locations,
-                value.to(precision.get_master_dtype(dtype, requires_grad), copy=True),
-                requires_grad,
-            )
+            _set_parameter(param_locations, value.to(master_dtype, copy=True), requires_grad)
     for module_name, module in model.named_modules():
         for key, buffer in list(module._buffers.items()):
             if buffer is not None:
@@ -84,18 +83,3 @@ def load_initial_values(
                 value = unsharded_values[name] if buffer.is_meta else broadcast_from_rank0(buffer)
                 cast = precision.buffer_dtype if value.is_floating_point() else None
                 module._buffers[key] = value.to(cast or value.dtype)
-
-
-def _make_broadcast(mesh: DeviceMesh, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """A function that returns rank 0's value of a tensor on every rank."""
-    group = mesh.get_group()
-    src_rank = dist.get_global_rank(group, 0)
-
-    def broadcast_from_rank0(full: Tensor) -> Tensor:
-        full = full.detach().to(device)
-        if mesh.size() > 1:
-            full = full.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(full.view(-1).view(torch.uint8), src=src_rank, group=group)  # gloo knows few dtypes
-        return full
-
-    return broadcast_from_rank0

@@ -26,16 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thalweg.comm import CommsLog
-from thalweg.storage_io import SwapFile
-from thalweg.zero.collectives import Collectives, CollectivesSpec, ReplicaGroup, build_collectives
-from thalweg.zero.expert_params import ScalarParams, UnshardedParams, ZeroExpertParams, is_expert_param
+from thalweg.storage_io.swap_file import SwapFile
+from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
+from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
 from thalweg.zero.meshes import build_mics_mesh, make_layout_fn, single_rank_mesh
 from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
 from thalweg.zero.storage.base import (
-    CastIntoUnsharded,
     FSDPStorage,
     ParameterStorage,
     ParamSpec,
@@ -118,7 +117,7 @@ class ShardedModel:
         storages: Sequence[ParameterStorage],
         shard_storages: Mapping[str, ShardStorage],
         collectives: Collectives,
-        other_params: Sequence[UnshardedParams],
+        other_params: Sequence[ScalarParams | ZeroExpertParams],
         paging: ParamPaging | None = None,
     ) -> None:
         self.module, self.options, self.device, self.groups = module, options, device, groups
@@ -139,9 +138,9 @@ class ShardedModel:
         for storage in storages:
             for group in storage.resident_groups:
                 if group.module is not module:  # which may be called by itself
-                    unshard = partial(_unshard_before_forward, storage, group)
                     unit: Any = group.module
-                    self._handles.append(unit.register_forward_pre_hook(unshard, prepend=True))
+                    unshard = partial(storage.unshard, group)
+                    self._handles.append(unit.register_forward_pre_hook(lambda *_, f=unshard: f(), prepend=True))
         self.set_loss_scale(1.0)
         self.set_backward_flags(last=True)
 
@@ -282,10 +281,6 @@ class ShardedModel:
             tracker.reset()
 
 
-def _unshard_before_forward(storage: ParameterStorage, group: private_api.FSDPGroupHandle, *_: object) -> None:
-    storage.unshard(group)
-
-
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -308,39 +303,33 @@ def shard_model(
     named_params = dict(model.named_parameters())
     if not named_params:
         raise ValueError("the model has no parameters: there is nothing to train")
-    mics_mesh = (
-        build_mics_mesh(mesh, options.comm_policy.mics_group_size) if options.policy.shards_optimizer_states else None
-    )
+    sharded, mics_size = options.policy.shards_optimizer_states, options.comm_policy.mics_group_size
+    mics_mesh = build_mics_mesh(mesh, mics_size) if sharded else None
     shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
-    replicate = not options.policy.shards_optimizer_states or 1 in (
-        shard_mesh.size(),
-        options.comm_policy.mics_group_size,
-    )
+    replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
     param_specs = _build_param_specs(named_params, options, 1 if replicate else shard_mesh.size())
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if options.offload_policy.uses_nvme or tp_layout is not None else with_large_leaves(model, blocks)
     on_host = options.offload_policy.shards_on_host(device)
-    collectives = build_collectives(
-        CollectivesSpec(
-            shard_mesh,
-            device,
-            options.policy,
-            options.comm_policy,
-            param_specs,
-            replicate=replicate,
-            unit_bytes=max_unit_grad_bytes(param_specs, units, options.precision.reduce_dtype),
-            root_bytes=max_unit_grad_bytes(param_specs, blocks, options.precision.reduce_dtype),
-            output_dtype=options.precision.master_dtype,
-            timeout=options.timeout,
-            replicas=None
-            if mics_mesh is None
-            else ReplicaGroup.build(mics_mesh, device, options.comm_policy.quantized_gradients),
-            ledger=ledger or CommsLog(),
-            shards_on_host=on_host,
-            overlaps=not options.offload_policy.uses_nvme,  # units are read while a gather would begin early
-        )
+    quantized_gradients, reduce_dtype = options.comm_policy.quantized_gradients, options.precision.reduce_dtype
+    spec = CollectivesSpec(
+        shard_mesh,
+        device,
+        options.policy,
+        options.comm_policy,
+        param_specs,
+        replicate=replicate,
+        unit_bytes=max_unit_grad_bytes(param_specs, units, reduce_dtype),
+        root_bytes=max_unit_grad_bytes(param_specs, blocks, reduce_dtype),
+        output_dtype=options.precision.master_dtype,
+        timeout=options.timeout,
+        replicas=None if mics_mesh is None else build_replica_sum(mics_mesh, device, quantized_gradients),
+        ledger=ledger or CommsLog(),
+        shards_on_host=on_host,
+        overlaps=not options.offload_policy.uses_nvme,  # units are read while a gather would begin early
     )
+    collectives = build_collectives(spec)
     kind, arena = collectives.storage_kind, collectives.arena
     if kind == "wire":
         units = blocks
@@ -358,10 +347,10 @@ def shard_model(
     )
     shard_device = torch.device("cpu") if on_host else device
     storages: dict[str, ShardStorage] = {} if paging is None else dict(paging.storages)
-    for name, spec in param_specs.items():
+    for name, param_spec in param_specs.items():
         if name not in storages:
             separate_master = name in collectives.separate_masters
-            storages[name] = ShardStorage.create(spec, rank, kind, arena, shard_device, separate_master)
+            storages[name] = ShardStorage.create(param_spec, rank, kind, arena, shard_device, separate_master)
     locations = get_param_locations(model)
     del named_params
     load_initial_values(model, locations, storages, mesh, options.precision, device)
@@ -413,12 +402,7 @@ def _build_param_specs(
         if any(name == key or name.startswith(f"{key}.") for key in options.fp32_modules):
             compute_dtype = master_dtype
         param_specs[name] = ParamSpec(
-            name,
-            parameter.shape,
-            master_dtype,
-            compute_dtype,
-            num_shards,
-            requires_grad=parameter.requires_grad,
+            name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad
         )
     return param_specs
 
@@ -487,16 +471,11 @@ def _build_storages(
     groups = [group for group in groups if group.name not in paged_units]
     if collectives.storage_kind == "wire":
         return [*built, FSDPStorage(groups)]
-    if collectives.cross_host_sync is not None:  # which logs what moves
-        return [*built, ResidentStorage(groups, storages, collectives.cross_host_sync, collectives.arena)]
+    arena, sync = collectives.arena, collectives.cross_host_sync
+    if sync is not None:  # which logs what moves
+        return [*built, ResidentStorage(groups, storages, sync, arena, on_update=sync.mark_updated)]
     is_shared = collectives.storage_kind == "shared"
     full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
-    log_gather = partial(
-        collectives.ledger.timed,
-        "all_gather",
-        "parameters",
-        "shared",
-        full_bytes=full_bytes,
-        world_size=world_size,
-    )
-    return [*built, ResidentStorage(groups, storages, CastIntoUnsharded(), collectives.arena, log_gather)]
+    sizes = {"full_bytes": full_bytes, "world_size": world_size}
+    log_gather = partial(collectives.ledger.timed, "all_gather", "parameters", "shared", **sizes)
+    return [*built, ResidentStorage(groups, storages, arena=arena, log_gather=log_gather)]

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from thalweg.data import BytePairTokenizer, save_tokens, split_held_out, stdlib_documents, train_tokenizer
-from thalweg.data.packing import concatenate_sequences
+from thalweg.data.corpus import split_held_out, stdlib_documents
+from thalweg.data.packing import concatenate_sequences, save_tokens
+from thalweg.data.tokenizer import BytePairTokenizer, train_tokenizer
 
 # One document in so many is never trained on.
 _HELD_OUT = 40

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.collectives.quantized import PayloadFormatFn, all_gather_payloads
-from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
-from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryRing
+from thalweg.comm.collectives.quantized import PayloadFormatFn, all_gather_packed
+from thalweg.comm.collectives.reducer import ReduceOptions, ReplicatedReducer, sum_rows
+from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryReducer, SharedMemoryRing
 from thalweg.comm.collectives.wire import AllToAllReduce, all_gather_flat, all_to_all_rows
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.topology import HostTopology
@@ -86,7 +86,7 @@ def make_subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.Proces
     return new_subgroup([dist.get_global_rank(group, rank) for rank in ranks], group)
 
 
-class HierarchicalReduceScatter(Reducer):
+class HierarchicalReduceScatter(SharedMemoryReducer):
     """Reduce-scatter of one module's gradients over both levels, in the form that FSDP2 takes."""
 
     transport = "both"
@@ -101,17 +101,13 @@ class HierarchicalReduceScatter(Reducer):
         all_to_all: AllToAllReduce | None = None,
     ) -> None:
         """``all_to_all``: how partial sums go between hosts; as they are, if not given."""
-        super().__init__(name, options)
-        self._ring = ring
+        super().__init__(ring, name, options)
         self._peer_ranks = hosts.get_peer_ranks(rank)
         self._all_to_all = all_to_all or AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology)
 
     def reset_error_feedback(self) -> None:
         """Be as in a new process."""
         self._all_to_all.reset_error_feedback()
-
-    def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._ring.acquire_slot(size, dtype, f"the reduction of {self._name!r}")
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
@@ -139,13 +135,11 @@ class HierarchicalAllGather:
         rank: int,
         name: str,
         ledger: CommsLog | None = None,
-        payload_format_fn: PayloadFormatFn | None = None,
+        payload_format_fn: PayloadFormatFn = lambda numel, dtype: None,
     ) -> None:
         """``payload_format_fn``: the codes in which shards go between hosts; as they are, if not given."""
-        self._hosts, self._name, self._ledger = hosts, name, ledger or CommsLog()
-        self._peer_ranks = hosts.get_peer_ranks(rank)
-        self._ring = ring
-        self._payload_format_fn = payload_format_fn or (lambda numel, dtype: None)
+        self._hosts, self._name, self._ledger, self._ring = hosts, name, ledger or CommsLog(), ring
+        self._peer_ranks, self._payload_format_fn = hosts.get_peer_ranks(rank), payload_format_fn
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook; the output lies in the arena and belongs to the whole host."""
@@ -154,56 +148,36 @@ class HierarchicalAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        world_size = group.size()
-        with self._ledger.timed(
-            "all_gather", self._name, "both", full_bytes=output_tensor.nbytes, world_size=world_size
-        ) as call:
+        world_size, hosts = group.size(), self._hosts
+        sizes = {"full_bytes": output_tensor.nbytes, "world_size": world_size}
+        with self._ledger.timed("all_gather", self._name, "both", **sizes) as call:
             rows = output_tensor.view(world_size, -1)
-            self._gather_across_hosts(input_tensor.contiguous(), [rows[rank] for rank in self._peer_ranks], call)
+            payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
+            peer_rows = [rows[rank] for rank in self._peer_ranks]
+            num_bytes = all_gather_packed(input_tensor, payload_format, peer_rows, hosts.inter_host_group)
+            call.add_bytes(*hosts.inter_host_topology.ring_bytes(num_bytes))
             self._ring.publish_shared_output(self._name)
-            call.add_bytes((self._hosts.num_local_ranks - 1) * len(self._peer_ranks) * input_tensor.nbytes)
+            call.add_bytes((hosts.num_local_ranks - 1) * len(self._peer_ranks) * input_tensor.nbytes)
         return None
-
-    def _gather_across_hosts(self, local_shard: Tensor, rows: list[Tensor], call: CollectiveCall) -> None:
-        """Fill ``rows``, one a host, with the peers' shards."""
-        group, size = self._hosts.inter_host_group, self._hosts.num_hosts
-        payload_format = self._payload_format_fn(local_shard.numel(), local_shard.dtype)
-        if payload_format is None:
-            received = torch.empty(size * local_shard.numel(), dtype=local_shard.dtype)
-            all_gather_flat(received, local_shard, group)
-            for row, values in zip(rows, received.view(size, -1), strict=True):
-                row.copy_(values)
-            call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(local_shard.nbytes))
-            return
-        payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8)
-        payload_format.pack(local_shard, payload)
-        for row, peer_payload in zip(rows, all_gather_payloads(payload, group, size), strict=True):
-            payload_format.unpack(peer_payload, row)
-        call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(payload_format.num_bytes))
 
 
 class HierarchicalAllReduce(ReplicatedReducer):
     """Mean of one module's gradients over both levels, for FSDP2 over a mesh of one rank."""
 
     def __init__(
-        self,
-        hosts: HostGroups,
-        ring: SharedMemoryRing,
-        name: str,
-        options: ReduceOptions | None = None,
+        self, hosts: HostGroups, ring: SharedMemoryRing, name: str, options: ReduceOptions | None = None
     ) -> None:
         super().__init__(name, options)
         self._hosts, self._ring = hosts, ring
 
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks."""
-        hosts, ring = self._hosts, self._ring
-        world_size, num_local_ranks = hosts.num_hosts * hosts.num_local_ranks, hosts.num_local_ranks
-        with self._ledger.timed(
-            "all_reduce", self._name, "both", full_bytes=output.nbytes, world_size=world_size
-        ) as call:
+        hosts, ring, num_local_ranks = self._hosts, self._ring, self._hosts.num_local_ranks
+        world_size = hosts.num_hosts * num_local_ranks
+        sizes = {"full_bytes": output.nbytes, "world_size": world_size}
+        with self._ledger.timed("all_reduce", self._name, "both", **sizes) as call:
             numel = output.numel()
-            length = -(-numel // (num_local_ranks * hosts.num_hosts)) * hosts.num_hosts
+            length = -(-numel // world_size) * hosts.num_hosts
             slot = ring.acquire_slot((num_local_ranks, length), output.dtype, f"the reduction of {self._name!r}")
             slot.view(-1)[:numel].copy_(output)
             slot.view(-1)[numel:].zero_()
@@ -215,11 +189,8 @@ class HierarchicalAllReduce(ReplicatedReducer):
             chunk = torch.empty(length // hosts.num_hosts, dtype=output.dtype)
             sum_rows(received.unbind(0), chunk, self.mean_scale(world_size))
             all_gather_flat(local_sum, chunk, hosts.inter_host_group)
-            for link_bytes_fn in (
-                hosts.inter_host_topology.all_to_all_bytes,
-                hosts.inter_host_topology.ring_bytes,
-            ):
-                call.add_bytes(*link_bytes_fn(chunk.nbytes))
+            call.add_bytes(*hosts.inter_host_topology.all_to_all_bytes(chunk.nbytes))
+            call.add_bytes(*hosts.inter_host_topology.ring_bytes(chunk.nbytes))
             call.add_bytes(2 * (num_local_ranks - 1) * length * output.itemsize)
             ring.acquire_slot((length,), output.dtype, f"the reduction of {self._name!r}").copy_(local_sum)
             rank_sums = ring.exchange_slots(f"{self._name}/parts", (length,), output.dtype)

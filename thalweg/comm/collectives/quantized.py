@@ -145,11 +145,8 @@ class QuantizedAllReduceSum:
             rows, local_sum, 1.0, call, torch.float32
         )
         gather_format = PayloadFormat(((length, True),), WEIGHT_QUANTIZER, torch.float32)
-        payload = torch.empty(gather_format.num_bytes, dtype=torch.uint8, device=tensor.device)
-        gather_format.pack(local_sum, payload)
-        for row, rank_payload in zip(rows, all_gather_payloads(payload, self.group, world_size), strict=True):
-            gather_format.unpack(rank_payload, row)
-        call.add_bytes(*self.topology.ring_bytes(gather_format.num_bytes))
+        num_bytes = all_gather_packed(local_sum, gather_format, rows, self.group)
+        call.add_bytes(*self.topology.ring_bytes(num_bytes))
         tensor.copy_(rows.view(-1)[: tensor.numel()])
 
 
@@ -158,6 +155,33 @@ def all_gather_payloads(payload: Tensor, group: dist.ProcessGroup, size: int) ->
     gathered = torch.empty(size * payload.numel(), dtype=torch.uint8, device=payload.device)
     all_gather_flat(gathered, payload, group)
     return gathered.view(size, -1)
+
+
+def pack_values(values: Tensor, payload_format: PayloadFormat | None) -> Tensor:
+    """The bytes in which 1-D ``values`` travel: their codes, or themselves."""
+    if payload_format is None:
+        return values.contiguous().view(torch.uint8)
+    payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8, device=values.device)
+    payload_format.pack(values, payload)
+    return payload
+
+
+def unpack_values(payload: Tensor, payload_format: PayloadFormat | None, out: Tensor) -> None:
+    """Write to ``out`` what :func:`pack_values` has made of another rank's values."""
+    if payload_format is None:
+        out.copy_(payload.view(out.dtype))
+    else:
+        payload_format.unpack(payload, out)
+
+
+def all_gather_packed(
+    values: Tensor, payload_format: PayloadFormat | None, rows: Sequence[Tensor] | Tensor, group: dist.ProcessGroup
+) -> int:
+    """Fill ``rows``, one for each rank, with the ranks' ``values``; returns the bytes that a rank sends."""
+    payload = pack_values(values, payload_format)
+    for row, rank_payload in zip(rows, all_gather_payloads(payload, group, len(rows)), strict=True):
+        unpack_values(rank_payload, payload_format, row)
+    return payload.numel()
 
 
 class QuantizedAllGather(WireAllGather):
@@ -182,15 +206,10 @@ class QuantizedAllGather(WireAllGather):
         payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
         if payload_format is None or size != self._world_size:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        with self._ledger.timed(
-            "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=size
-        ) as call:
-            payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8, device=input_tensor.device)
-            payload_format.pack(input_tensor, payload)
-            rows = output_tensor.view(size, -1)
-            for row, rank_payload in zip(rows, all_gather_payloads(payload, group, size), strict=True):
-                payload_format.unpack(rank_payload, row)
-            call.add_bytes(*self._sharding_topology.ring_bytes(payload_format.num_bytes))
+        sizes = {"full_bytes": output_tensor.nbytes, "world_size": size}
+        with self._ledger.timed("all_gather", self._name, "wire", **sizes) as call:
+            num_bytes = all_gather_packed(input_tensor, payload_format, output_tensor.view(size, -1), group)
+            call.add_bytes(*self._sharding_topology.ring_bytes(num_bytes))
         return None
 
 
@@ -227,7 +246,7 @@ class TwoLevelReduceScatter(Reducer):
         self._outer_all_to_all.reduce_rows(partial_sums.view(self._num_hosts, numel), output, scale, call, rows.dtype)
 
 
-class TwoLevelAllGather:
+class TwoLevelAllGather(WireAllGather):
     """All-gather over links at both levels (MiCS): shards between hosts once, then inside each host."""
 
     def __init__(
@@ -238,40 +257,26 @@ class TwoLevelAllGather:
         ranks_by_local_rank: Sequence[Sequence[int]],
         name: str,
         ledger: CommsLog | None = None,
-        payload_format_fn: PayloadFormatFn | None = None,
+        payload_format_fn: PayloadFormatFn = lambda numel, dtype: None,
     ) -> None:
+        super().__init__(name, ledger)
         self._inner_group, self._outer_group, self._topologies = inner, outer, topologies
         self._rank_order = [rank for host_ranks in ranks_by_local_rank for rank in host_ranks]
-        self._name, self._ledger = name, ledger or CommsLog()
-        self._payload_format_fn = payload_format_fn or (lambda numel, dtype: None)
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        self._payload_format_fn = payload_format_fn
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        size, numel = group.size(), input_tensor.numel()
-        inner, outer = self._topologies
-        with self._ledger.timed(
-            "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=size
-        ) as call:
-            payload_format = self._payload_format_fn(numel, input_tensor.dtype)
-            sent = input_tensor.contiguous().view(torch.uint8)
-            if payload_format is not None:
-                sent = torch.empty(payload_format.num_bytes, dtype=torch.uint8, device=input_tensor.device)
-                payload_format.pack(input_tensor, sent)
-            peer_payloads = all_gather_payloads(sent, self._outer_group, len(outer.host_ids))
-            all_payloads = all_gather_payloads(peer_payloads.view(-1), self._inner_group, len(inner.host_ids)).view(
-                size, -1
-            )
+        size, (inner, outer) = group.size(), self._topologies
+        sizes = {"full_bytes": output_tensor.nbytes, "world_size": size}
+        with self._ledger.timed("all_gather", self._name, "wire", **sizes) as call:
+            payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
+            sent = pack_values(input_tensor, payload_format)
+            peers = all_gather_payloads(sent, self._outer_group, len(outer.host_ids)).view(-1)
+            payloads = all_gather_payloads(peers, self._inner_group, len(inner.host_ids)).view(size, -1)
             call.add_bytes(*outer.ring_bytes(sent.numel()))
-            call.add_bytes(*inner.ring_bytes(peer_payloads.numel()))
-            rows = output_tensor.view(size, numel)
-            for rank, rank_payload in zip(self._rank_order, all_payloads, strict=True):
-                if payload_format is None:
-                    rows[rank].copy_(rank_payload.view(rows.dtype))
-                else:
-                    payload_format.unpack(rank_payload, rows[rank])
+            call.add_bytes(*inner.ring_bytes(peers.numel()))
+            rows = output_tensor.view(size, -1)
+            for rank, payload in zip(self._rank_order, payloads, strict=True):
+                unpack_values(payload, payload_format, rows[rank])
         return None

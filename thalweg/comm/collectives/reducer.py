@@ -80,22 +80,6 @@ class _Block:
         return torch.frombuffer(buffer, dtype=dtype, count=prod(shape)).view(*shape)
 
 
-class ReusableBuffer:
-    """Hands one block out; while that is in use, another takes its place and it is forgotten."""
-
-    def __init__(self) -> None:
-        self._block: _Block | None = None
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised CPU tensor: the block again if it is free and large enough, else a new one."""
-        num_bytes = prod(shape) * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(*shape, dtype=dtype)
-        if self._block is None or self._block.num_bytes < num_bytes or not self._block.is_free:
-            self._block = _Block(num_bytes)
-        return self._block.tensor(shape, dtype)
-
-
 class BufferPool:
     """Blocks for many users: a free one that is large enough goes to whoever asks next.
 
@@ -110,16 +94,22 @@ class BufferPool:
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)
-        return self._find(num_bytes).tensor(shape, dtype)
-
-    def _find(self, num_bytes: int) -> _Block:
         fitting = [block for block in self._blocks if block.is_free and block.num_bytes >= num_bytes]
-        if fitting:
-            return min(fitting, key=lambda block: block.num_bytes)
+        if not fitting:
+            fitting = [_Block(num_bytes)]
+            self._keep(fitting[0])
+        return min(fitting, key=lambda block: block.num_bytes).tensor(shape, dtype)
+
+    def _keep(self, new_block: _Block) -> None:
         # A free one is too small: it is exchanged, not kept beside the new one.
-        self._blocks = [block for block in self._blocks if not block.is_free]
-        self._blocks.append(_Block(num_bytes))
-        return self._blocks[-1]
+        self._blocks = [*(block for block in self._blocks if not block.is_free), new_block]
+
+
+class ReusableBuffer(BufferPool):
+    """Hands one block out; while that is in use, another takes its place and it is forgotten."""
+
+    def _keep(self, new_block: _Block) -> None:
+        self._blocks = [new_block]
 
 
 @dataclass
@@ -208,19 +198,12 @@ class Reducer:
         """Add up ``input_tensor`` (1-D, a shard for each rank) into ``output_tensor``."""
         world_size = group.size()
         scale = self.mean_scale(world_size if op == dist.ReduceOp.AVG else 1)
-        with self._ledger.timed(
-            "reduce_scatter",
-            self._name,
-            self.transport,
-            full_bytes=input_tensor.nbytes,
-            world_size=world_size,
-        ) as call:
+        sizes = {"full_bytes": input_tensor.nbytes, "world_size": world_size}
+        with self._ledger.timed("reduce_scatter", self._name, self.transport, **sizes) as call:
             rows = input_tensor.view(world_size, -1)
             replica_reduce = self._options.replica_reduce
-            if replica_reduce is None:
-                self.sum_shards(rows, output_tensor, group, scale, call)
-            else:
-                self.sum_shards(rows, output_tensor, group, 1.0, call)
+            self.sum_shards(rows, output_tensor, group, scale if replica_reduce is None else 1.0, call)
+            if replica_reduce is not None:
                 replica_reduce(output_tensor, call)
                 output_tensor.mul_(scale)
 

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
-from thalweg.comm.comms_logger import CollectiveCall, CommsLog
+from thalweg.comm.comms_logger import CollectiveCall
 from thalweg.comm.topology import get_host_key
 
 _CELLS_PER_CACHE_LINE = 8  # one cache line in 8-byte cells
@@ -83,7 +83,7 @@ class SharedMemoryArena:
         self._cells = memoryview(memory).cast("Q")
         self._next_offset = _control_bytes(world_size)
         self._num_barriers = 0
-        self._store(PID, os.getpid())
+        self.post(PID, os.getpid())
 
     @classmethod
     def create(cls, group: dist.ProcessGroup, num_bytes: int, *, timeout: float = 1800.0) -> SharedMemoryArena | None:
@@ -126,7 +126,7 @@ class SharedMemoryArena:
 
     def post(self, column: int, value: int) -> None:
         """Publish this rank's ``value`` in ``column``."""
-        self._store(column, value)
+        self._cells[self.rank * _CELLS_PER_RANK + column * _CELLS_PER_CACHE_LINE] = value
 
     def read(self, rank: int, column: int) -> int:
         """The value that ``rank`` last published in ``column``."""
@@ -152,7 +152,7 @@ class SharedMemoryArena:
     def barrier(self, operation: str) -> None:
         """Return when every rank has called it as often: all earlier stores are then visible."""
         self._num_barriers += 1
-        self._store(BARRIER_COUNT, self._num_barriers)
+        self.post(BARRIER_COUNT, self._num_barriers)
         self.wait(BARRIER_COUNT, self._num_barriers, operation)
 
     def checked_barrier(self, name: str) -> None:
@@ -162,7 +162,7 @@ class SharedMemoryArena:
             CommError: as :meth:`wait`, or a peer is here for something else.
         """
         column, tag = BARRIER_TAG + self._num_barriers % 2, hash_name(name)
-        self._store(column, tag)
+        self.post(column, tag)
         self.barrier(f"the use of {name!r}")
         if any(self.read(rank, column) != tag for rank in range(self.world_size)):
             raise CommError(
@@ -178,10 +178,7 @@ class SharedMemoryArena:
 
     def close(self) -> None:
         """Tell the peers that this rank has left; the mapping goes with its last tensor."""
-        self._store(CLOSED, 1)
-
-    def _store(self, column: int, value: int) -> None:
-        self._cells[self.rank * _CELLS_PER_RANK + column * _CELLS_PER_CACHE_LINE] = value
+        self.post(CLOSED, 1)
 
     def _wait_with_backoff(self, rank: int, index: int, value: int, operation: str) -> None:
         cells, start, nap = self._cells, time.monotonic(), 2e-5
@@ -333,15 +330,10 @@ class SharedMemoryRing:
         return self.arena.tensor(self._offsets[rank][self._sequence % self.depth], shape, dtype)
 
 
-class _SharedMemoryReducer(Reducer):
+class SharedMemoryReducer(Reducer):
     """A reduction whose input is this rank's slot of a ring."""
 
-    def __init__(
-        self,
-        ring: SharedMemoryRing,
-        name: str,
-        options: ReduceOptions | None = None,
-    ) -> None:
+    def __init__(self, ring: SharedMemoryRing, name: str, options: ReduceOptions | None = None) -> None:
         super().__init__(name, options)
         self._ring = ring
 
@@ -349,7 +341,7 @@ class _SharedMemoryReducer(Reducer):
         return self._ring.acquire_slot(size, dtype, f"the reduction of {self._name!r}")
 
 
-class SharedMemoryReduceScatter(_SharedMemoryReducer):
+class SharedMemoryReduceScatter(SharedMemoryReducer):
     """Reduce-scatter of one module's gradients through ``ring``."""
 
     transport = "shared"
@@ -365,7 +357,7 @@ class SharedMemoryReduceScatter(_SharedMemoryReducer):
         call.add_bytes((len(slots) - 1) * rows[0].nbytes)
 
 
-class SharedMemoryAllReduce(_SharedMemoryReducer, ReplicatedReducer):
+class SharedMemoryAllReduce(SharedMemoryReducer, ReplicatedReducer):
     """All-reduce (mean) of one module's gradients through ``ring``."""
 
     def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -383,23 +375,3 @@ class SharedMemoryAllReduce(_SharedMemoryReducer, ReplicatedReducer):
             sum_rows(slots, output, self.mean_scale(world_size))
             ring.release_slots()
             call.add_bytes((world_size - 1) * full_bytes)
-
-
-class SharedMemoryAllGather:
-    """All-gather through a ring of its own: FSDP2's copy-in writes this rank's row in place."""
-
-    def __init__(self, ring: SharedMemoryRing, name: str, ledger: CommsLog | None = None) -> None:
-        self._ring, self._name, self._ledger = ring, name, ledger or CommsLog()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's hook; the output is one slot for all ranks, each of which fills its row."""
-        return self._ring.acquire_shared_output(size, dtype, f"the gather of {self._name!r}")
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        nbytes, world_size = output_tensor.nbytes, self._ring.arena.world_size
-        with self._ledger.timed("all_gather", self._name, "shared", full_bytes=nbytes, world_size=world_size) as call:
-            self._ring.publish_shared_output(self._name)
-            call.add_bytes((world_size - 1) * input_tensor.nbytes)
-        return None

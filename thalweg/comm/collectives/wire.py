@@ -105,10 +105,7 @@ class AllToAllReduceScatter(Reducer):
     """Reduce-scatter as an all-to-all and a local sum; ``all_to_all`` says how rows travel."""
 
     def __init__(
-        self,
-        name: str,
-        options: ReduceOptions | None = None,
-        all_to_all: AllToAllReduce | None = None,
+        self, name: str, options: ReduceOptions | None = None, all_to_all: AllToAllReduce | None = None
     ) -> None:
         super().__init__(name, options)
         self._all_to_all = all_to_all

@@ -285,7 +285,6 @@ class PackedWeightsFile:
 
     def _read_block(self, view: memoryview, offset: int) -> None:
         total = 0
-        self.reads.begin()
         try:
             while total < len(view):
                 # What follows a short transfer may not be aligned any more.
@@ -301,7 +300,7 @@ class PackedWeightsFile:
                 " to have it written anew"
             ) from error
         finally:
-            self.reads.end(total)
+            self.reads.add(total)
 
     def verify(self, segment: int, data: memoryview) -> None:
         """Compare a segment's bytes with its checksum, the first time they are seen."""

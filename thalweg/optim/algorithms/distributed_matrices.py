@@ -68,73 +68,42 @@ class MatrixSharding:
         return [piece.reshape(-1) for piece in matrix.split(sizes, dim=self.dim)]
 
 
-@dataclass(frozen=True)
-class MatrixPlacement:
-    """Where a matrix lies: its group (None: whole on this rank, and nobody to share with) and its cut.
+def get_matrix_sharding(
+    param: Tensor, replicate_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, MatrixSharding] | None:
+    """Return where ``param`` lies: its group (None: whole on this rank, and nobody to share with) and its cut.
 
-    ``needs_gather`` marks layouts beyond one chunked axis; those are gathered by ``DTensor`` itself, on every
-    rank.
+    Plain tensors are copies within ``replicate_group`` if one is given.  None for layouts beyond one chunked axis;
+    those are gathered by ``DTensor`` itself, on every rank.
     """
-
-    group: dist.ProcessGroup | None
-    sharding: MatrixSharding
-    needs_gather: bool = False
-
-
-def get_matrix_placement(param: Tensor, replicate_group: dist.ProcessGroup | None) -> MatrixPlacement:
-    """Return where ``param`` lies; plain tensors are copies within ``replicate_group`` if one is given."""
     sharded_axes = get_sharded_axes(param)
-    is_supported = all(
-        sharded_dim(placement) is None or is_chunk_sharded(placement) for placement in _placements(param)
-    )
-    if len(sharded_axes) > 1 or not is_supported:
-        return MatrixPlacement(None, MatrixSharding(param.shape, None, 1), needs_gather=True)
+    placements: Sequence[Placement] = getattr(param, "placements", ())
+    if len(sharded_axes) > 1 or not all(sharded_dim(p) is None or is_chunk_sharded(p) for p in placements):
+        return None
     group, dim = sharded_axes[0] if sharded_axes else (None if isinstance(param, DTensor) else replicate_group, None)
-    world_size = 1 if group is None else dist.get_world_size(group)
-    return MatrixPlacement(group, MatrixSharding(param.shape, dim, world_size))
-
-
-def _placements(param: Tensor) -> tuple[Placement, ...]:
-    return param.placements if isinstance(param, DTensor) else ()
-
-
-@dataclass(frozen=True)
-class ExchangeRound:
-    """The matrices (by index into the caller's list) of one exchange, each with its owner's rank."""
-
-    indices: tuple[int, ...]
-    owners: tuple[int, ...]
+    return group, MatrixSharding(param.shape, dim, 1 if group is None else dist.get_world_size(group))
 
 
 def plan_rounds(
     shapes: Sequence[torch.Size], world_size: int, capacity: int = MAX_ROUND_ELEMENTS
-) -> list[ExchangeRound]:
+) -> list[dict[int, int]]:
     """Cut the matrices into rounds of at most ``capacity`` elements (or one matrix) and give each an owner.
 
-    Largest first, each to the rank with the least work so far in its round (then in all): the greedy rule of
-    longest processing time. Deterministic.
+    A round: the owner's rank by the matrix's index.  Largest first, each to the rank with the least work so far in
+    its round (then in all): the greedy rule of longest processing time. Deterministic.
     """
     cost = [orthogonalize_cost(shape[0], shape[1:].numel()) for shape in shapes]
-    order = sorted(range(len(shapes)), key=lambda i: (-cost[i], i))
-    batches: list[list[int]] = []
-    elements_left = 0
-    for i in order:
-        if not batches or shapes[i].numel() > elements_left:
-            batches.append([])
-            elements_left = capacity
-        batches[-1].append(i)
+    rounds: list[dict[int, int]] = []
+    load, total, elements_left = [0] * world_size, [0] * world_size, 0
+    for i in sorted(range(len(shapes)), key=lambda i: (-cost[i], i)):
+        if not rounds or shapes[i].numel() > elements_left:
+            rounds.append({})
+            load, elements_left = [0] * world_size, capacity
+        owner = min(range(world_size), key=lambda rank: (load[rank], total[rank], rank))
+        rounds[-1][i] = owner
+        load[owner] += cost[i]
+        total[owner] += cost[i]
         elements_left -= shapes[i].numel()
-    total = [0] * world_size
-    rounds = []
-    for batch in batches:
-        load = [0] * world_size
-        owners = []
-        for i in batch:
-            owner = min(range(world_size), key=lambda rank: (load[rank], total[rank], rank))
-            load[owner] += cost[i]
-            total[owner] += cost[i]
-            owners.append(owner)
-        rounds.append(ExchangeRound(tuple(batch), tuple(owners)))
     return rounds
 
 
@@ -158,67 +127,33 @@ def compute_on_owners(
         for i in range(len(shardings)):
             yield i, compute(i, get_shard(i).view(shardings[i].shape))
         return
-    my_rank = dist.get_rank(group)
+    my_rank, ranks = dist.get_rank(group), range(world_size)
     for exchange_round in plan_rounds([sharding.shape for sharding in shardings], world_size):
-        my_indices = [
-            i for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True) if owner == my_rank
+        by_owner: list[list[int]] = [[] for _ in ranks]
+        for i, owner in exchange_round.items():
+            by_owner[owner].append(i)
+        mine = by_owner[my_rank]
+        # Phase 1: the whole matrices that this rank owns.
+        matrices = {i: get_shard(i) for i in mine if shardings[i].dim is None}
+        outgoing = [
+            [get_shard(i).reshape(-1).to(dtype) for i in indices if shardings[i].dim is not None]
+            for indices in by_owner
         ]
-        matrices = _gather_to_owners(exchange_round, my_indices, shardings, group, my_rank, get_shard, dtype, device)
-        results = {i: compute(i, matrices.pop(i)) for i in my_indices}
-        yield from _scatter_results(exchange_round, results, shardings, group, my_rank, dtype, device)
-
-
-def _gather_to_owners(
-    exchange_round: ExchangeRound,
-    my_indices: Sequence[int],
-    shardings: Sequence[MatrixSharding],
-    group: dist.ProcessGroup,
-    my_rank: int,
-    get_shard: Callable[[int], Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[int, Tensor]:
-    """Phase 1: the whole matrices that this rank owns."""
-    world_size = dist.get_world_size(group)
-    matrices: dict[int, Tensor] = {}
-    outgoing: list[list[Tensor]] = [[] for _ in range(world_size)]
-    for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True):
-        if shardings[i].dim is None:
-            if owner == my_rank:
-                matrices[i] = get_shard(i)
-        else:
-            outgoing[owner].append(get_shard(i).reshape(-1).to(dtype))
-    my_sharded_indices = [i for i in my_indices if shardings[i].dim is not None]
-    sizes = [[shardings[i].shard_numel(rank) for i in my_sharded_indices] for rank in range(world_size)]
-    received = _all_to_all(outgoing, sizes, group, dtype, device)
-    for k, i in enumerate(my_sharded_indices):
-        matrices[i] = shardings[i].unshard([received[rank][k] for rank in range(world_size)])
-    return matrices
-
-
-def _scatter_results(
-    exchange_round: ExchangeRound,
-    results: dict[int, Tensor],
-    shardings: Sequence[MatrixSharding],
-    group: dist.ProcessGroup,
-    my_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[tuple[int, Tensor]]:
-    """Phase 3: this rank's pieces of all results of the round."""
-    world_size = dist.get_world_size(group)
-    outgoing: list[list[Tensor]] = [[] for _ in range(world_size)]
-    indices_by_owner: list[list[int]] = [[] for _ in range(world_size)]
-    for i, owner in zip(exchange_round.indices, exchange_round.owners, strict=True):
-        indices_by_owner[owner].append(i)
-        if owner == my_rank:
-            for rank, piece in enumerate(shardings[i].shard(results[i])):
-                outgoing[rank].append(piece.to(dtype))
-    sizes = [[shardings[i].shard_numel(my_rank) for i in indices] for indices in indices_by_owner]
-    received = _all_to_all(outgoing, sizes, group, dtype, device)
-    for indices, pieces in zip(indices_by_owner, received, strict=True):
-        for i, piece in zip(indices, pieces, strict=True):
-            yield i, piece.view(shardings[i].shard_shape(my_rank))
+        sharded = [i for i in mine if shardings[i].dim is not None]
+        sizes = [[shardings[i].shard_numel(rank) for i in sharded] for rank in ranks]
+        received = _all_to_all(outgoing, sizes, group, dtype, device)
+        for k, i in enumerate(sharded):
+            matrices[i] = shardings[i].unshard([received[rank][k] for rank in ranks])
+        del outgoing, received  # not beside the computation
+        # Phase 2.
+        results = [shardings[i].shard(compute(i, matrices.pop(i))) for i in mine]
+        # Phase 3: this rank's pieces of all results of the round.
+        outgoing = [[pieces[rank].to(dtype) for pieces in results] for rank in ranks]
+        sizes = [[shardings[i].shard_numel(my_rank) for i in indices] for indices in by_owner]
+        received = _all_to_all(outgoing, sizes, group, dtype, device)
+        for indices, pieces in zip(by_owner, received, strict=True):
+            for i, piece in zip(indices, pieces, strict=True):
+                yield i, piece.view(shardings[i].shard_shape(my_rank))
 
 
 def _all_to_all(

@@ -6,7 +6,7 @@ All the classes below are, so a shard is stepped exactly as that part of the who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,18 +14,16 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from thalweg.optim import foreach
+from thalweg.optim.algorithms.fused_adam import STEP_WITHOUT_CORRECTION
 from thalweg.optim.algorithms.moment_codec import SCALE_SUFFIX, convert_moments
 from thalweg.optim.dtensor_local import (
-    Fp32StateMixin,
     LocalStepMixin,
+    StepMixin,
     as_dtensor_like,
     default_state_dtype,
     to_local,
     working_copies,
 )
-
-# A step count at which beta ** count is 0 in every precision, so that torch's kernels correct nothing.
-_STEP_WITHOUT_CORRECTION = 1e9
 
 
 def _has_low_bit_moments(param: Tensor, state: dict[str, Any]) -> bool:
@@ -53,7 +51,7 @@ class _AdamBase(LocalStepMixin):
             steps = [*lists, *named.values()][-1]
             if steps:
                 foreach.add_(steps, 1.0)
-                steps[:] = [torch.full_like(step, _STEP_WITHOUT_CORRECTION) for step in steps]
+                steps[:] = [torch.full_like(step, STEP_WITHOUT_CORRECTION) for step in steps]
         return result
 
 
@@ -97,62 +95,38 @@ class Rprop(LocalStepMixin, torch.optim.Rprop):
     """Resilient propagation (Riedmiller and Braun, 1993)."""
 
 
-class SGD(Fp32StateMixin, torch.optim.SGD):
+class SGD(StepMixin, torch.optim.SGD):
     """SGD with momentum.
 
     torch's class writes its momentum buffers back by parameter after the kernel, so its lists cannot be
     exchanged; the step is spelt out here over torch's functional form.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns the closure's loss if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_params(self) -> None:
+        keys = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] if group["momentum"] else {} for p in params]
             buffers: list[Tensor | None] = [s.get("momentum_buffer") for s in states]
             buffers = [b if b is None else to_local(b) for b in buffers]
+            options = {key: group[key] for key in keys}
             with working_copies(params) as (work, grads):
-                keys = (
-                    "weight_decay",
-                    "momentum",
-                    "lr",
-                    "dampening",
-                    "nesterov",
-                    "maximize",
-                    "foreach",
-                    "fused",
-                )
-                options = {key: group[key] for key in keys}
-                new = [i for i, buffer in enumerate(buffers) if buffer is None]
-                existing = [i for i, buffer in enumerate(buffers) if buffer is not None]
-                for chosen in filter(None, (new, existing)):  # the fused kernel wants all buffers or none
-                    momentum_buffers = [buffers[i] for i in chosen]
-                    pieces, chosen_grads = [work[i] for i in chosen], [grads[i] for i in chosen]
-                    sgd(pieces, chosen_grads, momentum_buffers, has_sparse_grad=False, **options)
-                    for i, buffer in zip(chosen, momentum_buffers, strict=True):
-                        buffers[i] = buffer
-            if group["momentum"]:
-                for param, state, buffer in zip(params, states, buffers, strict=True):
-                    if buffer is not None and "momentum_buffer" not in state:
-                        state["momentum_buffer"] = as_dtensor_like(buffer, param)
-        return loss
+                for is_new in (True, False):  # the fused kernel wants all buffers or none
+                    chosen = [i for i, buffer in enumerate(buffers) if (buffer is None) == is_new]
+                    some_work, some_grads = [work[i] for i in chosen], [grads[i] for i in chosen]
+                    momenta: list[Any] = [buffers[i] for i in chosen]
+                    if chosen:
+                        sgd(some_work, some_grads, momenta, has_sparse_grad=False, **options)
+                    if is_new and group["momentum"]:
+                        for i, buffer in zip(chosen, momenta, strict=True):
+                            states[i]["momentum_buffer"] = as_dtensor_like(buffer, params[i])
 
 
 ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 }
 
-_FUSED_DEVICES = {
-    "Adam": ("cpu", "cuda"),
-    "AdamW": ("cpu", "cuda"),
-    "SGD": ("cpu", "cuda"),
-    "Adagrad": ("cpu",),
-}
+_FUSED_DEVICES = {"Adam": ("cpu", "cuda"), "AdamW": ("cpu", "cuda"), "SGD": ("cpu", "cuda"), "Adagrad": ("cpu",)}
 
 
 def has_fused_kernel(name: str, params: Iterable[Tensor]) -> bool:

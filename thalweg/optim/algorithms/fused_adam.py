@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from thalweg.optim.algorithms.lion import check_hyperparameters
-from thalweg.optim.dtensor_local import ExactStateDtypeMixin
+from thalweg.optim.dtensor_local import StepMixin
 
-_STEP_WITHOUT_CORRECTION = 1e9  # a step count at which nothing is left of the bias correction
+# A step count at which beta ** count is 0 in every precision, so that torch's kernels correct nothing.
+STEP_WITHOUT_CORRECTION = 1e9
 
 
-class AbstractAdam(ExactStateDtypeMixin, torch.optim.Optimizer):
+class AbstractAdam(StepMixin, torch.optim.Optimizer):
     """Options of Adam (``decoupled_weight_decay``: of AdamW); subclasses say how a step goes."""
+
+    keeps_saved_dtype = True
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ def fused_adam_step(
         return
     options = {**group, **overrides}
     fused = weight.device.type in ("cpu", "cuda")
-    count = num_previous_steps if options["bias_correction"] else _STEP_WITHOUT_CORRECTION
+    count = num_previous_steps if options["bias_correction"] else STEP_WITHOUT_CORRECTION
     step = torch.tensor(count, dtype=torch.float32, device=weight.device if fused else "cpu")
     adam(
         [weight], [grad], [exp_avg], [exp_avg_sq], [], [step],

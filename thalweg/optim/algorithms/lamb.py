@@ -10,7 +10,6 @@ groups of parameters in one all-reduce for each process group; all updates (loca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,12 +17,10 @@ import torch
 from torch import Tensor
 
 from thalweg.optim import foreach
-from thalweg.optim.algorithms.lion import check_hyperparameters, evaluate_closure
+from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.dtensor_local import (
-    AllReduce,
-    Fp32StateMixin,
+    StepMixin,
     all_reduce_rows,
-    default_all_reduce,
     get_shard_groups,
     to_local,
     working_copies,
@@ -32,7 +29,7 @@ from thalweg.optim.dtensor_local import (
 from thalweg.optim.norms import square_sums
 
 
-class Lamb(Fp32StateMixin, torch.optim.Optimizer):
+class Lamb(StepMixin, torch.optim.Optimizer):
     """LAMB (arXiv:1904.00962, algorithm 2), with DeepSpeed's clamp on the trust ratio.
 
     A parameter or a direction of norm zero has a ratio of 1. ``bias_correction=False`` uses the moments as
@@ -68,29 +65,29 @@ class Lamb(Fp32StateMixin, torch.optim.Optimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
-        self.all_reduce: AllReduce = default_all_reduce
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns the closure's loss if one is given.
-
-        One all-reduce for each process group that the parameters are spread over, with two numbers for each
-        parameter, whether it has a gradient or not: all ranks must hold the same parameters.
-        """
-        loss = evaluate_closure(closure)
+    def _update_params(self) -> None:
+        """One all-reduce for each process group that the parameters are spread over, with two numbers for each
+        parameter, whether it has a gradient or not: all ranks must hold the same parameters."""
         with ExitStack() as stack:
             stepped = []
             for group in self.param_groups:
-                params = [p for p in group["params"] if p.grad is not None]
-                work, grads = stack.enter_context(working_copies(params))
-                stepped.append((params, work, self._directions(group, params, work, grads) if params else []))
-            ratios = self._param_and_update_norms(stepped)
-            for group, (params, work, directions) in zip(self.param_groups, stepped, strict=True):
-                if params:
-                    scales = [-float(group["lr"]) * self._clamped_trust_ratio(group, *ratios[id(p)]) for p in params]
-                    foreach.mul_(directions, scales)
-                    foreach.add_(work, directions)
-        return loss
+                if params := [p for p in group["params"] if p.grad is not None]:
+                    work, grads = stack.enter_context(working_copies(params))
+                    stepped.append((group, params, work, self._directions(group, params, work, grads)))
+            every_param = [p for group in self.param_groups for p in group["params"]]
+            position = {id(p): i for i, p in enumerate(every_param)}
+            # (|p|^2, |r|^2) of each parameter's piece, then the norms of the logical tensors.
+            rows = torch.zeros(len(every_param), 2, dtype=torch.float64, device=to_local(every_param[0]).device)
+            for _, params, work, directions in stepped:
+                chosen = torch.tensor([position[id(p)] for p in params], device=rows.device)
+                sums = torch.stack([square_sums(work), square_sums(directions)], dim=1)
+                rows.index_copy_(0, chosen, sums.to(rows.device))
+            norms = all_reduce_rows(rows, get_shard_groups(every_param)).sqrt().tolist()
+            for group, params, work, directions in stepped:
+                ratios = [self._clamped_trust_ratio(group, *norms[position[id(p)]]) for p in params]
+                foreach.mul_(directions, [-float(group["lr"]) * ratio for ratio in ratios])
+                foreach.add_(work, directions)
 
     def _directions(
         self, group: dict[str, Any], params: list[Tensor], work: list[Tensor], grads: list[Tensor]
@@ -99,19 +96,15 @@ class Lamb(Fp32StateMixin, torch.optim.Optimizer):
         for param in params:
             state = self.state[param]
             if "exp_avg" not in state:
-                state.update(
-                    step=torch.tensor(0.0, device="cpu"),
-                    exp_avg=zeros_state_like(param),
-                    exp_avg_sq=zeros_state_like(param),
-                )
+                state["step"] = torch.tensor(0.0, device="cpu")
+                state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
             state["step"] += 1
         first = [to_local(self.state[p]["exp_avg"]) for p in params]
         second = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
         foreach.lerp_(first, grads, 1 - beta1)
         foreach.mul_(second, beta2)
         foreach.addcmul_(second, grads, grads, value=1 - beta2)
-        steps = [float(self.state[p]["step"]) for p in params]
-        corrected = group["bias_correction"]
+        steps, corrected = [float(self.state[p]["step"]) for p in params], group["bias_correction"]
         denominators = foreach.div(second, [1 - beta2**s if corrected else 1.0 for s in steps])
         if group["eps_inside_sqrt"]:
             foreach.add_(denominators, group["eps"])
@@ -123,21 +116,6 @@ class Lamb(Fp32StateMixin, torch.optim.Optimizer):
         if group["weight_decay"]:
             foreach.add_(directions, work, alpha=group["weight_decay"])
         return directions
-
-    def _param_and_update_norms(
-        self, stepped: list[tuple[list[Tensor], list[Tensor], list[Tensor]]]
-    ) -> dict[int, tuple[float, float]]:
-        """Return (|p|, |r|) of the logical tensors, by the parameter's id."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        position = {id(p): i for i, p in enumerate(params)}
-        rows = torch.zeros(len(params), 2, dtype=torch.float64, device=to_local(params[0]).device)
-        for group_params, work, directions in stepped:
-            if group_params:
-                chosen = torch.tensor([position[id(p)] for p in group_params], device=rows.device)
-                sums = torch.stack([square_sums(work), square_sums(directions)], dim=1)
-                rows.index_copy_(0, chosen, sums.to(rows.device))
-        rows = all_reduce_rows(rows, get_shard_groups(params), all_reduce=self.all_reduce).sqrt()
-        return {id(p): (row[0], row[1]) for p, row in zip(params, rows.tolist(), strict=True)}
 
     @staticmethod
     def _clamped_trust_ratio(group: dict[str, Any], weight_norm: float, update_norm: float) -> float:

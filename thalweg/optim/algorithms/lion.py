@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.moment_codec import ADAM_MOMENTS, convert_moments
-from thalweg.optim.dtensor_local import Fp32StateMixin, to_local, working_copies, zeros_state_like
+from thalweg.optim.dtensor_local import StepMixin, to_local, working_copies, zeros_state_like
 
 
-class Lion(Fp32StateMixin, torch.optim.Optimizer):
+class Lion(StepMixin, torch.optim.Optimizer):
     """``u = sign(b1 m + (1 - b1) g)``; ``p -= lr (u + weight_decay p)``; ``m = b2 m + (1 - b2) g``.
 
     One moment (``exp_avg``) for each parameter. Defaults are DeepSpeed's; the paper recommends betas of
@@ -21,45 +21,32 @@ class Lion(Fp32StateMixin, torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
     ) -> None:
         check_hyperparameters("Lion", lr, betas, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns the closure's loss if one is given."""
-        loss = evaluate_closure(closure)
+    def _update_params(self) -> None:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
             for param in params:
                 if "exp_avg" not in self.state[param]:
                     self.state[param]["exp_avg"] = zeros_state_like(param)
                 convert_moments(param, self.state[param], "fp32", ADAM_MOMENTS[:1])  # a checkpoint may have less bits
-            moments = [to_local(self.state[p]["exp_avg"]) for p in params]
-            with working_copies(params) as (work, grads):
-                update = foreach.lerp(moments, grads, 1 - beta1)
-                foreach.sign_(update)
-                if group["weight_decay"]:
-                    foreach.mul_(work, 1 - lr * group["weight_decay"])
-                foreach.add_(work, update, alpha=-lr)
-                foreach.lerp_(moments, grads, 1 - beta2)
-        return loss
+            if params:
+                with working_copies(params) as (work, grads):
+                    lion_step(group, work, grads, [to_local(self.state[p]["exp_avg"]) for p in params])
 
 
-def evaluate_closure(closure: Callable[[], Any] | None) -> Any:
-    """Return the closure's loss, computed with gradients, or None."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+def lion_step(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], moments: list[Tensor]) -> None:
+    """The rule on plain tensors, in place."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    update = foreach.lerp(moments, grads, 1 - beta1)
+    foreach.sign_(update)
+    if group["weight_decay"]:
+        foreach.mul_(params, 1 - lr * group["weight_decay"])
+    foreach.add_(params, update, alpha=-lr)
+    foreach.lerp_(moments, grads, 1 - beta2)
 
 
 def check_hyperparameters(name: str, lr: float, betas: tuple[float, float], weight_decay: float) -> None:

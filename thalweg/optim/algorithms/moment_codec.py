@@ -22,7 +22,6 @@ A positive second moment is never stored as 0 in int8: the update divides by its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from thalweg.optim.dtensor_local import as_dtensor_like, default_state_dtype, is_chunk_sharded, sharded_dim, to_local
+from thalweg.optim.dtensor_local import default_state_dtype, is_chunk_sharded, match_layout, sharded_dim, to_local
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 BLOCK_SIZE = 256
@@ -114,7 +113,7 @@ def quantize_moment(values: Tensor, codes: Tensor, scales: Tensor, signed: bool)
 
 
 def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
-    """The inverse of :func:`encode`, into ``out`` (rows, columns) fp32."""
+    """The inverse of :func:`quantize_moment`, into ``out`` (rows, columns) fp32."""
     values, _ = _codebook(signed, codes.device)
     rows, columns = codes.shape
     full_columns = columns // BLOCK_SIZE * BLOCK_SIZE
@@ -151,27 +150,23 @@ def stochastic_round_into(values: Tensor, bf16: Tensor, noise: Tensor) -> None:
 
 # State
 
-
-@dataclass(frozen=True)
-class MomentSpec:
-    """A moment of one parameter: its name in the state, and whether it has a sign."""
-
-    key: str
-    signed: bool
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-ADAM_MOMENTS = (MomentSpec("exp_avg", True), MomentSpec("exp_avg_sq", False))
+def is_signed(moment: str) -> bool:
+    """Whether a moment has negative values."""
+    return moment != "exp_avg_sq"
 
 
-def zeros_moment(param: Tensor, moment: MomentSpec, dtype_name: str) -> dict[str, Tensor]:
+def zeros_moment(param: Tensor, moment: str, dtype_name: str) -> dict[str, Tensor]:
     """Zeros of ``param``'s layout: the moment, and its scales in int8."""
     stored_dtype = get_stored_dtype(param, dtype_name)
     if stored_dtype == "int8":
-        zero = int(_dynamic_tree_codes(moment.signed).eq(0).nonzero())
+        zero = int(_dynamic_tree_codes(is_signed(moment)).eq(0).nonzero())
         codes = torch.full_like(param, zero, dtype=torch.uint8, requires_grad=False)
-        return {moment.key: codes, moment.key + SCALE_SUFFIX: _new_scales(param)}
+        return {moment: codes, moment + SCALE_SUFFIX: _new_scales(param)}
     dtype = torch.bfloat16 if stored_dtype == "bf16" else default_state_dtype(param)
-    return {moment.key: torch.zeros_like(param, dtype=dtype, requires_grad=False)}
+    return {moment: torch.zeros_like(param, dtype=dtype, requires_grad=False)}
 
 
 def _new_scales(param: Tensor) -> Tensor:
@@ -186,66 +181,37 @@ def _new_scales(param: Tensor) -> Tensor:
     )
 
 
-def is_stored_as(param: Tensor, state: Mapping[str, Any], moment: MomentSpec, dtype_name: str) -> bool:
-    """Whether the moment is stored as ``dtype_name`` wants it."""
-    stored_dtype, stored = get_stored_dtype(param, dtype_name), state[moment.key]
-    expected_dtype = {"fp32": default_state_dtype(param), "bf16": torch.bfloat16, "int8": torch.uint8}[stored_dtype]
-    return stored.dtype == expected_dtype and (stored_dtype == "int8") == (moment.key + SCALE_SUFFIX in state)
-
-
 def convert_moments(
-    param: Tensor, state: dict[str, Any], dtype_name: str, moments: tuple[MomentSpec, ...] = ADAM_MOMENTS
+    param: Tensor, state: dict[str, Any], dtype_name: str, moments: tuple[str, ...] = ADAM_MOMENTS
 ) -> None:
     """Bring moments that a checkpoint stored otherwise into ``dtype_name``; new ones are not made."""
+    stored_dtype = get_stored_dtype(param, dtype_name)
+    in_int8 = stored_dtype == "int8"
+    dtype = {"fp32": default_state_dtype(param), "bf16": torch.bfloat16, "int8": torch.uint8}[stored_dtype]
     for moment in moments:
-        if moment.key not in state or is_stored_as(param, state, moment, dtype_name):
+        scale_key = moment + SCALE_SUFFIX
+        if moment not in state or (state[moment].dtype == dtype and in_int8 == (scale_key in state)):
             continue
         fp32_values = read_moment_fp32(param, state, moment)
-        state.pop(moment.key + SCALE_SUFFIX, None)
+        state.pop(scale_key, None)
         state |= zeros_moment(param, moment, dtype_name)
-        stored = state[moment.key]
-        if get_stored_dtype(param, dtype_name) == "int8":
+        stored = to_local(state[moment])
+        if in_int8:
             rows = fp32_values.shape[0]
-            quantize_moment(
-                fp32_values.view(rows, -1),
-                to_local(stored).view(rows, -1),
-                to_local(state[moment.key + SCALE_SUFFIX]),
-                moment.signed,
-            )
+            scales = to_local(state[scale_key])
+            quantize_moment(fp32_values.view(rows, -1), stored.view(rows, -1), scales, is_signed(moment))
         else:
-            to_local(stored).copy_(fp32_values)
+            stored.copy_(fp32_values)
 
 
-def read_moment_fp32(param: Tensor, state: Mapping[str, Any], moment: MomentSpec) -> Tensor:
+def read_moment_fp32(param: Tensor, state: Mapping[str, Any], moment: str) -> Tensor:
     """This rank's piece of a moment in fp32, whatever it is stored in (a copy)."""
-    piece = to_local(state[moment.key])
-    scales = state.get(moment.key + SCALE_SUFFIX)
+    piece = to_local(state[moment])
+    scales = state.get(moment + SCALE_SUFFIX)
     if scales is None:
         return piece.to(torch.float32, copy=True)
     fp32_values = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
-    if piece.shape[0]:
-        rows = piece.shape[0]
-        dequantize_moment(
-            piece.view(rows, -1),
-            to_local(_match_layout(scales, param)),
-            moment.signed,
-            fp32_values.view(rows, -1),
-        )
+    if rows := piece.shape[0]:
+        scales = to_local(match_layout(scales, param, getattr(param, "placements", ())))
+        dequantize_moment(piece.view(rows, -1), scales, is_signed(moment), fp32_values.view(rows, -1))
     return fp32_values
-
-
-def _match_layout(scales: Tensor, param: Tensor) -> Tensor:
-    """Scales cut along dim 0 as ``param`` is; a checkpoint may have brought them in another layout."""
-    if not isinstance(param, DTensor):
-        return scales
-    if not isinstance(scales, DTensor):
-        mesh = param.device_mesh
-        scales = DTensor.from_local(scales, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if scales.placements == param.placements:
-        return scales
-    return scales.redistribute(param.device_mesh, param.placements)
-
-
-def logical(param: Tensor, state: Mapping[str, Any], moment: MomentSpec) -> Tensor:
-    """The moment in fp32 with ``param``'s layout, for whoever wants to look at it."""
-    return as_dtensor_like(read_moment_fp32(param, state, moment), param)

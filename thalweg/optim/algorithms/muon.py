@@ -28,16 +28,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
-from thalweg.optim.algorithms.distributed_matrices import (
-    MatrixSharding,
-    compute_on_owners,
-    get_matrix_placement,
-)
-from thalweg.optim.algorithms.lion import check_hyperparameters, evaluate_closure
+from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, compute_on_owners, get_matrix_sharding
+from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.algorithms.muon_params import split_group
 from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
 from thalweg.optim.dtensor_local import (
-    Fp32StateMixin,
+    StepMixin,
+    as_dtensor_like,
     local_grad,
     to_local,
     upcast_half,
@@ -47,7 +44,7 @@ from thalweg.optim.dtensor_local import (
 from thalweg.utils.dtypes import parse_dtype
 
 
-class Muon(Fp32StateMixin, torch.optim.Optimizer):
+class Muon(StepMixin, torch.optim.Optimizer):
     """Muon on hidden matrices, AdamW on the others.
 
     ``lr`` is for both, ``muon_lr`` and ``adam_lr`` go before it; without any of them 0.02 and 3e-4
@@ -83,7 +80,10 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
         adjust_lr_fn: str | None = None,
         replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
-        rates = {True: _first_not_none(muon_lr, lr, 0.02), False: _first_not_none(adam_lr, lr, 3e-4)}
+        rates = {  # the first that is given
+            True: next(rate for rate in (muon_lr, lr, 0.02) if rate is not None),
+            False: next(rate for rate in (adam_lr, lr, 3e-4) if rate is not None),
+        }
         for rate in rates.values():
             check_hyperparameters("Muon", rate, betas, weight_decay)
         if not 0 <= momentum < 1:
@@ -125,45 +125,31 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
             settings = {"use_muon": True, "ns_method": "standard"}
             group.update(settings, adjust_lr_fn=group.get("adjust_lr_fn") or "original")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient on any rank; returns the loss of a closure, if given.
-
-        Two all-to-alls for each round of matrices, and one small all-reduce, on each process group.
-        """
-        loss = evaluate_closure(closure)
+    def _update_params(self) -> None:
+        """Two all-to-alls for each round of matrices, and one small all-reduce, on each process group."""
         for group in self.param_groups:
             if group["use_muon"]:
                 self._step_matrices(group)
             else:
                 self._step_adamw(group)
-        return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         by_group: dict[dist.ProcessGroup | None, list[tuple[Tensor, MatrixSharding]]] = {}
         for param in group["params"]:
-            placement = get_matrix_placement(param, self._replicate_group)
-            if placement.needs_gather:
-                if param.grad is not None:
-                    self._step_gathered(group, param)
-                continue
-            by_group.setdefault(placement.group, []).append((param, placement.sharding))
+            placement = get_matrix_sharding(param, self._replicate_group)
+            if placement is not None:
+                by_group.setdefault(placement[0], []).append((param, placement[1]))
+            elif param.grad is not None:
+                self._step_gathered(group, param)
         for process_group, members in by_group.items():
-            members = self._with_grad(members, process_group)
-            if members:
-                self._step_sharded(group, members, process_group)
-
-    @staticmethod
-    def _with_grad(
-        members: list[tuple[Tensor, MatrixSharding]], process_group: dist.ProcessGroup | None
-    ) -> list[tuple[Tensor, MatrixSharding]]:
-        """Return the members that have a gradient on any rank: all ranks must exchange the same matrices."""
-        flags = [param.grad is not None for param, _ in members]
-        if process_group is not None and dist.get_world_size(process_group) > 1:
-            has = torch.tensor(flags, dtype=torch.int32, device=to_local(members[0][0]).device)
-            dist.all_reduce(has, dist.ReduceOp.MAX, process_group)
-            flags = [flag > 0 for flag in has.tolist()]
-        return [member for member, flag in zip(members, flags, strict=True) if flag]
+            has_grad = [param.grad is not None for param, _ in members]
+            if process_group is not None and dist.get_world_size(process_group) > 1:
+                # On any rank: all of them must exchange the same matrices.
+                flags = torch.tensor(has_grad, dtype=torch.int32, device=to_local(members[0][0]).device)
+                dist.all_reduce(flags, dist.ReduceOp.MAX, process_group)
+                has_grad = [flag > 0 for flag in flags.tolist()]
+            if stepped := [member for member, flag in zip(members, has_grad, strict=True) if flag]:
+                self._step_sharded(group, stepped, process_group)
 
     def _step_sharded(
         self,
@@ -171,11 +157,10 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
         members: Sequence[tuple[Tensor, MatrixSharding]],
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        params, shardings = [p for p, _ in members], [sharding for _, sharding in members]
-        directions = {i: self._update_momentum(group, param) for i, param in enumerate(params)}
-        device = to_local(params[0]).device
+        directions = {i: self._update_momentum(group, param) for i, (param, _) in enumerate(members)}
+        device = to_local(members[0][0]).device
         finished = compute_on_owners(
-            shardings,
+            [sharding for _, sharding in members],
             process_group,
             lambda i: directions.pop(i)(),
             lambda i, whole: self._orthogonalize(group, whole),
@@ -183,16 +168,15 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
             device=device,
         )
         for i, piece in finished:
-            self._apply(group, params[i], piece)
+            self._apply(group, members[i][0], piece)
 
     def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
         """A layout that ``distributed_matrices.py`` does not know: every rank gathers and computes all of it."""
         assert isinstance(param, DTensor)
         mesh, placements = param.device_mesh, param.placements
-        piece = self._update_momentum(group, param)()
-        full_matrix = DTensor.from_local(
-            piece, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-        ).full_tensor()
+        direction = as_dtensor_like(self._update_momentum(group, param)(), param)
+        assert isinstance(direction, DTensor)
+        full_matrix = direction.full_tensor()
         result = DTensor.from_local(self._orthogonalize(group, full_matrix), mesh, [Replicate()] * mesh.ndim)
         self._apply(group, param, result.redistribute(mesh, placements).to_local())
 
@@ -238,30 +222,14 @@ class Muon(Fp32StateMixin, torch.optim.Optimizer):
         if not params:
             return
         for param in params:
-            if "exp_avg" not in self.state[param]:
-                fresh = {"exp_avg": zeros_state_like(param), "exp_avg_sq": zeros_state_like(param)}
-                self.state[param].update(step=torch.tensor(0.0, device=to_local(param).device), **fresh)
+            if "exp_avg" not in (state := self.state[param]):
+                state["step"] = torch.tensor(0.0, device=to_local(param).device)
+                state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
         states = [self.state[p] for p in params]
+        first, second = ([to_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
-        beta1, beta2 = group["betas"]
+        options = {"eps": group["eps"], "lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
+        options["beta1"], options["beta2"] = group["betas"]
+        steps = [state["step"] for state in states]
         with working_copies(params) as (work, grads):
-            adamw(
-                work,
-                grads,
-                [to_local(state["exp_avg"]) for state in states],
-                [to_local(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=fused,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-
-
-def _first_not_none(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+            adamw(work, grads, first, second, [], steps, fused=fused, amsgrad=False, maximize=False, **options)

@@ -26,27 +26,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from thalweg.config.schema.zero import ZenFlow
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
-from thalweg.optim.algorithms.lion import evaluate_closure
 from thalweg.optim.dtensor_local import (
-    AllReduce,
     all_reduce_tensors_,
-    default_all_reduce,
-    get_sharded_axes,
+    as_dtensor_like,
+    get_shard_groups,
     local_grad,
     sharded_dim,
     to_local,
+    upcast_half,
     zeros_state_like,
 )
-from thalweg.utils.dtypes import HALF_DTYPES
 
 _CHUNK_ELEMENTS = 1 << 18
 
@@ -102,21 +100,47 @@ class ZenFlowPolicy:
 
 @dataclass
 class _ZenFlowParam:
-    """One parameter in a step: this rank's piece, gradient and state as matrices of fp32."""
+    """One parameter in a step: this rank's piece, gradient and state as matrices of fp32; ``is_copy``: ``weight`` is
+    beside the parameter, to be copied back."""
 
     group: dict[str, Any]
     param: Tensor
     state: dict[str, Any]
     weight: Tensor
     grad: Tensor
+    is_copy: bool
 
-    @property
-    def selected(self) -> Tensor:
-        return self.state["selected"].nonzero().squeeze(1)
+    def matrix(self, key: str) -> Tensor:
+        """State of the parameter's layout."""
+        return to_local(self.state[key]).view(self.weight.shape)
 
-    def state_matrix(self, key: str) -> Tensor:
-        piece = to_local(self.state[key])
-        return piece.view(self.weight.shape)
+    def update_columns(self, columns: Tensor, grad: Tensor, out: Tensor) -> None:
+        """One Adam step of some columns, a few rows at a time; ``out``: the weight itself, or where the change goes."""
+        group, steps, weight = self.group, self.state["column_steps"], self.weight
+        exp_avg, exp_avg_sq, step_counts = self.matrix("exp_avg"), self.matrix("exp_avg_sq"), steps[columns]
+        decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
+        for rows in _row_chunks(weight):
+            w, g, m, v = (t[rows].index_select(1, columns) for t in (weight, grad, exp_avg, exp_avg_sq))
+            old = None if out is weight else w.clone()
+            for chosen, count in _group_by_step_count(step_counts):
+                if chosen is None:
+                    fused_adam_step(group, w, g, m, v, count, weight_decay=decay)
+                else:
+                    some_w, some_g, some_m, some_v = (t.index_select(1, chosen) for t in (w, g, m, v))
+                    fused_adam_step(group, some_w, some_g, some_m, some_v, count, weight_decay=decay)
+                    for full, updated in ((w, some_w), (m, some_m), (v, some_v)):
+                        full.index_copy_(1, chosen, updated)
+            exp_avg[rows].index_copy_(1, columns, m)
+            exp_avg_sq[rows].index_copy_(1, columns, v)
+            out[rows].index_copy_(1, columns, w if old is None else w.sub_(old))
+        steps[columns] += 1
+
+    def update_deferred_columns(self, out: Tensor) -> None:
+        """One update of the columns that wait: in the weight itself, or as the difference in ``out``."""
+        delayed = self.matrix("delayed").div_(float(self.state["waiting"]))
+        self.update_columns((~self.state["selected"]).nonzero().squeeze(1), delayed, out)
+        delayed.zero_()
+        self.state["waiting"].zero_()
 
 
 class ZenFlowAdam(AbstractAdam):
@@ -127,7 +151,6 @@ class ZenFlowAdam(AbstractAdam):
         self._pending_update: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self.policy = policy or ZenFlowPolicy()
-        self.all_reduce: AllReduce = default_all_reduce
         super().__init__(params, *options, **hyper)
 
     # State, which a thread may be working on
@@ -156,233 +179,119 @@ class ZenFlowAdam(AbstractAdam):
 
     # The step
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update what is due; returns the closure's loss if one is given.
-
-        All ranks of a process group must have gradients for the same parameters.
-        """
-        loss = evaluate_closure(closure)
+    def _update_params(self) -> None:
         self._wait_for_update()
-        self._apply_pending()
-        zenflow_params, copies = [], []
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    zenflow_param, copies_back = self._prepare_param(group, param)
-                    zenflow_params.append(zenflow_param)
-                    copies += copies_back
-        by_column = [part for part in zenflow_params if "selected" in part.state]
-        all_columns = [part for part in zenflow_params if "selected" not in part.state]
-        in_warmup = [part for part in by_column if self._in_warmup(part)]
-        for zenflow_param in (*all_columns, *in_warmup):
-            self._update_all_columns(zenflow_param)
-        past_warmup = [part for part in by_column if not self._in_warmup(part)]
-        self._step_by_column(past_warmup)
-        for piece, work in copies:
-            piece.copy_(work)
-        return loss
+        for param, state in self._state.items():
+            if (pending := state.pop("pending", None)) is not None:
+                piece = to_local(param)
+                piece.add_(to_local(pending).view(piece.shape))
+        groups, policy, by_column = self.param_groups, self.policy, []
+        parts = [self._prepare(group, p) for group in groups for p in group["params"] if p.grad is not None]
+        for part in parts:
+            step = int(part.state["step"])
+            if "selected" in part.state and policy.topk_ratio < 1 and step > policy.warmup_steps:
+                by_column.append(part)
+                continue
+            moments = part.matrix("exp_avg"), part.matrix("exp_avg_sq")
+            fused_adam_step(part.group, part.weight, part.grad, *moments, float(step - 1))
+            if "selected" in part.state:
+                part.state["column_steps"].fill_(float(step))
+        if by_column:
+            self._step_by_column(by_column)
+        for part in parts:
+            if part.is_copy:
+                piece = to_local(part.param)
+                piece.copy_(part.weight.view(piece.shape))
 
-    def _in_warmup(self, zenflow_param: _ZenFlowParam) -> bool:
-        return self.policy.topk_ratio >= 1 or int(zenflow_param.state["step"]) <= self.policy.warmup_steps
-
-    def _prepare_param(self, group: dict[str, Any], param: Tensor) -> tuple[_ZenFlowParam, list[tuple[Tensor, Tensor]]]:
+    def _prepare(self, group: dict[str, Any], param: Tensor) -> _ZenFlowParam:
         state, piece = self._state[param], to_local(param)
-        self._init_state(param, state)
-        state["step"] += 1
-        work = piece.float() if piece.dtype in HALF_DTYPES or not piece.is_contiguous() else piece
-        work = work.contiguous()
-        shape = (piece.shape[0], -1) if piece.ndim > 1 and piece.numel() else (piece.numel(), 1)
-        grad = local_grad(param).to(work.dtype).reshape(shape)
-        zenflow_param = _ZenFlowParam(group, param, state, work.view(shape), grad)
-        return zenflow_param, [] if work is piece else [(piece, work)]
-
-    def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
-        if "delayed" in state or not _can_split_columns(param):
-            return
-        columns = param.numel() // param.shape[0]
-        device = to_local(param).device
-        state["delayed"] = zeros_state_like(param)
-        state["waiting"] = torch.zeros((), dtype=torch.float32)
-        state["selected"] = torch.zeros(columns, dtype=torch.bool, device=device)
-        state["column_steps"] = state["step"].to(device).expand(columns).clone()
+        if "delayed" not in state and _can_split_columns(param):
+            columns = param.numel() // param.shape[0]
+            state["delayed"] = zeros_state_like(param)
+            state["waiting"] = torch.zeros((), dtype=torch.float32)
+            state["selected"] = torch.zeros(columns, dtype=torch.bool, device=piece.device)
+            state["column_steps"] = state["step"].to(piece.device).expand(columns).clone()
+        state["step"] += 1
+        work = upcast_half(piece).contiguous()
+        shape = (piece.shape[0], -1) if piece.ndim > 1 and piece.numel() else (piece.numel(), 1)
+        grad = local_grad(param).to(work.dtype).reshape(shape)
+        return _ZenFlowParam(group, param, state, work.view(shape), grad, work is not piece)
 
-    def _update_all_columns(self, zenflow_param: _ZenFlowParam) -> None:
-        step, moments = (
-            zenflow_param.state["step"],
-            (zenflow_param.state_matrix("exp_avg"), zenflow_param.state_matrix("exp_avg_sq")),
-        )
-        fused_adam_step(zenflow_param.group, zenflow_param.weight, zenflow_param.grad, *moments, float(step - 1))
-        if "column_steps" in zenflow_param.state:
-            zenflow_param.state["column_steps"].fill_(float(step))
-
-    def _step_by_column(self, zenflow_params: Sequence[_ZenFlowParam]) -> None:
-        if not zenflow_params:
-            return
+    def _step_by_column(self, parts: Sequence[_ZenFlowParam]) -> None:
         policy = self.policy
-        due_for_selection = [
-            p for p in zenflow_params if (int(p.state["step"]) - policy.warmup_steps - 1) % policy.select_interval == 0
-        ]
-        with_deferred = [zenflow_param for zenflow_param in due_for_selection if float(zenflow_param.state["waiting"])]
-        for part in with_deferred:
-            self._update_deferred_columns(part.group, part.param, part.weight, part.weight)
-        self._select_columns(due_for_selection)
-        for part in zenflow_params:
+        to_select = [p for p in parts if (int(p.state["step"]) - policy.warmup_steps - 1) % policy.select_interval == 0]
+        for part in to_select:
+            if float(part.state["waiting"]):
+                part.update_deferred_columns(part.weight)
+        self._select_columns(to_select)
+        for part in parts:
             group = part.group
             if group["weight_decay"] and group["decoupled_weight_decay"]:
                 part.weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
-            columns = part.selected
-            moments = part.state_matrix("exp_avg"), part.state_matrix("exp_avg_sq")
-            steps = part.state["column_steps"]
-            _adam_step_columns(group, columns, part.weight, part.grad, *moments, steps, part.weight)
-            steps[columns] += 1
-            delayed = part.state_matrix("delayed")
-            delayed.add_(part.grad)
-            delayed.index_fill_(1, columns, 0.0)
+            columns = part.state["selected"].nonzero().squeeze(1)
+            part.update_columns(columns, part.grad, part.weight)
+            part.matrix("delayed").add_(part.grad).index_fill_(1, columns, 0.0)
             part.state["waiting"] += 1
-        self._run_deferred_updates(
-            [part for part in zenflow_params if self._is_deferred_update_due(part)] if policy.update_interval else []
-        )
-        if policy.update_interval is None and self._is_auto_update_due(zenflow_params):
-            self._run_deferred_updates(zenflow_params)
+        if policy.update_interval is not None:
+            due = [part for part in parts if float(part.state["waiting"]) >= policy.update_interval]
+        else:
+            due = parts if self._is_auto_update_due(parts) else []
+        if not policy.overlap:
+            for part in due:
+                part.update_deferred_columns(part.weight)
+        elif due:
+            self._start_deferred_updates(due)
 
-    def _is_deferred_update_due(self, zenflow_param: _ZenFlowParam) -> bool:
-        return float(zenflow_param.state["waiting"]) >= (self.policy.update_interval or 0)
-
-    def _select_columns(self, zenflow_params: Sequence[_ZenFlowParam]) -> None:
+    def _select_columns(self, parts: Sequence[_ZenFlowParam]) -> None:
         """Take the columns with the largest gradients; one collective for each process group."""
-        norms = [zenflow_param.grad.square().sum(0) for zenflow_param in zenflow_params]
-        shard_groups = [tuple(group for group, _ in get_sharded_axes(part.param)) for part in zenflow_params]
-        if norms:
-            all_reduce_tensors_(norms, shard_groups, self.all_reduce)
-        for part, norm in zip(zenflow_params, norms, strict=True):
+        norms = [part.grad.square().sum(0) for part in parts]
+        all_reduce_tensors_(norms, get_shard_groups(part.param for part in parts))
+        for part, norm in zip(parts, norms, strict=True):
             count = max(1, round(self.policy.topk_ratio * norm.numel()))
             # Ties go to the smaller index, so that every rank and device selects alike.
             chosen = norm.sort(descending=True, stable=True).indices[:count]
             part.state["selected"].zero_()
             part.state["selected"][chosen] = True
 
-    def _is_auto_update_due(self, zenflow_params: Sequence[_ZenFlowParam]) -> bool:
+    def _is_auto_update_due(self, parts: Sequence[_ZenFlowParam]) -> bool:
         """Whether the columns that wait have gathered enough; the same on every rank."""
         pairs = []
-        for zenflow_param in zenflow_params:
-            chosen = zenflow_param.state["selected"]
-            selected_mean = zenflow_param.grad[:, chosen].square().sum() / max(1, int(chosen.sum()))
-            deferred_mean = zenflow_param.state_matrix("delayed").square().sum() / max(1, int((~chosen).sum()))
+        for part in parts:
+            chosen = part.state["selected"]
+            selected_mean = part.grad[:, chosen].square().sum() / max(1, int(chosen.sum()))
+            deferred_mean = part.matrix("delayed").square().sum() / max(1, int((~chosen).sum()))
             pairs.append(torch.stack([deferred_mean, selected_mean]))
-        shard_groups = [tuple(group for group, _ in get_sharded_axes(part.param)) for part in zenflow_params]
-        all_reduce_tensors_(pairs, shard_groups, self.all_reduce)
+        all_reduce_tensors_(pairs, get_shard_groups(part.param for part in parts))
         deferred_mean, selected_mean = torch.stack(pairs).sum(0).tolist()
         return deferred_mean >= self.policy.auto_ratio * selected_mean
 
-    def _run_deferred_updates(self, zenflow_params: Sequence[_ZenFlowParam]) -> None:
-        if not zenflow_params:
-            return
-        if not self.policy.overlap:
-            for zenflow_param in zenflow_params:
-                self._update_deferred_columns(
-                    zenflow_param.group, zenflow_param.param, zenflow_param.weight, zenflow_param.weight
-                )
-            return
+    def _start_deferred_updates(self, parts: Sequence[_ZenFlowParam]) -> None:
         jobs: list[Callable[[], None]] = []
-        for zenflow_param in zenflow_params:
-            pending = torch.zeros_like(zenflow_param.weight)
-            zenflow_param.state["pending"] = _as_dtensor_like_state(pending, zenflow_param.param, zenflow_param.state)
-            weight = zenflow_param.weight
-            if to_local(zenflow_param.param).data_ptr() != weight.data_ptr():
+        for part in parts:
+            pending, weight, state = torch.zeros_like(part.weight), part.weight, part.state
+            shape = to_local(state["exp_avg"]).shape
+            state["pending"] = as_dtensor_like(pending.view(shape), state["exp_avg"])
+            if part.is_copy:
                 weight = weight.clone()
-            jobs.append(
-                _bind(
-                    self._update_deferred_columns,
-                    dict(zenflow_param.group),
-                    zenflow_param.param,
-                    weight,
-                    pending,
-                )
-            )
+            part = replace(part, group=dict(part.group), weight=weight)
+            jobs.append(partial(part.update_deferred_columns, pending))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="thalweg-delayed")
         self._pending_update = self._thread.submit(_run_all, jobs)
 
-    def _update_deferred_columns(self, group: dict[str, Any], param: Tensor, weight: Tensor, out: Tensor) -> None:
-        """One update of the columns that wait: in ``weight`` itself, or as the difference in ``out``."""
-        state = self._state[param]
-        delayed = to_local(state["delayed"]).view(weight.shape)
-        exp_avg, exp_avg_sq = (to_local(state[key]).view(weight.shape) for key in ("exp_avg", "exp_avg_sq"))
-        columns = (~state["selected"]).nonzero().squeeze(1)
-        delayed.div_(float(state["waiting"]))
-        _adam_step_columns(group, columns, weight, delayed, exp_avg, exp_avg_sq, state["column_steps"], out)
-        state["column_steps"][columns] += 1
-        delayed.zero_()
-        state["waiting"].zero_()
-
-    def _apply_pending(self) -> None:
-        for param, state in self._state.items():
-            pending = state.pop("pending", None)
-            if pending is not None:
-                piece = to_local(param)
-                piece.add_(to_local(pending).view(piece.shape))
-
 
 def _can_split_columns(param: Tensor) -> bool:
-    sharded_dims = [] if not isinstance(param, DTensor) else [sharded_dim(p) for p in param.placements]
+    sharded_dims = [sharded_dim(p) for p in getattr(param, "placements", ())]
     return param.ndim > 1 and param.numel() > 0 and all(dim in (None, 0) for dim in sharded_dims)
-
-
-def _as_dtensor_like_state(piece: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
-    like = state["exp_avg"]
-    if not isinstance(like, DTensor):
-        return piece.view(like.shape)
-    return DTensor.from_local(
-        piece.view(like._local_tensor.shape),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-
-
-def _bind(call: Callable[..., None], *args: Any) -> Callable[[], None]:
-    return lambda: call(*args)
 
 
 @torch.no_grad()
 def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
     for job in jobs:
         job()
-
-
-def _adam_step_columns(
-    group: dict[str, Any],
-    columns: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: Tensor,
-    out: Tensor,
-) -> None:
-    """Adam on some columns, a few rows at a time; ``out``: the weight itself, or where the change goes."""
-    step_counts = steps[columns]
-    decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
-    for rows in _row_chunks(weight):
-        w, g, m, v = (t[rows].index_select(1, columns) for t in (weight, grad, exp_avg, exp_avg_sq))
-        old = None if out is weight else w.clone()
-        for chosen, count in _group_by_step_count(step_counts):
-            if chosen is None:
-                fused_adam_step(group, w, g, m, v, count, weight_decay=decay)
-            else:
-                some_w, some_g, some_m, some_v = (t.index_select(1, chosen) for t in (w, g, m, v))
-                fused_adam_step(group, some_w, some_g, some_m, some_v, count, weight_decay=decay)
-                for full, updated in ((w, some_w), (m, some_m), (v, some_v)):
-                    full.index_copy_(1, chosen, updated)
-        exp_avg[rows].index_copy_(1, columns, m)
-        exp_avg_sq[rows].index_copy_(1, columns, v)
-        out[rows].index_copy_(1, columns, w if old is None else w.sub_(old))
 
 
 def _row_chunks(matrix: Tensor) -> Iterator[slice]:

@@ -38,8 +38,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thalweg.storage_io import BufferRing, IoFuture, IoThreadPool, SwapFile, combine_futures
 from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, combine_futures
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
 from thalweg.utils.threads import set_single_threaded
 
@@ -158,11 +160,8 @@ def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_e
                 bytes_left, elements_left = buffer_bytes, max_elements
                 continue
             chunks[-1].append(ParamSlice(param_step, start, start + num_elements))
-            bytes_left, elements_left, start = (
-                bytes_left - param_step.buffer_bytes(num_elements),
-                elements_left - num_elements,
-                start + num_elements,
-            )
+            bytes_left -= param_step.buffer_bytes(num_elements)
+            start, elements_left = start + num_elements, elements_left - num_elements
             if start >= param_step.numel:
                 break
     return [_build_chunk(pieces) for pieces in chunks if pieces]
@@ -194,26 +193,21 @@ def _build_chunk(slices: list[ParamSlice]) -> IoChunk:
         if step_tensor.read:
             _append_or_merge(reads, IoRange(offset, buffer_offset, nbytes))
         if step_tensor.write:
-            shadow_shift = (
-                0
-                if step_tensor.shadow_offset is None or step_tensor.file_offset is None
-                else step_tensor.shadow_offset - step_tensor.file_offset
-            )
-            _append_or_merge(writes, IoRange(offset + shadow_shift, buffer_offset, nbytes))
+            shadow, home = step_tensor.shadow_offset, step_tensor.file_offset
+            shift = 0 if shadow is None or home is None else shadow - home
+            _append_or_merge(writes, IoRange(offset + shift, buffer_offset, nbytes))
         buffer_offset += nbytes
     return IoChunk(slices, reads, writes)
 
 
 def _append_or_merge(io_ranges: list[IoRange], io_range: IoRange) -> None:
-    last = io_ranges[-1] if io_ranges else None
-    if (
-        last
-        and last.file_offset + last.nbytes == io_range.file_offset
-        and last.buffer_offset + last.nbytes == io_range.buffer_offset
-    ):
-        io_ranges[-1] = IoRange(last.file_offset, last.buffer_offset, last.nbytes + io_range.nbytes)
-    else:
-        io_ranges.append(io_range)
+    file_offset, buffer_offset, nbytes = io_range
+    if io_ranges:
+        last = io_ranges[-1]
+        if (last.file_offset + last.nbytes, last.buffer_offset + last.nbytes) == (file_offset, buffer_offset):
+            io_ranges[-1] = IoRange(last.file_offset, last.buffer_offset, last.nbytes + nbytes)
+            return
+    io_ranges.append(io_range)
 
 
 def split_into_batches(slices: Sequence[ParamSlice], max_elements: int) -> list[list[ParamSlice]]:
@@ -224,11 +218,8 @@ def split_into_batches(slices: Sequence[ParamSlice], max_elements: int) -> list[
         start = piece.start
         while True:
             num_remaining = piece.stop - start
-            num_elements = (
-                num_remaining
-                if num_remaining <= elements_left
-                else min(elements_left // ALIGN_ELEMENTS * ALIGN_ELEMENTS, num_remaining)
-            )
+            whole_units = elements_left // ALIGN_ELEMENTS * ALIGN_ELEMENTS
+            num_elements = num_remaining if num_remaining <= elements_left else min(whole_units, num_remaining)
             if num_elements <= 0 < num_remaining:
                 split.append([])
                 elements_left = max_elements
@@ -335,12 +326,8 @@ class IoPipeline:
 
     def _warn_if_slow(self, seconds: float, nbytes: int) -> None:
         """Say once that the disk is what a step waits for, if it is a slow one."""
-        if (
-            self._warned
-            or nbytes < (64 << 20)
-            or self.io_wait_seconds < 0.5 * seconds
-            or nbytes / seconds > _SLOW_DISK_RATE
-        ):
+        is_slow = self.io_wait_seconds >= 0.5 * seconds and nbytes <= _SLOW_DISK_RATE * seconds
+        if self._warned or nbytes < (64 << 20) or not is_slow:
             return
         self._warned = True
         _log.warning(

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from thalweg.optim import foreach
 from thalweg.optim.dtensor_local import to_local
-from thalweg.optim.norms import PartialNorm, global_grad_norm
+from thalweg.optim.norms import PartialNorm
 from thalweg.optim.offload.nvme_step import StateInSwapFile
-from thalweg.storage_io import SwapFile
+from thalweg.storage_io.swap_file import SwapFile
 
 
 class MmapStep(StateInSwapFile):
@@ -38,7 +38,7 @@ class MmapStep(StateInSwapFile):
         optimizer: torch.optim.Optimizer,
         swap: SwapFile,
         *,
-        compute_copies: dict[Tensor, Tensor] | None = None,
+        compute_copies: Mapping[Tensor, Tensor] | None = None,
         state_in_memory: bool = False,
         in_memory_params: Collection[Tensor] = (),
         step_together: bool = False,
@@ -53,7 +53,7 @@ class MmapStep(StateInSwapFile):
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm; collective."""
-        norm = float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
+        norm = super().grad_norm(params, replicate_group, partial_norms)
         for param in params:
             if param.grad is not None:
                 self.release(to_local(param.grad))

@@ -52,9 +52,14 @@ from thalweg.optim.offload.io_pipeline import (
     split_into_batches,
     split_into_chunks,
 )
-from thalweg.storage_io import BufferRing, SwapFile
+from thalweg.optim.step import InMemoryStep
 from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.dtypes import HALF_DTYPES
+
+CHUNK_ELEMENTS = 1 << 24
+BATCH_ELEMENTS = 1 << 19
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -121,21 +126,7 @@ class PiecewiseOptimizer:
         }
 
 
-def _clone_tensors(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-
-
-@dataclass(frozen=True)
-class NvmeStepPolicy:
-    """``chunk_elements``: elements of parameters that share a buffer, at most (where nothing is swapped, of
-    one call); ``batch_elements``: elements that the arithmetic runs over at a time, where gradients are
-    widened or copies written."""
-
-    chunk_elements: int = 1 << 24
-    batch_elements: int = 1 << 19
-
-
-class StateInSwapFile:
+class StateInSwapFile(InMemoryStep):
     """An optimizer whose per-element state lies in ``swap``, unless ``state_in_memory`` or for ``in_memory_params``.
 
     ``compute_copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype, which
@@ -150,7 +141,8 @@ class StateInSwapFile:
         state_in_memory: bool,
         in_memory_params: Collection[Tensor],
     ) -> None:
-        self.optimizer, self.swap = optimizer, swap
+        super().__init__(optimizer)
+        self.swap = swap
         self.compute_copies = dict(compute_copies or {})
         self.in_memory_params = frozenset(in_memory_params)
         self._state_swap = None if state_in_memory else swap
@@ -202,6 +194,8 @@ class NvmeStep(StateInSwapFile):
 
     ``swap`` None: all is in memory, and only the batching above remains (the host step).  ``buffers``: a
     ring of at least two; its memory is all that the stream needs, apart from a batch of gradients.
+    ``chunk_elements``: elements of parameters that share a buffer, at most (where nothing is swapped, of one call);
+    ``batch_elements``: elements that the arithmetic runs over at a time, where gradients are widened or copies written.
     ``compute_copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype (in
     memory, in the swap file on a page boundary, or on a GPU), which the update fills.
 
@@ -221,14 +215,16 @@ class NvmeStep(StateInSwapFile):
         buffers: BufferRing | None = None,
         *,
         compute_copies: Mapping[Tensor, Tensor] | None = None,
-        policy: NvmeStepPolicy | None = None,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        batch_elements: int = BATCH_ELEMENTS,
         state_in_memory: bool = False,
         in_memory_params: Collection[Tensor] = (),
     ) -> None:
         assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
         self.buffers = buffers
         self._io_pipeline = None if swap is None or buffers is None else IoPipeline(swap, buffers)
-        self.policy = policy or NvmeStepPolicy()
+        self._chunk_elements = max(chunk_elements, ALIGN_ELEMENTS)
+        self._batch_elements = max(batch_elements, ALIGN_ELEMENTS)
         self._piecewise = PiecewiseOptimizer(optimizer)
         self._scratch: dict[torch.dtype, Tensor] = {}
         super().__init__(optimizer, swap, compute_copies, state_in_memory, in_memory_params)
@@ -255,10 +251,7 @@ class NvmeStep(StateInSwapFile):
 
         return float(
             global_grad_norm(
-                params,
-                replicate_group=replicate_group,
-                row_norms_fn=row_norms_fn,
-                partial_norms=partial_norms,
+                params, replicate_group=replicate_group, row_norms_fn=row_norms_fn, partial_norms=partial_norms
             )
         )
 
@@ -275,9 +268,10 @@ class NvmeStep(StateInSwapFile):
 
     # Its parts, for whoever wants new values elsewhere first (double_buffered_step.py)
 
-    def build_param_steps(self, subset: Collection[Tensor] | None) -> list[ParamStep]:
+    def build_param_steps(self, subset: Collection[Tensor] | None, needs_grad: bool = True) -> list[ParamStep]:
         """What a step over these parameters reads and writes."""
-        return [item for group in self.optimizer.param_groups for item in self._build_group_steps(group, subset)]
+        groups = self.optimizer.param_groups
+        return [item for group in groups for item in self._build_group_steps(group, subset, needs_grad)]
 
     def execute(self, param_steps: Sequence[ParamStep], factor: float) -> None:
         """Read, update and write."""
@@ -291,22 +285,31 @@ class NvmeStep(StateInSwapFile):
     def readahead(self, params: Collection[Tensor]) -> None:
         """A hint that these parameters, whose gradients will be in memory, are updated next; none: take the
         hint back, as must be done before anything else may write to them."""
-        if self._io_pipeline is not None and not params:
-            self._io_pipeline.cancel_readahead()
-        if self._io_pipeline is None or not params or any(not self.optimizer.state.get(param) for param in params):
+        if self._io_pipeline is None:
             return
-        groups = self.optimizer.param_groups
-        items = [item for group in groups for item in self._build_group_steps(group, params, needs_grad=False)]
-        self._io_pipeline.readahead(self._split_into_chunks(items))
+        if not params:
+            self._io_pipeline.cancel_readahead()
+        elif all(self.optimizer.state.get(param) for param in params):
+            self._io_pipeline.readahead(self._split_into_chunks(self.build_param_steps(params, needs_grad=False)))
 
     def _split_into_chunks(self, param_steps: Sequence[ParamStep]) -> list[IoChunk]:
         buffer_bytes = self.buffers.buffer_bytes if self.buffers is not None else 0
-        return split_into_chunks(param_steps, buffer_bytes, max(self.policy.chunk_elements, ALIGN_ELEMENTS))
+        return split_into_chunks(param_steps, buffer_bytes, self._chunk_elements)
 
     def publish_state(self, param_steps: Sequence[ParamStep]) -> None:
         """Let ``optimizer.state`` have what was carried out: views for what was cut, and the counters."""
         for item in param_steps:
-            self._publish_param_state(item)
+            state, piece = self.optimizer.state[item.param], to_local(item.param)
+            if item.is_new_state:
+                state.update({key: item.new_scalar_state.get(key) for key in item.scalar_state})
+                for key in item.state_keys:
+                    state[key] = as_dtensor_like(item.step_tensors[key].tensor.view(piece.shape), item.param)
+                continue
+            for key, value in item.new_scalar_state.items():
+                if isinstance(state[key], Tensor) and isinstance(value, Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = value
 
     # One step
 
@@ -339,7 +342,7 @@ class NvmeStep(StateInSwapFile):
 
     def _update(self, factor: float, chunk: IoChunk, buffer: Tensor | None) -> None:
         if any(self._needs_batches(piece.param_step, factor) for piece in chunk.slices):
-            for batch in split_into_batches(chunk.slices, max(self.policy.batch_elements, ALIGN_ELEMENTS)):
+            for batch in split_into_batches(chunk.slices, self._batch_elements):
                 self._step(batch, buffer, factor)
         else:
             self._step(chunk.slices, buffer, factor)
@@ -352,7 +355,8 @@ class NvmeStep(StateInSwapFile):
         return factor != 1.0 or is_upcast or "copy" in operands
 
     def _step(self, pieces: Sequence[ParamSlice], buffer: Tensor | None, factor: float) -> None:
-        jobs, used = [], 0
+        jobs: list[SliceStep] = []
+        used = 0
         for piece in pieces:
             item = piece.param_step
             master, grad = piece.get_tensor("master", buffer), piece.get_tensor("grad", buffer)
@@ -364,7 +368,7 @@ class NvmeStep(StateInSwapFile):
                 grad = wide.copy_(grad)
             state: dict[str, Any] = {}
             if not item.is_new_state:
-                state = {key: _clone_if_tensor(value) for key, value in item.scalar_state.items()}
+                state = _clone_tensors(item.scalar_state)
                 state |= {key: piece.get_tensor(key, buffer) for key in item.state_keys}
             jobs.append(SliceStep(item.group, master, grad, state))
         self._piecewise.step(jobs)
@@ -381,7 +385,7 @@ class NvmeStep(StateInSwapFile):
     def _get_scratch(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
         have = self._scratch.get(dtype)
         if have is None or have.numel() < start + count:
-            need = max(start + count, self.policy.batch_elements + ALIGN_ELEMENTS)
+            need = max(start + count, self._batch_elements + ALIGN_ELEMENTS)
             have = self._scratch[dtype] = torch.empty(need, dtype=dtype)
         return have[start : start + count]
 
@@ -403,20 +407,17 @@ class NvmeStep(StateInSwapFile):
             if is_new_state:
                 kinds = schemas[master.dtype].items()
                 state_tensors = {k: self._allocate_state(param, master, d) for k, d in kinds if d is not None}
-                scalars = {key: None for key, dtype in schemas[master.dtype].items() if dtype is None}
+                scalars = {key: None for key, dtype in kinds if dtype is None}
             else:
                 # A 0-dim parameter's moment looks like a counter: what a first step makes tells them apart.
                 known = schemas[master.dtype] if master.ndim == 0 else {}
                 state_tensors = {k: to_local(v) for k, v in state.items() if _is_per_element(v, master) or known.get(k)}
                 scalars = {k: v for k, v in state.items() if k not in state_tensors}
-            operands = {
-                "master": self._make_step_tensor(master, write=True),
-                **({} if param.grad is None else {"grad": self._make_step_tensor(local_grad(param))}),
-                **{
-                    key: self._make_step_tensor(value, read=not is_new_state, write=True)
-                    for key, value in state_tensors.items()
-                },
-            }
+            operands = {"master": self._make_step_tensor(master, write=True)}
+            if param.grad is not None:
+                operands["grad"] = self._make_step_tensor(local_grad(param))
+            for key, value in state_tensors.items():
+                operands[key] = self._make_step_tensor(value, read=not is_new_state, write=True)
             if param in self.compute_copies:
                 operands["copy"] = self._make_step_tensor(self.compute_copies[param], read=False, write=True)
             param_steps.append(
@@ -434,25 +435,6 @@ class NvmeStep(StateInSwapFile):
                 ".contiguous() on the parameter before the engine is made"
             )
         return StepTensor(tensor.view(-1), offset, read, write)
-
-    def _publish_param_state(self, param_step: ParamStep) -> None:
-        state, piece = self.optimizer.state[param_step.param], to_local(param_step.param)
-        if param_step.is_new_state:
-            views = {k: param_step.step_tensors[k].tensor.view(piece.shape) for k in param_step.state_keys}
-            shown = {k: as_dtensor_like(v, param_step.param) for k, v in views.items()}
-            state.update(
-                {
-                    k: shown.get(k, param_step.new_scalar_state.get(k))
-                    for k in [*param_step.scalar_state, *param_step.state_keys]
-                }
-            )
-            return
-        for key, value in param_step.new_scalar_state.items():
-            old = state[key]
-            if isinstance(old, Tensor) and isinstance(value, Tensor):
-                old.copy_(value)
-            else:
-                state[key] = value
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor] = ()) -> int:
@@ -479,5 +461,5 @@ def _is_per_element(value: Any, piece: Tensor) -> bool:
     return to_local(value).shape == piece.shape
 
 
-def _clone_if_tensor(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _clone_tensors(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}

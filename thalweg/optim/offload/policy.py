@@ -12,10 +12,10 @@ their state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,13 @@ from thalweg.optim.offload.step_in_backward import (
     StepInBackward,
     double_buffer_bytes,
     grad_offload_bytes,
+    trainable_params,
 )
-from thalweg.optim.step import EngineOptimizer, InMemoryStep, PipelinePeers, StepStrategy
-from thalweg.storage_io import BufferRing, SwapFile
+from thalweg.optim.step import EngineOptimizer, InMemoryStep
+from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
 from thalweg.zero.shard import ShardedModel
 from thalweg.zero.storage.nvme import OPTIMIZER_CAPACITY_BYTES
@@ -81,20 +84,11 @@ def build_engine_optimizer(
     window: AccumulationWindow,
     scaler: LossScaler,
     replicate_group: dist.ProcessGroup | None,
-    pipeline_peers: PipelinePeers | None = None,
+    pipeline_peers: TiedWeights | None = None,
 ) -> EngineOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
     policy = offload_policy_from_config(config, on_cpu=sharded.device.type == "cpu")
-    build_strategy = partial(
-        build_step_strategy,
-        inner,
-        policy,
-        window,
-        swap=sharded.swap,
-        compute_copies=sharded.get_compute_copies(),
-        on_params_updated=sharded.mark_params_updated,
-        group=replicate_group,
-    )
+    build_strategy = partial(_build_step_strategy, inner, policy, window, sharded, replicate_group)
     ranks = replicate_group if policy.device == "nvme" else None
     strategy, swap = all_ranks_or_raise(build_strategy, "a swap file for its optimiser state", ranks)
     if isinstance(strategy, StepInBackward):
@@ -102,15 +96,9 @@ def build_engine_optimizer(
         window.add_listener(strategy)
     if swap is not None:
         window.add_listener(StepCallbacks(on_close=swap.close))
+    groups: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers}
     return EngineOptimizer(
-        inner,
-        sharded,
-        window,
-        scaler,
-        max_norm=config.gradient_clipping,
-        replicate_group=replicate_group,
-        strategy=strategy,
-        pipeline_peers=pipeline_peers,
+        inner, sharded, window, scaler, max_norm=config.gradient_clipping, strategy=strategy, **groups
     )
 
 
@@ -131,24 +119,19 @@ def offload_policy_from_config(config: Config, *, on_cpu: bool) -> OptimizerOffl
     )
 
 
-def build_step_strategy(
+def _build_step_strategy(
     optimizer: torch.optim.Optimizer,
     policy: OptimizerOffloadPolicy,
     window: AccumulationWindow,
-    *,
-    swap: SwapFile | None = None,
-    compute_copies: Mapping[Tensor, Tensor] | None = None,
-    on_params_updated: Callable[[list[str]], None] = lambda units: None,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[StepStrategy, SwapFile | None]:
-    """The update, and the swap file if one was made here.
-
-    ``swap``: where masters lie, if they are on NVMe; ``compute_copies``: see :class:`.nvme_step.NvmeStep`;
-    ``on_params_updated``, ``group``: see :class:`.step_in_backward.StepInBackward`.
+    sharded: ShardedModel,
+    group: dist.ProcessGroup | None,
+) -> tuple[InMemoryStep, SwapFile | None]:
+    """The update, and the swap file if one was made here; ``group``: see :class:`.step_in_backward.StepInBackward`.
 
     Raises:
         ValueError: the swap file's folder or disk does not do.
     """
+    swap, compute_copies = sharded.swap, sharded.get_compute_copies()
     elementwise, new_swap = is_elementwise(optimizer), None
     on_disk = policy.device == "nvme"
     in_memory_params = _params_with_state_in_memory(optimizer, policy.ratio) if on_disk else frozenset()
@@ -159,27 +142,14 @@ def build_step_strategy(
             swap = new_swap = SwapFile(policy.folder, needed, capacity=needed + OPTIMIZER_CAPACITY_BYTES)
         else:
             swap.extend(needed)
+    where: dict[str, Any] = {"state_in_memory": not on_disk, "in_memory_params": in_memory_params}
+    where["compute_copies"] = compute_copies
     if swap is None:
-        strategy: StepStrategy = InMemoryStep(optimizer)
+        strategy = InMemoryStep(optimizer)
     elif elementwise:
-        ring, state_in_memory = BufferRing(*policy.buffer_ring_args, pin=policy.pin), not on_disk
-        strategy = NvmeStep(
-            optimizer,
-            swap,
-            ring,
-            compute_copies=compute_copies,
-            state_in_memory=state_in_memory,
-            in_memory_params=in_memory_params,
-        )
+        strategy = NvmeStep(optimizer, swap, BufferRing(*policy.buffer_ring_args, pin=policy.pin), **where)
     else:
-        strategy = MmapStep(
-            optimizer,
-            swap,
-            compute_copies=dict(compute_copies or {}),
-            state_in_memory=not on_disk,
-            in_memory_params=in_memory_params,
-            step_together=isinstance(optimizer, ZenFlowAdam),
-        )
+        strategy = MmapStep(optimizer, swap, step_together=isinstance(optimizer, ZenFlowAdam), **where)
     in_place = policy.device == "cpu" and policy.in_place and elementwise
     grad_offload = GradOffload(swap) if on_disk and swap is not None else None
     double_buffered = None
@@ -190,7 +160,7 @@ def build_step_strategy(
             strategy,
             optimizer,
             window,
-            on_params_updated,
+            sharded.mark_params_updated,
             in_place=in_place,
             double_buffered=double_buffered,
             grad_offload=grad_offload,
@@ -205,7 +175,7 @@ def _make_double_buffered_step(nvme_step: NvmeStep, optimizer: torch.optim.Optim
     swap = nvme_step.swap
     assert swap is not None
     double_buffered = DoubleBufferedStep(nvme_step, swap)
-    if not any(map(double_buffered.can_step, _trainable_params(optimizer))) or not swap.can_swap_ranges():
+    if not any(map(double_buffered.can_step, trainable_params(optimizer))) or not swap.can_swap_ranges():
         return None
     needed = double_buffer_bytes(optimizer, swap, nvme_step.compute_copies)
     # As much is left for others (checkpoints) as is taken.
@@ -220,14 +190,10 @@ def _make_double_buffered_step(nvme_step: NvmeStep, optimizer: torch.optim.Optim
     return double_buffered
 
 
-def _trainable_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
 def _params_with_state_in_memory(optimizer: torch.optim.Optimizer, ratio: float) -> frozenset[Tensor]:
     """The parameters whose state stays in memory: the first of the model that ``1 - ratio`` of the elements
     have room for, as the backward pass comes to them last and their transfers would be waited for."""
-    params = _trainable_params(optimizer)
+    params = trainable_params(optimizer)
     budget = (1.0 - ratio) * sum(p.numel() for p in params)
     chosen: set[Tensor] = set()
     for param in params:
@@ -239,5 +205,5 @@ def _params_with_state_in_memory(optimizer: torch.optim.Optimizer, ratio: float)
 
 def _max_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor]) -> int:
     """Bytes for state of an optimiser that is not elementwise: two fp32 tensors like each parameter."""
-    params = [p for p in _trainable_params(optimizer) if p not in in_memory_params]
+    params = [p for p in trainable_params(optimizer) if p not in in_memory_params]
     return sum(2 * round_up(to_local(p).numel() * max(4, p.dtype.itemsize)) for p in params)

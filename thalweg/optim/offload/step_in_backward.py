@@ -69,9 +69,11 @@ from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
 from thalweg.optim.norms import PartialNorm, compute_partial_norm
 from thalweg.optim.offload.io_pipeline import ParamStep
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
-from thalweg.optim.step import StepStrategy
-from thalweg.storage_io import BufferRing, IoFuture, SwapFile
+from thalweg.optim.step import InMemoryStep
 from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.evictable_memory import BufferRing
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -167,8 +169,7 @@ def double_buffer_bytes(
     optimizer: torch.optim.Optimizer, swap: SwapFile, compute_copies: Mapping[Tensor, Tensor]
 ) -> int:
     """Bytes of swap file for the second places of all that an elementwise ``optimizer`` writes."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    on_disk = [p for p in params if swap.locate(to_local(p)) is not None]
+    on_disk = [p for p in trainable_params(optimizer) if swap.locate(to_local(p)) is not None]
     written = [to_local(p) for p in on_disk] + [compute_copies[p] for p in on_disk if p in compute_copies]
     return optimizer_state_bytes(optimizer) + sum(round_up(tensor.nbytes) for tensor in written)
 
@@ -191,8 +192,12 @@ BUFFER_BYTES = 16 << 20
 
 def grad_offload_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of swap file for the gradients of all parameters of ``optimizer``, in pages."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in params)
+    return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in trainable_params(optimizer))
+
+
+def trainable_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of ``optimizer`` that are not frozen, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 class GradOffload:
@@ -237,7 +242,7 @@ class GradOffload:
                 piece = to_local(grad)
                 offset = self._swap.allocate(piece.nbytes)
                 view = self._views[param] = as_dtensor_like(self._swap.view(offset, piece.shape, piece.dtype), param)
-            self._write_to_file(to_local(grad), to_local(view))
+            self._swap.write_through(self._offset(to_local(view)), to_local(grad), grad.dtype, self._get_buffer_ring())
             self._partial_norms[param] = compute_partial_norm(to_local(grad)), _ragged_end(to_local(grad)).clone()
             param.grad = view
         if self._buffer_ring is not None:
@@ -266,42 +271,17 @@ class GradOffload:
         self._buffer_ring = self._buffer_ring or BufferRing(3, BUFFER_BYTES)
         return self._buffer_ring
 
-    def _split_into_buffers(self, flat: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """(first element, piece, buffer) of a flat tensor."""
-        step, ring = BUFFER_BYTES // flat.itemsize, self._get_buffer_ring()
-        pieces = enumerate(range(0, flat.numel(), step))
-        split = []
-        for turn, first in pieces:
-            piece = flat[first : first + step]
-            split.append((first, piece, ring[turn].view(flat.dtype)[: piece.numel()]))
-        return split
-
-    def _write_to_file(self, grad: Tensor, view: Tensor) -> None:
-        offset = self._offset(view)
-        futures: list[IoFuture] = []
-        for turn, (first, piece, buffer) in enumerate(self._split_into_buffers(grad.reshape(-1))):
-            if turn >= len(self._get_buffer_ring()):
-                futures[turn - len(self._get_buffer_ring())].wait()
-            buffer.copy_(piece)
-            futures.append(self._swap.write(offset + first * grad.itemsize, buffer))
-        for future in futures:
-            future.wait()
-
     def _add_from_file(self, view: Tensor, grad: Tensor) -> None:
-        offset = self._offset(view)
-        pieces = self._split_into_buffers(grad.view(-1))
-        num_ahead = len(self._get_buffer_ring()) - 1
-
-        def start_read(index: int) -> IoFuture:
-            first, _, buffer = pieces[index]
-            return self._swap.read(offset + first * grad.itemsize, buffer)
-
-        futures = [start_read(index) for index in range(min(num_ahead, len(pieces)))]
-        for index, (_, piece, buffer) in enumerate(pieces):
-            futures[index].wait()
-            piece.add_(buffer)
-            if index + num_ahead < len(pieces):
-                futures.append(start_read(index + num_ahead))
+        offset, flat, ring = self._offset(view), grad.view(-1), self._get_buffer_ring()
+        step, num_ahead = BUFFER_BYTES // grad.itemsize, len(ring) - 1
+        pieces = flat.split(step)
+        buffers = [ring[turn].view(grad.dtype)[: piece.numel()] for turn, piece in enumerate(pieces)]
+        reads: list[IoFuture] = []
+        for turn, piece in enumerate(pieces):
+            while len(reads) < min(turn + num_ahead, len(pieces)):
+                reads.append(self._swap.read(offset + len(reads) * step * grad.itemsize, buffers[len(reads)]))
+            reads[turn].wait()
+            piece.add_(buffers[turn])
 
     def _offset(self, view: Tensor) -> int:
         offset = self._swap.locate(view)
@@ -314,8 +294,8 @@ def _ragged_end(piece: Tensor) -> Tensor:
     return piece.reshape(-1).view(torch.uint8)[piece.nbytes // PAGE * PAGE :]
 
 
-class StepInBackward(StepListener):
-    """A :class:`~thalweg.optim.step.StepStrategy` around ``inner`` that updates units as they are reduced.
+class StepInBackward(InMemoryStep, StepListener):
+    """A strategy around ``inner`` that updates units as they are reduced.
 
     ``in_place``: updates may be made in place within the backward pass, and ``on_params_updated(units)`` is called;
     ``double_buffered``: they may be made there as far as it takes them; ``grad_offload``: where gradients rest that
@@ -325,7 +305,7 @@ class StepInBackward(StepListener):
 
     def __init__(
         self,
-        inner: StepStrategy,
+        inner: InMemoryStep,
         optimizer: torch.optim.Optimizer,
         window: AccumulationWindow,
         on_params_updated: Callable[[list[str]], None],
@@ -337,14 +317,11 @@ class StepInBackward(StepListener):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         assert not (in_place and double_buffered is not None), "in place or tentative, not both"
-        self.inner, self.optimizer, self.window = inner, optimizer, window
+        super().__init__(optimizer)
+        self.inner, self.window = inner, window
         self.partial_norms: dict[Tensor, PartialNorm] = {}
         self.skipped_units: list[str] = []
-        self._on_params_updated, self._in_place, self._grad_offload = (
-            on_params_updated,
-            in_place,
-            grad_offload,
-        )
+        self._on_params_updated, self._in_place, self._grad_offload = (on_params_updated, in_place, grad_offload)
         self._double_buffered, self._group = double_buffered, group
         self._loss_is_finite_everywhere = True
         self._incomplete_units: dict[str, list[Tensor]] = {}
@@ -369,7 +346,7 @@ class StepInBackward(StepListener):
             params, replicate_group, {**offloaded_norms, **self.partial_norms, **(partial_norms or {})}
         )
 
-    def apply(self, factor: float, subset: Collection[Tensor] | None = None) -> None:
+    def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
         """Let tentative updates stand, and update what is left."""
         if self._double_buffered is not None:
             self._double_buffered.commit()

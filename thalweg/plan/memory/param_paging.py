@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS, ParamStep, StepTensor, split_into_chunks
-from thalweg.optim.offload.nvme_step import NvmeStepPolicy
+from thalweg.optim.offload.io_pipeline import ParamStep, StepTensor, split_into_chunks
+from thalweg.optim.offload.nvme_step import CHUNK_ELEMENTS
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.storage_io.allocator import round_up
@@ -137,9 +137,7 @@ def plan_streamed_update(
     touched_bytes, result = [0] * depth, StreamedUpdate()
     for members in updates:
         items = [_make_param_step(param_spec, where, state_dtypes) for param_spec, where in members]
-        for chunk_index, chunk in enumerate(
-            split_into_chunks(items, size, max(NvmeStepPolicy().chunk_elements, ALIGN_ELEMENTS))
-        ):
+        for chunk_index, chunk in enumerate(split_into_chunks(items, size, CHUNK_ELEMENTS)):
             spans = [*chunk.reads, *chunk.writes]
             ends = max((span.buffer_offset + span.nbytes for span in spans), default=0)
             touched_bytes[chunk_index % depth] = max(touched_bytes[chunk_index % depth], ends)

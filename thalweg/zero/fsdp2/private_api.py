@@ -74,18 +74,27 @@ class FSDPGroupHandle:
         reduces in ``reduce_dtype`` and hands over in ``master_dtype``, as the others do; one whose gradients differ in
         dtype reduces all of them in the wider one.
         """
-        inner, original_post_backward = self._inner, self._inner.post_backward
+        inner = self._inner
         if inner._orig_dtype is None:
             inner._orig_dtype, inner._reduce_dtype = master_dtype, reduce_dtype
         if len({param.sharded_param.dtype for param in inner.fsdp_params}) == 1:
             return
 
-        def post_backward(*unused: Any) -> None:
+        def upcast_where_mixed() -> None:
             if inner.reduce_grads and len(_grad_dtypes(inner.fsdp_params)) > 1:
                 self.upcast_grads()
-            original_post_backward(*unused)
 
-        inner.post_backward = post_backward
+        self._wrap_post_backward(upcast_where_mixed)
+
+    def _wrap_post_backward(self, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+        original_post_backward = self._inner.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            before()
+            original_post_backward(*unused)
+            after()
+
+        self._inner.post_backward = post_backward
 
     def use_pager(self, prefetch: Callable[[], None], acquire: Callable[[], None], release: Callable[[], None]) -> None:
         """Take the place of FSDP2's gather: unsharding acquires a unit's memory, and resharding releases it."""
@@ -135,33 +144,23 @@ class FSDPGroupHandle:
 
     def add_reduction_hooks(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Call these before and after a backward pass that has gone through this unit is reduced."""
-        inner, original_post_backward = self._inner, self._inner.post_backward
         self._has_reduction_hooks = True
-
-        def post_backward(*unused: Any) -> None:
-            before()
-            original_post_backward(*unused)
-            after()
-
-        inner.post_backward = post_backward
+        self._wrap_post_backward(before, after)
 
     def sync_unused_params(self, reduce_presence: Callable[[list[bool]], list[bool]]) -> None:
         """Before each reduction ask ``reduce_presence`` which parameters have a gradient anywhere, given which have one
         here; those that have one elsewhere alone get zeros."""
-        inner, original_post_backward = self._inner, self._inner.post_backward
+        inner = self._inner
 
-        def post_backward(*unused: Any) -> None:
+        def add_zeros() -> None:
             trained = [param for param in inner.fsdp_params if param.sharded_param.requires_grad]
             if inner.reduce_grads:
                 present = [_has_unsharded_grad(param) for param in trained]
-                for param, has_local_grad, has_grad_anywhere in zip(
-                    trained, present, reduce_presence(present), strict=True
-                ):
-                    if has_grad_anywhere and not has_local_grad:
+                for param, is_here, is_anywhere in zip(trained, present, reduce_presence(present), strict=True):
+                    if is_anywhere and not is_here:
                         param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
-            original_post_backward(*unused)
 
-        inner.post_backward = post_backward
+        self._wrap_post_backward(add_zeros)
 
     def reads_reduced_grads(self, output_dtype: torch.dtype) -> bool:
         """Whether FSDP2 would read a reduction's output, or show it to a hook, right after it."""
@@ -238,12 +237,7 @@ class FSDPParamHandle:
         if layout is not None:
             meta_full = torch.empty(layout.shape, dtype=local.dtype, device="meta")
             spec = DTensor.from_local(
-                local,
-                layout.mesh,
-                layout.placements,
-                run_check=False,
-                shape=meta_full.shape,
-                stride=meta_full.stride(),
+                local, layout.mesh, layout.placements, run_check=False, shape=meta_full.shape, stride=meta_full.stride()
             )._spec
         elif spec.tensor_meta.dtype != local.dtype:
             meta = spec.tensor_meta._replace(dtype=local.dtype)

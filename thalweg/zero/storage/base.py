@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thalweg.comm import SharedMemoryArena
-from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
+from thalweg.comm.collectives.shared_memory import SharedMemoryArena
+from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, FSDPParamHandle
 
 StorageKind = Literal["shared", "private", "wire"]
 PassKind = Literal["an accumulation window", "an evaluation"]
@@ -71,15 +71,6 @@ class ParamSpec:
         return self.padded_numel * self.compute_dtype.itemsize
 
 
-class ShardedParamHandle(Protocol):
-    """What the model shows of a storage."""
-
-    @property
-    def sharded_param(self) -> Tensor:
-        """The sharded parameter over the storage's shard."""
-        ...
-
-
 class ShardStorage:
     """Shard and unsharded tensor of one parameter on this rank; ``rank`` counts its shards.
 
@@ -97,7 +88,7 @@ class ShardStorage:
         padded_unsharded: Tensor | None = None,
     ) -> None:
         self.spec, self.shard, self.unsharded = spec, shard, unsharded
-        self.param_handle: ShardedParamHandle | None = None
+        self.param_handle: FSDPParamHandle | None = None
         # This rank's rows in the compute dtype, beside a master in a swap file: what updates write too.
         self.compute_copy: Tensor | None = None
         start = rank * spec.rows_per_shard
@@ -123,9 +114,8 @@ class ShardStorage:
             assert arena is not None
             offset = arena.reserve(spec.unsharded_bytes)
             unsharded, local_rows = view_unsharded(spec, rank, arena, offset)
-            padded_unsharded = arena.tensor(
-                offset, (spec.num_shards * spec.rows_per_shard, *spec.shape[1:]), spec.compute_dtype
-            )
+            padded_shape = (spec.num_shards * spec.rows_per_shard, *spec.shape[1:])
+            padded_unsharded = arena.tensor(offset, padded_shape, spec.compute_dtype)
             if spec.master_dtype == spec.compute_dtype and not separate_master:
                 return cls(spec, rank, local_rows, unsharded, padded_unsharded=padded_unsharded)
             shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
@@ -150,10 +140,8 @@ class ShardStorage:
         version = self.shard._version
         if self.param_handle is not None:
             param = self.param_handle.sharded_param
-            version += param._version
-            if isinstance(param, DTensor):
-                with torch.no_grad():
-                    version += param.to_local()._version
+            local = param._local_tensor if isinstance(param, DTensor) else param
+            version += param._version + local._version
         return version
 
     @property
@@ -248,29 +236,6 @@ class FSDPStorage(ParameterStorage):
                 group.to_sharded()
 
 
-class RefreshUnsharded(Protocol):
-    """Brings unsharded tensors up to date; a barrier must follow before other ranks read them."""
-
-    def __call__(self, storages: Iterable[ShardStorage]) -> None:
-        """Write what has changed in the shards; collective."""
-        ...
-
-    def mark_updated(self) -> None:
-        """Shards may have new values that no counter tells of."""
-        ...
-
-
-class CastIntoUnsharded:
-    """One host: each rank casts its rows; tensors over the shard itself need nothing."""
-
-    def __call__(self, storages: Iterable[ShardStorage]) -> None:
-        """Cast this rank's rows."""
-        refresh_unsharded(storages)
-
-    def mark_updated(self) -> None:
-        """Nothing to do: rows are cast each time."""
-
-
 class ResidentStorage(ParameterStorage):
     """Units whose unsharded parameters are in memory at all times, in the device's or the host's.
 
@@ -281,12 +246,15 @@ class ResidentStorage(ParameterStorage):
         self,
         groups: Sequence[FSDPGroupHandle],
         storages: Mapping[str, Sequence[ShardStorage]],
-        refresh: RefreshUnsharded,
+        refresh: Callable[[Iterable[ShardStorage]], None] = refresh_unsharded,
         arena: SharedMemoryArena | None = None,
         log_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
+        on_update: Callable[[], None] = lambda: None,
     ) -> None:
-        """``log_gather``: around the barrier that stands for a gather, where ``refresh`` does not log what moves."""
-        self.resident_groups, self._storages, self._refresh = groups, storages, refresh
+        """``refresh``: brings unsharded tensors up to date (a barrier follows before other ranks read them), by default
+        on one host; ``log_gather``: around the barrier that stands for a gather, where ``refresh`` does not log what
+        moves; ``on_update``: shards may have new values that no counter tells of."""
+        self.resident_groups, self._storages, self._refresh, self._on_update = groups, storages, refresh, on_update
         self._all_storages = [storage for group in groups for storage in storages[group.name]]
         self._arena, self._log_gather = arena, log_gather
 
@@ -315,7 +283,7 @@ class ResidentStorage(ParameterStorage):
 
     def after_update(self, units: Iterable[str] | None = None) -> None:
         """The next refresh sends what has changed."""
-        self._refresh.mark_updated()
+        self._on_update()
 
     def close(self) -> None:
         """Leave the arena."""

@@ -30,8 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm import BlockQuantizer, CommsLog, HostGroups, PayloadFormat
+from thalweg.comm import CommsLog
+from thalweg.comm.collectives.hierarchical import HostGroups
 from thalweg.comm.collectives.quantized import WEIGHT_QUANTIZER, all_gather_payloads
+from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
 from thalweg.zero.storage.base import ShardStorage
 
 UNCHANGED, DELTA, QUANTIZED, RAW = range(4)
@@ -149,9 +151,7 @@ class CrossHostSync:
 def _get_payload_format(update: _ParamUpdate) -> PayloadFormat:
     quantizer = WEIGHT_QUANTIZER if update.encoding == QUANTIZED else DELTA_QUANTIZER
     return PayloadFormat(
-        ((update.storage.shard.numel(), update.encoding != RAW),),
-        quantizer,
-        update.storage.spec.compute_dtype,
+        ((update.storage.shard.numel(), update.encoding != RAW),), quantizer, update.storage.spec.compute_dtype
     )
 
 

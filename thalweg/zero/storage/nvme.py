@@ -60,21 +60,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm import SharedMemoryArena
+from thalweg.comm.collectives.shared_memory import SharedMemoryArena
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
-from thalweg.storage_io import BufferRing, EvictableMemory, IoFuture, SwapFile
 from thalweg.storage_io.allocator import round_up
-from thalweg.storage_io.evictable_memory import HUGE_PAGE
+from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory
+from thalweg.storage_io.io_threads import IoFuture
+from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
-from thalweg.zero.storage.base import (
-    ParameterStorage,
-    ParamSpec,
-    PassKind,
-    ShardStorage,
-    StorageKind,
-    view_unsharded,
-)
+from thalweg.zero.storage.base import ParameterStorage, ParamSpec, PassKind, ShardStorage, StorageKind, view_unsharded
 
 PagingPhase = Literal["out", "coming", "in"]
 WRITE_CHUNK_BYTES = 16 << 20
@@ -175,12 +169,10 @@ class PagedUnit:
         name: str,
         swap: SwapFile,
         memory: EvictableMemory,
-        *,
         file_offset: int,
         memory_offset: int,
         nbytes: int,
         params: Sequence[PackedParam],
-        release_dest_pages: Callable[[], None] | None = None,
     ) -> None:
         self.name, self.swap, self.params = name, swap, params
         self.phase: PagingPhase = "out"
@@ -191,52 +183,51 @@ class PagedUnit:
         self._bytes = memory.tensor(memory_offset, (nbytes,), torch.uint8)
         self.reserved_bytes = round_up(nbytes, HUGE_PAGE)  # of addresses; what is dropped and moved
         self._pending_read = IoFuture()
-        self._release_dest_pages = release_dest_pages
+        # Gives back the pages of the unsharded parameters, where those are not the packed unit itself.
+        self.release_dest_pages: Callable[[], None] | None = None
         self._versions = [param.version() for param in params]
 
     def start_read(self, page_source: PagedUnit | None = None) -> None:
         """Start reading, into the pages of ``page_source`` if there is one: an evicted unit of the same size."""
-        if self.phase == "out":
-            self.rewrite_stale()
-            if page_source is not None and page_source is not self:
-                assert page_source.phase == "out" and page_source.reserved_bytes == self.reserved_bytes, (
-                    page_source.name,
-                    self.name,
-                )
-                if not self._memory.move_pages(page_source._memory_offset, self._memory_offset, self.reserved_bytes):
-                    page_source.release_pages()
-            self._pending_read = self.swap.read(self._file_offset, self._bytes)
-            self.phase = "coming"
+        if self.phase != "out":
+            return
+        self.rewrite_stale()
+        if page_source is not None and page_source is not self:
+            assert page_source.phase == "out" and page_source.reserved_bytes == self.reserved_bytes
+            if not self._memory.move_pages(page_source._memory_offset, self._memory_offset, self.reserved_bytes):
+                page_source.release_pages()
+        self._pending_read = self.swap.read(self._file_offset, self._bytes)
+        self.phase = "coming"
 
     def wait_read(self) -> None:
         """Return when the unsharded parameters hold the bytes."""
         self.start_read()
-        if self.phase == "coming":
-            try:
-                self._pending_read.wait()
-            except BaseException:  # the next use reads again
-                self.phase = "out"
-                self.release_pages()
-                raise
-            copies = [(param.dest_rows, param.packed_shard) for param in self.params if param.dest_rows is not None]
-            with torch.no_grad():
-                for dest_rows, packed_shard in copies:
-                    dest_rows.copy_(packed_shard)
-            if copies:
-                self.release_pages()
-            self.phase = "in"
+        if self.phase == "in":
+            return
+        try:
+            self._pending_read.wait()
+        except BaseException:  # the next use reads again
+            self.phase = "out"
+            self.release_pages()
+            raise
+        with torch.no_grad():
+            for param in self.params:
+                if param.dest_rows is not None:
+                    param.dest_rows.copy_(param.packed_shard)
+        if any(param.dest_rows is not None for param in self.params):
+            self.release_pages()
+        self.phase = "in"
 
     def evict(self) -> bool:
         """Its bytes are not needed any more; whether it leaves pages behind."""
         if self.phase == "coming":
             self._pending_read.wait_ignoring_errors()
-        leaves_pages = self.phase != "out" and self._release_dest_pages is None
-        if self.phase != "out":
-            if self._release_dest_pages is not None:
-                self.release_pages()
-                self._release_dest_pages()
-            self.phase = "out"
-        return leaves_pages
+        was_out, self.phase = self.phase == "out", "out"
+        if was_out or self.release_dest_pages is None:
+            return not was_out
+        self.release_pages()
+        self.release_dest_pages()
+        return False
 
     def release_pages(self) -> None:
         """Give the packed unit's pages back."""
@@ -327,10 +318,8 @@ class Pager:
     def _start_read(self, unit: PagedUnit) -> None:
         if unit.phase != "out":
             return
-        if unit in self._evicted:
-            page_source = unit
-        else:
-            page_source = next((one for one in self._evicted if one.reserved_bytes == unit.reserved_bytes), None)
+        page_sources = [one for one in self._evicted if one.reserved_bytes == unit.reserved_bytes]
+        page_source = unit if unit in page_sources else next(iter(page_sources), None)
         if page_source is not None:
             self._evicted.remove(page_source)
         unit.start_read(page_source)
@@ -466,7 +455,11 @@ def build_unit_paging(
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> ParamPaging | None:
-    """The paging of the units that do not stay in memory, or None; ``resident_modules`` always do."""
+    """The paging of the units that do not stay in memory, or None; ``resident_modules`` always do.
+
+    Raises:
+        ValueError: the folder cannot be used, or its disk is too small.
+    """
     if not offload.uses_nvme:
         return None
     names = [*resident_modules, *units]
@@ -477,145 +470,69 @@ def build_unit_paging(
     paged = select_paged_units(specs_by_unit, offload, resident_modules)
     if not paged:
         return None
-    return build_paged_storage(specs_by_unit, paged, offload, rank=rank, storage_kind=storage_kind, arena=arena)
-
-
-def build_paged_storage(
-    units: dict[str, list[ParamSpec]],
-    paged: Sequence[str],
-    offload: ParamOffloadPolicy,
-    *,
-    rank: int,
-    storage_kind: StorageKind,
-    arena: SharedMemoryArena | None,
-) -> ParamPaging:
-    """Make the swap file and the storages of the ``paged`` units.
-
-    Raises:
-        ValueError: the folder cannot be used, or its disk is too small.
-    """
-    file_layouts = {name: _UnitFileLayout(units[name]) for name in paged}
-    num_bytes = sum(file_layout.file_bytes for file_layout in file_layouts.values())
+    packed_bytes = {name: sum(map(_packed_bytes, specs_by_unit[name])) for name in paged}
+    masters = {
+        name: [spec for spec in specs_by_unit[name] if spec.master_dtype != spec.compute_dtype] for name in paged
+    }
+    file_bytes = {name: packed_bytes[name] + sum(map(_master_bytes, masters[name])) for name in paged}
+    num_bytes = sum(file_bytes.values())
     swap = SwapFile(offload.folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
     # Units begin on huge pages, so that these stay whole as they go from one unit to another.
-    memory_bytes = sum(round_up(plan.packed_bytes, HUGE_PAGE) for plan in file_layouts.values())
-    memory = EvictableMemory(memory_bytes, align=HUGE_PAGE)
-    writer = SwapFileWriter(swap)
+    memory = EvictableMemory(sum(round_up(size, HUGE_PAGE) for size in packed_bytes.values()), align=HUGE_PAGE)
+    ring = BufferRing(2, WRITE_CHUNK_BYTES)  # so that nothing is mapped or cached as values are written
     storages: dict[str, PagedShardStorage] = {}
     paged_units = []
-    for name, plan in file_layouts.items():
-        base, start = swap.allocate(plan.file_bytes), memory.allocate(plan.packed_bytes)
-        packed_params, rows = [], []
-        for spec in plan.specs:
-            packed_offset = plan.packed_offsets[spec.name]
-            packed_shard = memory.tensor(start + packed_offset, spec.padded_shape, spec.compute_dtype)
+    for name in paged:
+        base, start = swap.allocate(file_bytes[name]), memory.allocate(packed_bytes[name])
+        packed_params, rows, offset, next_master = [], [], 0, base + packed_bytes[name]
+        for spec in specs_by_unit[name]:
+            packed_shard = memory.tensor(start + offset, spec.padded_shape, spec.compute_dtype)
             unsharded, dest_rows = None, None
             if storage_kind == "private":
                 # A tensor of its own over the packed bytes: refreshing those is no change to a parameter.
-                unsharded = memory.tensor(start + packed_offset, spec.shape, spec.compute_dtype)
+                unsharded = memory.tensor(start + offset, spec.shape, spec.compute_dtype)
             elif storage_kind == "shared":
                 assert arena is not None
                 arena_offset = arena.reserve(spec.unsharded_bytes)
                 unsharded, dest_rows = view_unsharded(spec, rank, arena, arena_offset)
-                size = dest_rows.nbytes
-                rows.append((arena_offset + rank * size, size))
-            master_offset = base + plan.master_offsets.get(spec.name, packed_offset)
+                rows.append((arena_offset + rank * dest_rows.nbytes, dest_rows.nbytes))
+            file_offset, master_offset, compute_copy = base + offset, base + offset, None
+            if spec.master_dtype != spec.compute_dtype:
+                master_offset, next_master = next_master, next_master + _master_bytes(spec)
+                compute_copy = swap.view(file_offset, spec.padded_shape, spec.compute_dtype)
             shard = swap.view(master_offset, spec.padded_shape, spec.master_dtype)
-            is_packed_shard = spec.name not in plan.master_offsets
-            compute_copy = (
-                None if is_packed_shard else swap.view(base + packed_offset, spec.padded_shape, spec.compute_dtype)
-            )
-            write_rows = writer.make_write_fn(shard, master_offset, base + packed_offset, packed_shard)
+            write_rows = _make_write_fn(swap, ring, shard, master_offset, file_offset, packed_shard)
             storage = storages[spec.name] = PagedShardStorage(
                 spec, rank, shard, unsharded, compute_copy, write_rows, packed_shard
             )
-            packed_params.append(
-                PackedParam(
-                    packed_shard,
-                    dest_rows,
-                    None if is_packed_shard else shard,
-                    base + packed_offset,
-                    storage.version,
-                )
-            )
-        release_dest_pages = _make_page_release(arena, rows) if arena is not None and rows else None
-        paged_units.append(
-            PagedUnit(
-                name,
-                swap,
-                memory,
-                file_offset=base,
-                memory_offset=start,
-                nbytes=plan.packed_bytes,
-                params=packed_params,
-                release_dest_pages=release_dest_pages,
-            )
-        )
+            master_shard = None if compute_copy is None else shard
+            packed_params.append(PackedParam(packed_shard, dest_rows, master_shard, file_offset, storage.version))
+            offset += _packed_bytes(spec)
+        unit = PagedUnit(name, swap, memory, base, start, packed_bytes[name], packed_params)
+        if arena is not None and rows:
+            unit.release_dest_pages = partial(_release_pages, arena, rows)
+        paged_units.append(unit)
     barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
     return ParamPaging(swap, Pager(paged_units, offload.max_units_in_memory, barrier), storages)
 
 
-class _UnitFileLayout:
-    """Offsets of one unit's parameters in its packed form, and of masters behind it."""
+def _make_write_fn(
+    swap: SwapFile, ring: BufferRing, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor
+) -> Callable[[Tensor], None]:
+    """A function that stores rows at ``master_offset`` in the file and, cast, at ``compute_offset``."""
 
-    def __init__(self, specs: Sequence[ParamSpec]) -> None:
-        self.specs = specs
-        self.packed_offsets: dict[str, int] = {}
-        self.master_offsets: dict[str, int] = {}
-        end = 0
-        for spec in specs:
-            self.packed_offsets[spec.name] = end
-            end += round_up(prod(spec.padded_shape) * spec.compute_dtype.itemsize)
-        self.packed_bytes = end
-        for spec in specs:
-            if spec.master_dtype != spec.compute_dtype:
-                self.master_offsets[spec.name] = end
-                end += round_up(prod(spec.padded_shape) * spec.master_dtype.itemsize)
-        self.file_bytes = end
-
-
-class SwapFileWriter:
-    """Writes values into a swap file through two buffers, so that nothing is mapped or cached."""
-
-    def __init__(self, swap: SwapFile) -> None:
-        self._swap, self._ring = swap, BufferRing(2, WRITE_CHUNK_BYTES)
-
-    def make_write_fn(
-        self, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor
-    ) -> Callable[[Tensor], None]:
-        """A function that stores rows at ``master_offset`` in the file and, cast, at ``compute_offset``."""
-        targets = [(master_offset, shard.dtype)]
+    def write(rows: Tensor) -> None:
+        swap.write_through(master_offset, rows, shard.dtype, ring)
         if master_offset != compute_offset:
-            targets.append((compute_offset, packed_shard.dtype))
+            swap.write_through(compute_offset, rows, packed_shard.dtype, ring)
+        ring.release_memory()
 
-        def write(rows: Tensor) -> None:
-            for offset, dtype in targets:
-                self._write_in_chunks(rows.reshape(-1), offset, dtype)
-            self._ring.release_memory()
-
-        return write
-
-    @torch.no_grad()
-    def _write_in_chunks(self, flat: Tensor, offset: int, dtype: torch.dtype) -> None:
-        step = WRITE_CHUNK_BYTES // dtype.itemsize
-        futures = []
-        for index, first in enumerate(range(0, flat.numel(), step)):
-            chunk = flat[first : first + step]
-            if index >= len(self._ring):
-                futures[index - len(self._ring)].wait()
-            buffer = self._ring[index].view(dtype)[: chunk.numel()]
-            buffer.copy_(chunk)
-            futures.append(self._swap.write(offset + first * dtype.itemsize, buffer))
-        for future in futures:
-            future.wait()
+    return write
 
 
-def _make_page_release(arena: SharedMemoryArena, rows: Sequence[tuple[int, int]]) -> Callable[[], None]:
-    def release_pages() -> None:
-        for offset, size in rows:
-            arena.release_pages(offset, size)
-
-    return release_pages
+def _release_pages(arena: SharedMemoryArena, ranges: Sequence[tuple[int, int]]) -> None:
+    for offset, size in ranges:
+        arena.release_pages(offset, size)
 
 
 class NvmeMasterStorage(PagedShardStorage):
@@ -623,17 +540,12 @@ class NvmeMasterStorage(PagedShardStorage):
     rank's rows of it, padded."""
 
     def __init__(
-        self,
-        spec: ParamSpec,
-        rank: int,
-        swap: SwapFile,
-        writer: SwapFileWriter,
-        unsharded: Tensor,
-        rows: Tensor,
+        self, spec: ParamSpec, rank: int, swap: SwapFile, ring: BufferRing, unsharded: Tensor, rows: Tensor
     ) -> None:
         offset = swap.allocate(_master_bytes(spec))
         shard = swap.view(offset, spec.padded_shape, spec.master_dtype)
-        super().__init__(spec, rank, shard, unsharded, rows, writer.make_write_fn(shard, offset, offset, shard), rows)
+        write_rows = _make_write_fn(swap, ring, shard, offset, offset, shard)
+        super().__init__(spec, rank, shard, unsharded, rows, write_rows, rows)
         self._unsharded_rows, self._cast_version = rows, 0
 
     def load_full(self, full: Tensor) -> None:
@@ -669,8 +581,10 @@ def build_param_paging(
     Raises:
         ValueError: on all ranks, if one of them cannot make its swap file.
     """
-    build_fn = build_unit_paging if offload.uses_nvme or several_hosts else build_nvme_masters
-    build = partial(build_fn, param_specs, units, offload, resident_modules, rank, storage_kind, arena)
+    if offload.uses_nvme or several_hosts:
+        build = partial(build_unit_paging, param_specs, units, offload, resident_modules, rank, storage_kind, arena)
+    else:
+        build = partial(build_nvme_masters, param_specs, offload, rank, storage_kind, arena)
     if not offload.uses_nvme and offload.optimizer_device != "nvme":
         return build()
     return all_ranks_or_raise(build, "a swap file for its parameters", group)
@@ -682,16 +596,13 @@ def _has_separate_master(spec: ParamSpec) -> bool:
 
 def build_nvme_masters(
     param_specs: Mapping[str, ParamSpec],
-    units: Iterable[str],
     offload: ParamOffloadPolicy,
-    resident_modules: Sequence[str],
     rank: int,
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> ParamPaging | None:
-    """The swap file with the masters of ``param_specs``; None where there are none, or no compute copy.
-
-    The arguments are those of ``build_unit_paging``, which this replaces where units stay in memory.
+    """The swap file with the masters of ``param_specs``, whose units stay in memory; None where there are none, or
+    no compute copy.
 
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.
@@ -701,7 +612,7 @@ def build_nvme_masters(
         return None
     num_bytes = sum(_master_bytes(spec) for spec in master_specs.values())
     swap = SwapFile(offload.optimizer_folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
-    writer = SwapFileWriter(swap)
+    ring = BufferRing(2, WRITE_CHUNK_BYTES)  # so that nothing is mapped or cached as values are written
     storages: dict[str, PagedShardStorage] = {}
     for name, spec in master_specs.items():
         if storage_kind == "shared":
@@ -709,8 +620,12 @@ def build_nvme_masters(
             unsharded, rows = view_unsharded(spec, rank, arena, arena.reserve(spec.unsharded_bytes))
         else:
             unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
-        storages[name] = NvmeMasterStorage(spec, rank, swap, writer, unsharded, rows)
+        storages[name] = NvmeMasterStorage(spec, rank, swap, ring, unsharded, rows)
     return ParamPaging(swap, Pager((), 2), storages)
+
+
+def _packed_bytes(spec: ParamSpec) -> int:
+    return round_up(prod(spec.padded_shape) * spec.compute_dtype.itemsize)
 
 
 def _master_bytes(spec: ParamSpec) -> int:
