@@ -25,7 +25,6 @@ from math import prod
 
 from thalweg.device import LARGE_BLOCK_BYTES
 from thalweg.plan.memory.gradient_buffers import GradientBuffers
-from thalweg.plan.memory.malloc_model import MallocModel
 from thalweg.plan.memory.param_paging import DiskOperands, PagedParams, StreamedUpdate, plan_streamed_update
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample, RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
@@ -39,16 +38,10 @@ from thalweg.zero.storage.nvme import WRITE_CHUNK_BYTES
 _MMAP_THRESHOLD = 128 * 1024
 # `activation_checkpointing/offload.py: NvmeActivationOffloader` allocates disk space in segments of this size.
 _SWAP_SEGMENT_BYTES = 2**28
-# What a first step adds to a process that has imported everything, by the kind of mapping (smaps before and
-# after three steps, nine runs): pages of torch's own code that are read for the first time; Python's own
-# arenas and threads' stacks; small objects that stay in the heap.
-_CODE_PAGES, _PYTHON_BYTES, _SMALL_OBJECTS = 29 * 2**20, 22 * 2**20, 22 * 2**20
-FIRST_STEP_BYTES = _CODE_PAGES + _PYTHON_BYTES + _SMALL_OBJECTS
-# Of the objects of a graph, those that stay through the forward pass of checkpointed units: between all and
-# none, as the addresses of real tensors show; five runs are met within 6%.
-_CHECKPOINTED_PINNED_FRACTION = 1 / 2
-# Larger holes that setting up leaves are there for the steps.
-_DROPPED_HOLE_BYTES = 4 << 20
+# How large glibc's heap is against the most that was ever alive in it, and what a first step adds to a process that has
+# imported everything (code that is read for the first time, Python's arenas, threads' stacks): fitted to 71 runs, mean
+# error of the peak 4.0% (docs/decisions/2026-11-22-the-heap-of-the-plan.md).
+HEAP_FACTOR, FIRST_STEP_BYTES = 1.18, 117 * 2**20
 
 
 @dataclass
@@ -85,9 +78,11 @@ def replay_events(
     parameters of the model that is handed to ``initialize`` (none for one on meta); ``disk_keeps_up``: the disk
     is faster than the backward pass, so that hardly any gradient waits for its update.
     """
-    heap = MallocModel() if run_spec.on_cpu else None
-    mmap_threshold = LARGE_BLOCK_BYTES if run_spec.on_cpu and run_spec.low_memory else None
-    rank_memory = RankMemory(process_bytes + (FIRST_STEP_BYTES if run_spec.on_cpu else 0), heap, mmap_threshold)
+    if run_spec.on_cpu:
+        mmap_threshold = LARGE_BLOCK_BYTES if run_spec.low_memory else None
+        rank_memory = RankMemory(process_bytes + FIRST_STEP_BYTES, HEAP_FACTOR, mmap_threshold)
+    else:
+        rank_memory = RankMemory(process_bytes, None)
     replay = _Replay(rank_memory, trace, run_spec, disk_keeps_up)
     replay.initialize(list(initial_param_bytes))
     for step in range(num_windows):
@@ -146,7 +141,6 @@ class _Replay:
         self.disk_bytes, self.disk_read_bytes = self._compute_disk_bytes(), 0
         self.host_bytes = self._compute_host_bytes()
         self._id_offset = 1 << 40
-        self._num_pinned_before = 0
         self._segment_counts: Counter[str] = Counter()
 
     def initialize(self, initial_param_bytes: list[int]) -> None:
@@ -191,8 +185,6 @@ class _Replay:
                 rank_memory.adjust_mmapped("parameters", -size)
             storage_id += 1
         rank_memory.free(previous)
-        if rank_memory.heap is not None:
-            rank_memory.heap.drop_small_holes(below_bytes=_DROPPED_HOLE_BYTES)
         if shared:
             unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in param_specs.values())
             local_bytes = sum(
@@ -212,8 +204,6 @@ class _Replay:
             )
         self._replay(self._update_events(first), record_timeline)
         self.gradient_buffers.end_window()
-        if self.rank_memory.heap is not None:
-            self.rank_memory.heap.free_pinned()
         self.disk_read_bytes = self.paged_params.read_bytes - read_before + self.streamed_update.read_bytes
 
     def _heap_left_by_first_update(self) -> int:
@@ -254,16 +244,11 @@ class _Replay:
             key = f"{self.rank_memory.phase}\t{verb}\t{name}"
             self._segment_counts[key] += 1
             self.rank_memory.begin_segment(f"{self._segment_counts[key]}\t{key}")
-        if verb == "enter":
+        if verb in ("enter", "accumulated"):
             return
-        if verb == "accumulated":
-            if self.rank_memory.heap is not None:
-                self.rank_memory.heap.free_pinned_since(self._num_pinned_before)
-        elif verb in ("reduce", "last"):
+        if verb in ("reduce", "last"):
             if not self.run_spec.states_on_host:
                 self.gradient_buffers.reduce(name, verb == "last")
-            if self.rank_memory.heap is not None:  # objects of a unit's backward pass go with it
-                self.rank_memory.heap.free_pinned_since(self._num_pinned_before)
             if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_params.units:
                 self.paged_params.invalidate(name)
         elif verb == "gather":
@@ -272,17 +257,8 @@ class _Replay:
             self.paged_params.apply_mark(verb, name)
         else:
             self.rank_memory.phase = label
-            heap = self.rank_memory.heap
             if label == "forward":
                 self.paged_params.pager.end_pass()
-                if heap is not None:
-                    heap.free_pinned()  # the graph of the micro-batch before is gone
-            if heap is not None:
-                checkpointed = label == "forward" and self.run_spec.activation_checkpointing.policy == "full"
-                self._num_pinned_before, heap.pinned_fraction = (
-                    heap.num_pinned,
-                    _CHECKPOINTED_PINNED_FRACTION if checkpointed else 1.0,
-                )
 
     # What rests on a disk
 
