@@ -10,8 +10,9 @@ A rank's resident memory on a CPU is made of
                    touched them
 
 :func:`replay_events` plays the events of a traced step through that, three windows long, since the
-first one has no optimizer state yet and the second one meets a heap with holes.  On a GPU the
-caching allocator has no such history: there the peak is the peak of what is alive.
+first one has no optimizer state yet and the second one begins with it.  glibc gives little of a heap back: it is as
+large as the most that was ever alive in it, times a factor.  On a GPU the caching allocator has no such history: there
+the peak is the peak of what is alive.
 
 What rests on the disk (and, of a GPU's states, on the host) is added up beside it.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from thalweg.device import LARGE_BLOCK_BYTES
@@ -42,25 +43,23 @@ _SWAP_SEGMENT_BYTES = 2**28
 # imported everything (code that is read for the first time, Python's arenas, threads' stacks): fitted to 71 runs, mean
 # error of the peak 4.0% (docs/decisions/2026-11-22-the-heap-of-the-plan.md).
 HEAP_FACTOR, FIRST_STEP_BYTES = 1.18, 117 * 2**20
+_NUM_WINDOWS = 3
 
 
 @dataclass
 class ReplayResult:
     """The result: the peak, and how a step gets there.
 
-    ``double_counted_bytes``: bytes that the ranks of a host share, as often as they are counted too many;
-    ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read_bytes``,
-    ``disk_written_bytes``: bytes of one step; ``segments``: the peak between one mark of the run and the next.
+    ``segments``: the peak between one mark of the run and the next; ``double_counted_bytes``: bytes that the ranks of
+    a host share, as often as they are counted too many; ``tiers``: bytes that a GPU's rank holds on the ``host``, its
+    swap file (``disk``), and what one step reads and writes there (``disk_read``, ``disk_written``).
     """
 
     peak: MemoryBreakdown
-    timeline: list[MemorySample] = field(default_factory=list)
-    double_counted_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
-    segments: dict[str, MemoryBreakdown] = field(default_factory=dict)
+    timeline: list[MemorySample]
+    segments: dict[str, MemoryBreakdown]
+    double_counted_bytes: int
+    tiers: dict[str, int]
 
 
 def replay_events(
@@ -69,10 +68,9 @@ def replay_events(
     *,
     process_bytes: int = 0,
     initial_param_bytes: Iterable[int] = (),
-    num_windows: int = 3,
     disk_keeps_up: bool = False,
 ) -> ReplayResult:
-    """Play ``num_windows`` windows of the trace on one rank.
+    """Play some windows of the trace on one rank.
 
     ``process_bytes``: resident before the model is there; ``initial_param_bytes``: sizes of the
     parameters of the model that is handed to ``initialize`` (none for one on meta); ``disk_keeps_up``: the disk
@@ -85,8 +83,8 @@ def replay_events(
         rank_memory = RankMemory(process_bytes, None)
     replay = _Replay(rank_memory, trace, run_spec, disk_keeps_up)
     replay.initialize(list(initial_param_bytes))
-    for step in range(num_windows):
-        replay.step(first=step == 0, record_timeline=step == num_windows - 1)
+    for step in range(_NUM_WINDOWS):
+        replay.step(first=step == 0, record_timeline=step == _NUM_WINDOWS - 1)
     double_counted = replay.gradient_buffers.double_counted_bytes
     if run_spec.storage_kind == "shared":
         resident = sum(
@@ -96,26 +94,20 @@ def replay_events(
         )
         double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
     rank_memory.end_segment()
-    result = ReplayResult(
-        rank_memory.breakdown_at_peak(), rank_memory.timeline, double_counted, segments=rank_memory.segments
-    )
-    result.host_bytes, result.disk_bytes = replay.host_bytes, replay.disk_bytes
-    result.disk_read_bytes, result.disk_written_bytes = (
-        replay.disk_read_bytes,
-        replay.streamed_update.written_bytes + replay.disk_grad_bytes,
-    )
+    tiers = {
+        "host": replay.host_bytes,
+        "disk": replay.disk_bytes,
+        "disk_read": replay.disk_read_bytes,
+        "disk_written": replay.streamed_update.written_bytes + replay.disk_grad_bytes,
+    }
     if run_spec.activation_offload == "nvme":
-        offloaded = (
-            trace.offloaded_bytes
-            * run_spec.accumulation_steps
-            // min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
-        )
-        result.disk_bytes += round_up(trace.peak_offloaded_bytes, _SWAP_SEGMENT_BYTES)
-        result.disk_read_bytes, result.disk_written_bytes = (
-            result.disk_read_bytes + offloaded,
-            result.disk_written_bytes + offloaded,
-        )
-    return result
+        num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+        offloaded = trace.offloaded_bytes * run_spec.accumulation_steps // num_traced
+        tiers["disk"] += round_up(trace.peak_offloaded_bytes, _SWAP_SEGMENT_BYTES)
+        tiers["disk_read"] += offloaded
+        tiers["disk_written"] += offloaded
+    peak, timeline, segments = rank_memory.breakdown_at_peak(), rank_memory.timeline, rank_memory.segments
+    return ReplayResult(peak, timeline, segments, double_counted, tiers)
 
 
 class _Replay:
