@@ -430,7 +430,15 @@ class Engine(nn.Module):
 
         Without a tag, the newest good one.  ``(None, None)`` only where the directory holds none and the
         config's ``checkpoint.resume`` allows a fresh start.
+
+        Raises:
+            ValueError: a ``custom_load_fn``, which is not supported.
         """
+        if custom_load_fn is not None:
+            raise ValueError(
+                "custom_load_fn is not supported: tensors are read one by one into this layout's shards, so there is "
+                "no whole state dict to hand to it; thalweg.checkpoint.Checkpoint.open(DIR).read(NAME) reads a tensor"
+            )
         self.zero_grad()
         self._batch_feed.rewind()
         return self._training_state.load(
@@ -445,8 +453,14 @@ class Engine(nn.Module):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights in 16 bits in the Hugging Face layout; collective."""
-        self._training_state.save_16bit(save_dir)
+        """Write the weights in 16 bits in the Hugging Face layout; collective.
+
+        ``exclude_frozen_parameters`` leaves out parameters that need no gradient.  The files are always named
+        ``model.safetensors`` (or numbered, with an index), so that ``from_pretrained`` finds them.
+        """
+        if save_filename != "model.safetensors":
+            _log.warning("save_16bit_model writes model.safetensors, whatever save_filename says (%s)", save_filename)
+        self._training_state.save_16bit(save_dir, include_frozen=not exclude_frozen_parameters)
         return True
 
     def close(self) -> None:

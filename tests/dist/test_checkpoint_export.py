@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
+import thalweg
 from tests.harness import run_ranks
 from tests.unit.checkpoint_support import NoFsyncFileSystem, fail_at, list_names
 from thalweg.checkpoint import Checkpoint, CheckpointError, build_snapshot, save_snapshot
@@ -44,6 +46,37 @@ def write(rank: int, world: int, folder: str) -> list[str]:
         texts.append(str(caught.value))
         assert not Path(f"{folder}/bad").exists() or list_names(Path(f"{folder}/bad")) <= {"model.safetensors"}
     return texts
+
+
+def write_by_engine(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
+    model = build()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    engine, *_ = thalweg.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW"},
+        },
+    )
+    kept = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    engine.save_16bit_model(f"{folder}/whole")
+    engine.save_16bit_model(f"{folder}/trained", exclude_frozen_parameters=True)
+    engine.save_checkpoint(f"{folder}/c")
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    with pytest.raises(ValueError, match=r"custom_load_fn is not supported.*Checkpoint.open") as caught:
+        engine.load_checkpoint(f"{folder}/c", custom_load_fn=lambda src, dst: None)
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    engine.close()
+    return str(caught.value), kept
+
+
+def test_arguments_of_the_engine_work_or_are_an_error(tmp_path):
+    (_, kept), _ = run_ranks(write_by_engine, 2, str(tmp_path))
+    whole, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "trained"))
+    assert whole.keys() - trained.keys() == {"model.embed_tokens.weight"}
+    assert sorted(trained) == sorted(kept)
+    assert all(torch.equal(value, whole[name]) for name, value in trained.items())
 
 
 def test_sharded_models_are_written_as_the_whole_ones(tmp_path):

@@ -8,8 +8,6 @@ import time
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import thalweg
 from thalweg.config.schema.training import Tiling
@@ -19,7 +17,7 @@ from thalweg.plan.extrapolate import measure_extrapolated
 from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import load_meta_model
-from thalweg.plan.memory.malloc_model import MallocModel
+from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.cluster import DEVICES, Cluster, build_cluster
 from thalweg.plan.spec.run_spec import RankTopology, RunSpec, copy_to_meta
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
@@ -169,59 +167,26 @@ def test_views_and_in_place_results_cost_nothing():
     assert sum(event[0] for event in tape.events) == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 1 << 20), st.integers(0, 9)), min_size=1, max_size=80))
-@settings(max_examples=60, deadline=None)
-def test_blocks_of_the_heap_never_overlap(steps):
-    heap, blocks, live, highest = MallocModel(), [], 0, 0
-    for size, choice in steps:
-        if choice < 3 and blocks:
-            block = blocks.pop(choice % len(blocks))
-            heap.free(block)
-            live -= block[1]
-        else:
-            start, length = heap.malloc(size)
-            assert length >= size
-            assert all(start + length <= s or s + n <= start for s, n in blocks)
-            blocks.append((start, length))
-            live += length
-        highest = max(highest, live)
-        assert heap.high_water_mark >= highest
-    for block in blocks:
-        heap.free(block)
-    heap.free_pinned()
-    assert heap.free_bytes == 0  # all of it is one block again, and that is the top
-
-
-def test_large_holes_outlast_setting_up_and_small_ones_do_not():
-    heap = MallocModel()
-    large, small = (heap.malloc(size) for size in (8 << 20, 1 << 20))
-    heap.malloc(64)
-    heap.free(large)
-    heap.free_pinned()
-    heap.drop_small_holes(below_bytes=4 << 20)
-    top = heap.high_water_mark
-    heap.malloc(6 << 20)
-    assert heap.high_water_mark == top
-    heap.drop_small_holes(below_bytes=4 << 20)  # what is left of the large hole is small
-    heap.free(small)
-    heap.free_pinned()
-    heap.drop_small_holes(below_bytes=4 << 20)
-    heap.malloc(1 << 19)
-    assert heap.high_water_mark > top
-
-
-def test_a_hole_is_too_small_for_its_like_while_the_graph_lives():
-    heap = MallocModel()
-    blocks = [heap.malloc(1 << 20) for _ in range(4)]
-    top = heap.high_water_mark
-    heap.free(blocks[1])
-    heap.malloc(1 << 20)
-    assert heap.high_water_mark > top
-    heap.free_pinned()
-    heap.free(blocks[2])
-    grown = heap.high_water_mark
-    heap.malloc(1 << 20)
-    assert heap.high_water_mark == grown
+def test_a_heap_keeps_its_highest_and_a_device_what_is_alive():
+    heap, device = RankMemory(100, 1.5), RankMemory(0, None)
+    for memory in (heap, device):
+        memory.allocate(1, 1000, "activations")
+        memory.allocate(2, 400, "optimizer")
+        memory.free(1)
+        memory.adjust_mmapped("gathered", 300)
+    assert heap.resident_bytes == 100 + 2100 + 300
+    assert device.resident_bytes == 400 + 300
+    at_peak = heap.breakdown_at_peak()
+    assert (at_peak.activations, at_peak.optimizer, at_peak.gathered) == (1000, 400, 300)
+    assert at_peak.fragmentation == 700 and at_peak.process == 100 and at_peak.total == 2500
+    assert device.breakdown_at_peak().total == 1400 and device.breakdown_at_peak().fragmentation == 0
+    heap.allocate(3, 900, "activations")  # fits into what is free
+    assert heap.resident_bytes == 2500
+    mapped = RankMemory(0, 1.5, mmap_threshold=500)
+    mapped.allocate(1, 1000, "activations")
+    assert mapped.resident_bytes == 1000
+    mapped.free(1)
+    assert mapped.resident_bytes == 0 and mapped.breakdown_at_peak().total == 1000
 
 
 def test_recomputation_stages_and_precision_move_the_right_bytes():

@@ -25,7 +25,7 @@ from thalweg.checkpoint.errors import CheckpointMismatchError
 from thalweg.checkpoint.filesystem import FileSystem, write_file
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.shards import ShardWriter, TensorEntry
-from thalweg.checkpoint.model_state import get_hf_config, model_tensors
+from thalweg.checkpoint.model_state import get_hf_config, is_frozen, model_tensors
 from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint
@@ -98,15 +98,19 @@ def save_16bit(
     max_shard_bytes: float = 5e9,
     io: FileSystem | None = None,
     naming: ParamNaming = IDENTITY_NAMING,
+    include_frozen: bool = True,
 ) -> Path:
     """Write a live module's weights in Hugging Face layout, floating ones as ``dtype``; collective.
 
-    Sharded parameters are gathered one at a time; rank 0 writes.  A failure there is the
-    same ``CheckpointError`` on all ranks, after the gathers that the peers take part in.
+    ``include_frozen=False`` leaves out parameters that need no gradient.  Sharded parameters are gathered one at a
+    time; rank 0 writes.  A failure there is the same ``CheckpointError`` on all ranks, after the gathers that the
+    peers take part in.
     """
     ranks = RankGroup.from_group(group)
     directory = Path(directory)
     tensors, _ = to_canonical_names(*model_tensors(module), naming)
+    if not include_frozen:
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_frozen(tensor)}
     weights = [
         _ExportTensor(name, _target_dtype(stored, dtype), shape, fetch)
         for name, stored, shape, fetch in iter_full_tensors(tensors, naming)

@@ -53,6 +53,11 @@ def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
     return tensors, aliases
 
 
+def is_frozen(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the model is a parameter that needs no gradient."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
@@ -84,7 +89,7 @@ def build_snapshot(
     tensors, aliases = to_canonical_names(*model_tensors(module), naming)
     own_state: dict[str, Any] = {}
     if not include_frozen:
-        own_state["left_out"] = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
+        own_state["left_out"] = [name for name, tensor in tensors.items() if is_frozen(tensor)]
         tensors = {name: tensor for name, tensor in tensors.items() if name not in own_state["left_out"]}
         aliases = {alias: name for alias, name in aliases.items() if name in tensors}
     stored = {f"model/{name}": tensor for name, tensor in tensors.items()}

@@ -107,12 +107,13 @@ class TrainingState:
                 self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
             return str(checkpoint.path), state.get("client_state", {})
 
-    def save_16bit(self, directory: str | Path) -> None:
+    def save_16bit(self, directory: str | Path, *, include_frozen: bool = True) -> None:
         """Write the weights in 16 bits in the Hugging Face layout."""
         dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
-        self.components.sharded.finalize_grads()
-        components = self.components
-        save_16bit(components.module, directory, dtype, components.meshes.world_group, naming=components.param_naming)
+        components, group = self.components, self.components.meshes.world_group
+        components.sharded.finalize_grads()
+        naming = components.param_naming
+        save_16bit(components.module, directory, dtype, group, naming=naming, include_frozen=include_frozen)
 
     def get_model_state_dict(self) -> dict[str, Any]:
         """The whole model's tensors on the CPU, under the names of the plain model."""

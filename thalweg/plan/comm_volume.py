@@ -1,6 +1,6 @@
 """Bytes that one rank sends in a step, by collective and by link, as the ledger counts them.
 
-``bytes_by_collective`` is the textbook's ring form (``comm/comms_logger.py``): ``(n-1)/n`` of the full buffer
+Bytes by collective are the textbook's ring form (``comm/comms_logger.py``): ``(n-1)/n`` of the full buffer
 for a gather or a reduce-scatter, twice that for an all-reduce, whatever carries it.  The
 links are where these bytes really go, in the form they have there: between hosts, a flat ring
 crosses the network with one rank's share of every node, the two-level forms cross it once a host, and what
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from thalweg.comm.collectives.quantized import GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER, WEIGHT_QUANTIZER
@@ -22,19 +22,7 @@ from thalweg.plan.trace.fsdp_events import UnitInfo
 from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace
 from thalweg.zero.storage.cross_host_sync import DELTA_QUANTIZER
 
-
-@dataclass
-class CommVolume:
-    """Bytes a rank sends in one optimizer step: by collective (ring form), and by link."""
-
-    bytes_by_collective: dict[str, int] = field(default_factory=dict)
-    bytes_by_link: dict[str, int] = field(default_factory=dict)
-    num_calls: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes sent in all, ring form."""
-        return sum(self.bytes_by_collective.values())
+ByKey = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -53,40 +41,33 @@ class _Collective:
     intra_node_only: bool = False
 
 
-def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> CommVolume:
-    """What one optimizer step (all micro-batches of a window) communicates on each rank."""
-    volume = CommVolume() if run_spec.topology.world_size == 1 else _data_parallel_volume(trace, run_spec)
+def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
+    """Bytes that a rank sends in one optimizer step (all micro-batches of a window): by collective, in its ring form,
+    and by link."""
+    by_collective, by_link = _data_parallel_volume(trace, run_spec) if run_spec.topology.world_size > 1 else ({}, {})
     num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     for entry in trace.comm_ledger.entries():  # of split layers
         num_bytes = entry.sent_bytes * run_spec.accumulation_steps // num_traced
-        for table, key in ((volume.bytes_by_collective, entry.kind), (volume.bytes_by_link, run_spec.tp_link)):
+        for table, key in ((by_collective, entry.kind), (by_link, run_spec.tp_link)):
             table[key] = table.get(key, 0) + num_bytes
-        volume.num_calls += entry.num_calls * run_spec.accumulation_steps // num_traced
-    return volume
+    return by_collective, by_link
 
 
-def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> CommVolume:
+def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
     """The data axis' part."""
     num_shards = run_spec.topology.world_size if run_spec.replicates_states else run_spec.num_shards
-    bytes_by_collective: Counter[str] = Counter()
-    bytes_by_link: Counter[str] = Counter()
-    num_calls = 0
+    by_collective: Counter[str] = Counter()
+    by_link: Counter[str] = Counter()
     for call in _iter_collectives(trace, run_spec):
-        bytes_by_collective[call.kind] += call.num_calls * (
-            RING_FACTOR[call.kind] * call.full_bytes * (num_shards - 1) // num_shards
-        )
-        num_calls += call.num_calls
+        sent_bytes = RING_FACTOR[call.kind] * call.full_bytes * (num_shards - 1) // num_shards
+        by_collective[call.kind] += call.num_calls * sent_bytes
         for link, num_bytes in zip((INTRA_NODE, INTER_NODE), _link_bytes(call, run_spec), strict=True):
-            bytes_by_link[link] += call.num_calls * num_bytes
-    if run_spec.num_replica_groups > 1:  # each shard's gradient is added up over its copies
+            by_link[link] += call.num_calls * num_bytes
+    if (copies := run_spec.num_replica_groups) > 1:  # each shard's gradient is added up over its copies
         shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
-        is_one_node = run_spec.topology.num_nodes == 1
-        bytes_by_link[INTRA_NODE if is_one_node else INTER_NODE] += (
-            2 * shard * (run_spec.num_replica_groups - 1) // run_spec.num_replica_groups
-        )
-    return CommVolume(
-        dict(bytes_by_collective), {link: total for link, total in bytes_by_link.items() if total}, num_calls
-    )
+        link = INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE
+        by_link[link] += 2 * shard * (copies - 1) // copies
+    return dict(by_collective), {link: total for link, total in by_link.items() if total}
 
 
 def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collective]:

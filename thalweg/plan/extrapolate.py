@@ -15,6 +15,7 @@ at full depth.  What is between front and back lies on a line between them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -70,11 +71,15 @@ def measure_extrapolated(
     is_shallow = max(depths.values(), default=0) <= MAX_FULL_DEPTH and sum(depths.values()) <= MAX_TOTAL_FULL_DEPTH
     if full_model or is_shallow:
         return measure(model)
-    all_short = dict.fromkeys(depths, _SHORT_DEPTH)
-    short = result = measure(truncate_blocks(model, all_short))
+    truncate_blocks(model, dict.fromkeys(depths, _LONGER_DEPTH))  # copies of it are cheap
+
+    def measure_truncated(longer_depths: dict[str, int]) -> Any:
+        return measure(truncate_blocks(copy.deepcopy(model), dict.fromkeys(depths, _SHORT_DEPTH) | longer_depths))
+
+    short = result = measure_truncated({})
     for depth in dict.fromkeys(depths.values()):
         longer_depths = {name: _LONGER_DEPTH for name in depths if depths[name] == depth}
-        longer = measure(truncate_blocks(make_model(), all_short | longer_depths))
+        longer = measure_truncated(longer_depths)
         result = extrapolate_tree(result, short, longer, (depth - _SHORT_DEPTH) / (_LONGER_DEPTH - _SHORT_DEPTH))
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from html import escape
 
@@ -37,14 +37,10 @@ svg text { font: 12px system-ui, sans-serif; fill: #444; }
 def plan_to_html(plan: Plan) -> str:
     """The page."""
     css_class = "verdict no" if plan.fits is False else "verdict"
-    time_rows = "".join(
-        f"<tr><td>{escape(name)}</td><td class=n>{format_seconds(value)}</td></tr>"
-        for name, value in plan.time_breakdown.items()
-    )
-    traffic_rows = "".join(
-        f"<tr><td>{escape(name)}</td><td class=n>{format_bytes(value)}</td></tr>"
-        for name, value in [*plan.traffic.items(), *plan.links.items()]
-    )
+    row = "<tr><td>{}</td><td class=n>{}</td></tr>".format
+    time_rows = "".join(row(escape(name), format_seconds(value)) for name, value in plan.time_breakdown.items())
+    sent_bytes = [*plan.traffic.items(), *plan.links.items()]
+    traffic_rows = "".join(row(escape(name), format_bytes(value)) for name, value in sent_bytes)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Plan of {escape(plan.model)}</title>
 <style>{_STYLE}</style></head>
@@ -63,11 +59,6 @@ limited by {escape(plan.bottleneck)}.</p>
 <table>{traffic_rows or "<tr><td>none</td></tr>"}</table>
 </body></html>
 """
-
-
-def _pair_rows(rows: Iterable[tuple[str, str]]) -> str:
-    cells = (f"<tr><td>{escape(name)}</td><td class=n>{value}</td></tr>" for name, value in rows)
-    return "".join(cells)
 
 
 def _breakdown_table(per_rank: MemoryBreakdown) -> str:

@@ -27,7 +27,7 @@ from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster, build_cluster, get_disk_limit
 from thalweg.plan.spec.config_changes import find_nvme_path
 from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
-from thalweg.plan.step_time import combine_times, estimate_step_time
+from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_time
 from thalweg.plan.trace.fake_groups import supports_tp
 from thalweg.plan.trace.step import trace_step
 from thalweg.utils.log import get_logger
@@ -75,24 +75,19 @@ class Planner:
             trace = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
             replay_args = {"process_bytes": self.process_bytes, "initial_param_bytes": initial_param_bytes}
             replayed = replay_events(trace, run_spec, **replay_args)
-            comm_volume = estimate_comm_volume(trace, run_spec)
-            step_time = estimate_step_time(trace, run_spec, comm_volume, replayed, self.cluster)
-            if run_spec.updates_in_backward and step_time.disk_keeps_up:
+            traffic, links = estimate_comm_volume(trace, run_spec)
+            seconds = estimate_step_time(trace, run_spec, links, replayed.tiers, self.cluster)
+            if run_spec.updates_in_backward and disk_keeps_up(seconds):
                 replayed = replay_events(trace, run_spec, disk_keeps_up=True, **replay_args)
             timelines.append(replayed.timeline)
             return {
                 "segments": align_segments(replayed.segments, depths),
                 "double_counted": {"bytes": replayed.double_counted_bytes},
-                "tiers": {
-                    "host": replayed.host_bytes,
-                    "disk": replayed.disk_bytes,
-                    "disk_read": replayed.disk_read_bytes,
-                    "disk_written": replayed.disk_written_bytes,
-                },
+                "tiers": replayed.tiers,
                 "memory": asdict(replayed.peak),
-                "traffic": comm_volume.bytes_by_collective,
-                "links": comm_volume.bytes_by_link,
-                "time": step_time.breakdown,
+                "traffic": traffic,
+                "links": links,
+                "time": seconds,
             }
 
         # Buffers and paged units fill up at some depth: no line goes through that.

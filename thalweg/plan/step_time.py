@@ -6,36 +6,17 @@ overlap with arithmetic, and a step takes the longer of the two and a tenth of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from thalweg.plan.comm_volume import CommVolume
-from thalweg.plan.memory.replay import ReplayResult
 from thalweg.plan.spec.cluster import Cluster
-from thalweg.plan.spec.run_spec import RunSpec
+from thalweg.plan.spec.run_spec import INTER_NODE, INTRA_NODE, RunSpec
 from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace
 
 _ADAM_BYTES = {"Adam": 28, "AdamW": 28, "Lion": 20, "SGD": 12, "Adagrad": 20}
 
 
-@dataclass
-class StepTime:
-    """Seconds of one optimizer step by cause, their composition, and the largest cause."""
-
-    breakdown: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    bottleneck: str = ""
-
-    @property
-    def disk_keeps_up(self) -> bool:
-        """Whether what goes to and from a disk is there before it is waited for."""
-        rank_seconds = sum(self.breakdown.get(key, 0.0) for key in ("compute", "memory bandwidth", "calls"))
-        return 0.0 < self.breakdown.get("disk", 0.0) < rank_seconds
-
-
 def estimate_step_time(
-    trace: StepTrace, run_spec: RunSpec, comm_volume: CommVolume, replayed: ReplayResult, cluster: Cluster
-) -> StepTime:
-    """How long one optimizer step takes on each rank."""
+    trace: StepTrace, run_spec: RunSpec, bytes_by_link: dict[str, int], tiers: dict[str, int], cluster: Cluster
+) -> dict[str, float]:
+    """Seconds of one optimizer step on each rank, by cause."""
     scale = run_spec.accumulation_steps / min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     flops = cluster.peak_flops(run_spec.precision.compute_dtype) * cluster.efficiency
     shard_numel = sum(
@@ -49,27 +30,27 @@ def estimate_step_time(
         "memory bandwidth": (trace.accessed_bytes * scale + update_bytes) / cluster.memory_bandwidth,
         "calls": trace.num_ops * scale * cluster.call_seconds,
     }
-    if comm_volume.bytes_by_link.get("inside a node"):
-        breakdown["links inside a node"] = comm_volume.bytes_by_link["inside a node"] / cluster.intra_bandwidth
-    if comm_volume.bytes_by_link.get("between nodes"):
-        breakdown["network between nodes"] = comm_volume.bytes_by_link["between nodes"] / cluster.inter_bandwidth
+    if bytes_by_link.get(INTRA_NODE):
+        breakdown["links inside a node"] = bytes_by_link[INTRA_NODE] / cluster.intra_bandwidth
+    if bytes_by_link.get(INTER_NODE):
+        breakdown["network between nodes"] = bytes_by_link[INTER_NODE] / cluster.inter_bandwidth
     if run_spec.states_on_host:
         breakdown["host link"] = _host_link_bytes(trace, run_spec) / cluster.host_bandwidth
-        breakdown["host update"] = _host_update_seconds(update_bytes, cluster)
+        # The host's processors update for all ranks of a node, which share its memory.
+        breakdown["host update"] = update_bytes * cluster.devices_per_node / cluster.host_memory_bandwidth
         breakdown["memory bandwidth"] -= update_bytes / cluster.memory_bandwidth
-    if replayed.disk_read_bytes or replayed.disk_written_bytes:  # the ranks of a node share its disk
-        ranks = run_spec.topology.ranks_per_node
-        breakdown["disk"] = ranks * (
-            replayed.disk_read_bytes / cluster.disk_read_bandwidth
-            + replayed.disk_written_bytes / cluster.disk_write_bandwidth
+    if tiers["disk_read"] or tiers["disk_written"]:  # the ranks of a node share its disk
+        seconds = (
+            tiers["disk_read"] / cluster.disk_read_bandwidth + tiers["disk_written"] / cluster.disk_write_bandwidth
         )
-    seconds, bottleneck = combine_times(breakdown, cluster)
-    return StepTime(breakdown, seconds, bottleneck)
+        breakdown["disk"] = run_spec.topology.ranks_per_node * seconds
+    return breakdown
 
 
-def _host_update_seconds(update_bytes: int, cluster: Cluster) -> float:
-    """Seconds of an update by the host's processors, whose memory all ranks of a node share."""
-    return update_bytes * cluster.devices_per_node / cluster.host_memory_bandwidth
+def disk_keeps_up(breakdown: dict[str, float]) -> bool:
+    """Whether what goes to and from a disk is there before it is waited for."""
+    rank_seconds = sum(breakdown[key] for key in ("compute", "memory bandwidth", "calls"))
+    return 0.0 < breakdown.get("disk", 0.0) < rank_seconds
 
 
 def _host_link_bytes(trace: StepTrace, run_spec: RunSpec) -> int:

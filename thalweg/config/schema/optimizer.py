@@ -8,7 +8,7 @@ the list with the torch that is installed.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,12 +18,12 @@ from thalweg.config.schema.base import (
     DecayRate,
     Dtype,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveInt,
     Section,
     UnitFloat,
 )
 from thalweg.config.schema.scheduler import SCHEDULES
+from thalweg.config.schema.unsupported import block
 
 StateDtype = Literal["fp32", "bf16", "int8"]
 
@@ -199,36 +199,26 @@ class RpropParams(Section):
     differentiable: bool = False
 
 
-class OneBitAdamParams(AdamParams):
-    """1-bit Adam (arXiv 2102.02888)."""
-
-    freeze_step: NonNegativeInt = 100_000
-    cuda_aware: bool = False
-    comm_backend_name: str = "nccl"
-
-
-class ZeroOneAdamParams(AdamParams):
-    """0/1 Adam (arXiv 2202.06009)."""
-
-    var_freeze_step: NonNegativeInt = 100_000
-    var_update_scaler: PositiveInt = 16
-    local_step_scaler: PositiveInt = 32_678
-    local_step_clipper: PositiveInt = 16
-    cuda_aware: bool = False
-    comm_backend_name: str = "nccl"
-
-
-class OneBitLambParams(LambParams):
-    """1-bit LAMB (arXiv 2104.06069)."""
-
-    freeze_step: NonNegativeInt = 100_000
-    cuda_aware: bool = False
-    comm_backend_name: str = "nccl"
-    coeff_beta: DecayRate = 0.9
-    factor_max: NonNegativeFloat = 4.0
-    factor_min: NonNegativeFloat = 0.5
-    factor_threshold: NonNegativeFloat = 0.1
-
+# What nothing runs yet: 1-bit Adam (arXiv 2102.02888), 0/1 Adam (2202.06009) and 1-bit LAMB (2104.06069).
+_BACKEND: dict[str, Any] = {"cuda_aware": False, "comm_backend_name": "nccl"}
+_ONE_BIT_ADAM = block(base=AdamParams, freeze_step=100_000, **_BACKEND)
+_ZERO_ONE_ADAM = block(
+    base=AdamParams,
+    var_freeze_step=100_000,
+    var_update_scaler=16,
+    local_step_scaler=32_678,
+    local_step_clipper=16,
+    **_BACKEND,
+)
+_ONE_BIT_LAMB = block(
+    base=LambParams,
+    freeze_step=100_000,
+    coeff_beta=0.9,
+    factor_max=4.0,
+    factor_min=0.5,
+    factor_threshold=0.1,
+    **_BACKEND,
+)
 
 OPTIMIZERS: dict[str, type[Section]] = {
     "Adam": AdamParams,
@@ -246,9 +236,9 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "RAdam": RAdamParams,
     "RMSprop": RMSpropParams,
     "Rprop": RpropParams,
-    "OneBitAdam": OneBitAdamParams,
-    "OneBitLamb": OneBitLambParams,
-    "ZeroOneAdam": ZeroOneAdamParams,
+    "OneBitAdam": _ONE_BIT_ADAM,
+    "OneBitLamb": _ONE_BIT_LAMB,
+    "ZeroOneAdam": _ZERO_ONE_ADAM,
 }
 
 UNUSABLE_OPTIMIZERS = {

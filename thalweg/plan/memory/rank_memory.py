@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from thalweg.plan.memory.malloc_model import MallocModel
-
-_MMAPPED = (-1, -1)
+_MemoryState = tuple[int, dict[str, int], dict[str, int]]  # bytes of the heap; alive in it, and mapped, by label
 
 
 @dataclass(frozen=True)
@@ -40,62 +38,65 @@ class MemorySample:
 
 
 class RankMemory:
-    """The memory of one rank while events are played."""
+    """The memory of one rank while events are played.
 
-    def __init__(self, process_bytes: int, heap: MallocModel | None, mmap_threshold: int | None = None) -> None:
-        self.heap, self.process_bytes, self._mmap_threshold = heap, process_bytes, mmap_threshold
+    ``heap_factor``: how large a heap is against the most that was ever alive in it, as glibc gives little back; None
+    for a device, where memory that is free is given to others.
+    """
+
+    def __init__(self, process_bytes: int, heap_factor: float | None, mmap_threshold: int | None = None) -> None:
+        self.process_bytes, self._heap_factor, self._mmap_threshold = process_bytes, heap_factor, mmap_threshold
         self.live_bytes: Counter[str] = Counter()
         self.mmapped_bytes: Counter[str] = Counter()
-        self.peak_bytes, self._heap_peak = 0, 0
-        self._live_at_heap_peak: dict[str, int] = {}
-        self._mmapped_at_peak: dict[str, int] = {}
-        self._heap_at_peak: tuple[int, dict[str, int]] = (0, {})
+        self.peak_bytes = 0
+        self._state_at_peak: _MemoryState = (0, {}, {})
         self.timeline: list[MemorySample] = []
-        self._allocations: dict[int, tuple[tuple[int, int], int, str]] = {}
-        self._total_live_bytes = 0
+        self._allocations: dict[int, tuple[int, str, bool]] = {}
+        self._num_live_bytes = self._highest_live_bytes = 0
+        self._live_at_highest: dict[str, int] = {}
         self.phase = "initialize"
         self.segments: dict[str, MemoryBreakdown] = {}
         self._segment = ""
-        self._segment_peak, self._state_at_segment_peak = 0, (0, {}, {})
+        self._segment_peak, self._state_at_segment_peak = 0, self._state_at_peak
 
     def allocate(self, storage_id: int, num_bytes: int, label: str) -> None:
-        """A block of the heap."""
-        fits_in_hole = self.heap is not None and self.heap.fits_without_growth(num_bytes)  # glibc looks there first
-        if (
-            self._mmap_threshold is not None and num_bytes >= self._mmap_threshold and not fits_in_hole
-        ):  # a mapping of its own
-            self._allocations[storage_id] = (_MMAPPED, num_bytes, label)
-            self.adjust_mmapped(label, num_bytes)
-            return
-        block = self.heap.malloc(num_bytes) if self.heap is not None and num_bytes else (0, 0)
-        self._allocations[storage_id] = (block, num_bytes, label)
-        self.live_bytes[label] += num_bytes
-        self._total_live_bytes += num_bytes
-        self._update_peak()
+        """A block of the heap; a large one is a mapping of its own, but where it fits into what is free."""
+        fits = self._num_live_bytes + num_bytes <= self._highest_live_bytes
+        is_mapping = self._mmap_threshold is not None and num_bytes >= self._mmap_threshold and not fits
+        self._allocations[storage_id] = (num_bytes, label, is_mapping)
+        self._adjust(num_bytes, label, is_mapping)
 
     def free(self, storage_id: int) -> None:
         """The block is free again."""
-        if storage_id not in self._allocations:
-            return
-        block, num_bytes, label = self._allocations.pop(storage_id)
-        if block is _MMAPPED:
-            self.adjust_mmapped(label, -num_bytes)
-            return
-        if self.heap is not None and num_bytes:
-            self.heap.free(block)
-        self.live_bytes[label] -= num_bytes
-        self._total_live_bytes -= num_bytes
+        if storage_id in self._allocations:
+            num_bytes, label, is_mapping = self._allocations.pop(storage_id)
+            self._adjust(-num_bytes, label, is_mapping)
 
     def adjust_mmapped(self, label: str, num_bytes: int) -> None:
         """Memory mapped outside the heap (negative: given back to the kernel)."""
-        self.mmapped_bytes[label] += num_bytes
-        self._update_peak()
+        self._adjust(num_bytes, label, True)
+
+    def _adjust(self, num_bytes: int, label: str, is_mapping: bool) -> None:
+        if is_mapping:
+            self.mmapped_bytes[label] += num_bytes
+        else:
+            self.live_bytes[label] += num_bytes
+            self._num_live_bytes += num_bytes
+            if self._num_live_bytes > self._highest_live_bytes:
+                self._highest_live_bytes, self._live_at_highest = self._num_live_bytes, dict(self.live_bytes)
+        if num_bytes > 0:
+            self._update_peak()
+
+    @property
+    def _heap_bytes(self) -> int:
+        return (
+            self._num_live_bytes if self._heap_factor is None else round(self._heap_factor * self._highest_live_bytes)
+        )
 
     @property
     def resident_bytes(self) -> int:
         """What the kernel counts now."""
-        heap_bytes = self.heap.high_water_mark if self.heap is not None else self._total_live_bytes
-        return self.process_bytes + heap_bytes + sum(self.mmapped_bytes.values())
+        return self.process_bytes + self._heap_bytes + sum(self.mmapped_bytes.values())
 
     def begin_segment(self, segment: str) -> None:
         """A segment of the run begins: its own peak goes to :attr:`segments`."""
@@ -110,21 +111,21 @@ class RankMemory:
             self._segment = ""
 
     def _update_peak(self) -> None:
-        """Remember what was alive when the heap last grew, and when the total was largest."""
-        top = self.heap.high_water_mark if self.heap is not None else self._total_live_bytes
-        if top > self._heap_peak:
-            self._heap_peak, self._live_at_heap_peak = top, dict(self.live_bytes)
+        """Remember what was alive when the heap was largest, and what was mapped when the total was."""
         resident_bytes = self.resident_bytes
-        if resident_bytes > self.peak_bytes:
-            self.peak_bytes = resident_bytes
-            self._mmapped_at_peak, self._heap_at_peak = (dict(self.mmapped_bytes), (top, self._live_at_heap_peak))
-        if self._segment and resident_bytes > self._segment_peak:
-            alive = self._live_at_heap_peak if self.heap is not None else dict(self.live_bytes)
-            self._segment_peak, self._state_at_segment_peak = (resident_bytes, (top, alive, dict(self.mmapped_bytes)))
+        is_peak, is_segment_peak = resident_bytes > self.peak_bytes, resident_bytes > self._segment_peak
+        if not is_peak and not (self._segment and is_segment_peak):
+            return
+        alive = dict(self.live_bytes) if self._heap_factor is None else self._live_at_highest
+        state = (self._heap_bytes, alive, dict(self.mmapped_bytes))
+        if is_peak:
+            self.peak_bytes, self._state_at_peak = resident_bytes, state
+        if self._segment and is_segment_peak:
+            self._segment_peak, self._state_at_segment_peak = resident_bytes, state
 
     def breakdown_at_peak(self) -> MemoryBreakdown:
         """The peak by what it is for; holes are what the heap holds beyond what is alive at its highest."""
-        return self._make_breakdown(*self._heap_at_peak, self._mmapped_at_peak)
+        return self._make_breakdown(*self._state_at_peak)
 
     def _make_breakdown(self, top: int, live_bytes: dict[str, int], mmapped_bytes: dict[str, int]) -> MemoryBreakdown:
         by_label = Counter(live_bytes) + Counter(mmapped_bytes)

@@ -10,8 +10,9 @@ A rank's resident memory on a CPU is made of
                    touched them
 
 :func:`replay_events` plays the events of a traced step through that, three windows long, since the
-first one has no optimizer state yet and the second one meets a heap with holes.  On a GPU the
-caching allocator has no such history: there the peak is the peak of what is alive.
+first one has no optimizer state yet and the second one begins with it.  glibc gives little of a heap back: it is as
+large as the most that was ever alive in it, times a factor.  On a GPU the caching allocator has no such history: there
+the peak is the peak of what is alive.
 
 What rests on the disk (and, of a GPU's states, on the host) is added up beside it.
 """
@@ -20,12 +21,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from thalweg.device import LARGE_BLOCK_BYTES
 from thalweg.plan.memory.gradient_buffers import GradientBuffers
-from thalweg.plan.memory.malloc_model import MallocModel
 from thalweg.plan.memory.param_paging import DiskOperands, PagedParams, StreamedUpdate, plan_streamed_update
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample, RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
@@ -39,35 +39,27 @@ from thalweg.zero.storage.nvme import WRITE_CHUNK_BYTES
 _MMAP_THRESHOLD = 128 * 1024
 # `activation_checkpointing/offload.py: NvmeActivationOffloader` allocates disk space in segments of this size.
 _SWAP_SEGMENT_BYTES = 2**28
-# What a first step adds to a process that has imported everything, by the kind of mapping (smaps before and
-# after three steps, nine runs): pages of torch's own code that are read for the first time; Python's own
-# arenas and threads' stacks; small objects that stay in the heap.
-_CODE_PAGES, _PYTHON_BYTES, _SMALL_OBJECTS = 29 * 2**20, 22 * 2**20, 22 * 2**20
-FIRST_STEP_BYTES = _CODE_PAGES + _PYTHON_BYTES + _SMALL_OBJECTS
-# Of the objects of a graph, those that stay through the forward pass of checkpointed units: between all and
-# none, as the addresses of real tensors show; five runs are met within 6%.
-_CHECKPOINTED_PINNED_FRACTION = 1 / 2
-# Larger holes that setting up leaves are there for the steps.
-_DROPPED_HOLE_BYTES = 4 << 20
+# How large glibc's heap is against the most that was ever alive in it, and what a first step adds to a process that has
+# imported everything (code that is read for the first time, Python's arenas, threads' stacks): fitted to 71 runs, mean
+# error of the peak 4.0% (docs/decisions/2026-11-22-the-heap-of-the-plan.md).
+HEAP_FACTOR, FIRST_STEP_BYTES = 1.18, 117 * 2**20
+_NUM_WINDOWS = 3
 
 
 @dataclass
 class ReplayResult:
     """The result: the peak, and how a step gets there.
 
-    ``double_counted_bytes``: bytes that the ranks of a host share, as often as they are counted too many;
-    ``host_bytes``: what a GPU's rank holds on the host; ``disk_bytes``: its swap file; ``disk_read_bytes``,
-    ``disk_written_bytes``: bytes of one step; ``segments``: the peak between one mark of the run and the next.
+    ``segments``: the peak between one mark of the run and the next; ``double_counted_bytes``: bytes that the ranks of
+    a host share, as often as they are counted too many; ``tiers``: bytes that a GPU's rank holds on the ``host``, its
+    swap file (``disk``), and what one step reads and writes there (``disk_read``, ``disk_written``).
     """
 
     peak: MemoryBreakdown
-    timeline: list[MemorySample] = field(default_factory=list)
-    double_counted_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
-    segments: dict[str, MemoryBreakdown] = field(default_factory=dict)
+    timeline: list[MemorySample]
+    segments: dict[str, MemoryBreakdown]
+    double_counted_bytes: int
+    tiers: dict[str, int]
 
 
 def replay_events(
@@ -76,22 +68,23 @@ def replay_events(
     *,
     process_bytes: int = 0,
     initial_param_bytes: Iterable[int] = (),
-    num_windows: int = 3,
     disk_keeps_up: bool = False,
 ) -> ReplayResult:
-    """Play ``num_windows`` windows of the trace on one rank.
+    """Play some windows of the trace on one rank.
 
     ``process_bytes``: resident before the model is there; ``initial_param_bytes``: sizes of the
     parameters of the model that is handed to ``initialize`` (none for one on meta); ``disk_keeps_up``: the disk
     is faster than the backward pass, so that hardly any gradient waits for its update.
     """
-    heap = MallocModel() if run_spec.on_cpu else None
-    mmap_threshold = LARGE_BLOCK_BYTES if run_spec.on_cpu and run_spec.low_memory else None
-    rank_memory = RankMemory(process_bytes + (FIRST_STEP_BYTES if run_spec.on_cpu else 0), heap, mmap_threshold)
+    if run_spec.on_cpu:
+        mmap_threshold = LARGE_BLOCK_BYTES if run_spec.low_memory else None
+        rank_memory = RankMemory(process_bytes + FIRST_STEP_BYTES, HEAP_FACTOR, mmap_threshold)
+    else:
+        rank_memory = RankMemory(process_bytes, None)
     replay = _Replay(rank_memory, trace, run_spec, disk_keeps_up)
     replay.initialize(list(initial_param_bytes))
-    for step in range(num_windows):
-        replay.step(first=step == 0, record_timeline=step == num_windows - 1)
+    for step in range(_NUM_WINDOWS):
+        replay.step(first=step == 0, record_timeline=step == _NUM_WINDOWS - 1)
     double_counted = replay.gradient_buffers.double_counted_bytes
     if run_spec.storage_kind == "shared":
         resident = sum(
@@ -101,26 +94,20 @@ def replay_events(
         )
         double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
     rank_memory.end_segment()
-    result = ReplayResult(
-        rank_memory.breakdown_at_peak(), rank_memory.timeline, double_counted, segments=rank_memory.segments
-    )
-    result.host_bytes, result.disk_bytes = replay.host_bytes, replay.disk_bytes
-    result.disk_read_bytes, result.disk_written_bytes = (
-        replay.disk_read_bytes,
-        replay.streamed_update.written_bytes + replay.disk_grad_bytes,
-    )
+    tiers = {
+        "host": replay.host_bytes,
+        "disk": replay.disk_bytes,
+        "disk_read": replay.disk_read_bytes,
+        "disk_written": replay.streamed_update.written_bytes + replay.disk_grad_bytes,
+    }
     if run_spec.activation_offload == "nvme":
-        offloaded = (
-            trace.offloaded_bytes
-            * run_spec.accumulation_steps
-            // min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
-        )
-        result.disk_bytes += round_up(trace.peak_offloaded_bytes, _SWAP_SEGMENT_BYTES)
-        result.disk_read_bytes, result.disk_written_bytes = (
-            result.disk_read_bytes + offloaded,
-            result.disk_written_bytes + offloaded,
-        )
-    return result
+        num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
+        offloaded = trace.offloaded_bytes * run_spec.accumulation_steps // num_traced
+        tiers["disk"] += round_up(trace.peak_offloaded_bytes, _SWAP_SEGMENT_BYTES)
+        tiers["disk_read"] += offloaded
+        tiers["disk_written"] += offloaded
+    peak, timeline, segments = rank_memory.breakdown_at_peak(), rank_memory.timeline, rank_memory.segments
+    return ReplayResult(peak, timeline, segments, double_counted, tiers)
 
 
 class _Replay:
@@ -146,7 +133,6 @@ class _Replay:
         self.disk_bytes, self.disk_read_bytes = self._compute_disk_bytes(), 0
         self.host_bytes = self._compute_host_bytes()
         self._id_offset = 1 << 40
-        self._num_pinned_before = 0
         self._segment_counts: Counter[str] = Counter()
 
     def initialize(self, initial_param_bytes: list[int]) -> None:
@@ -191,8 +177,6 @@ class _Replay:
                 rank_memory.adjust_mmapped("parameters", -size)
             storage_id += 1
         rank_memory.free(previous)
-        if rank_memory.heap is not None:
-            rank_memory.heap.drop_small_holes(below_bytes=_DROPPED_HOLE_BYTES)
         if shared:
             unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in param_specs.values())
             local_bytes = sum(
@@ -212,8 +196,6 @@ class _Replay:
             )
         self._replay(self._update_events(first), record_timeline)
         self.gradient_buffers.end_window()
-        if self.rank_memory.heap is not None:
-            self.rank_memory.heap.free_pinned()
         self.disk_read_bytes = self.paged_params.read_bytes - read_before + self.streamed_update.read_bytes
 
     def _heap_left_by_first_update(self) -> int:
@@ -254,16 +236,11 @@ class _Replay:
             key = f"{self.rank_memory.phase}\t{verb}\t{name}"
             self._segment_counts[key] += 1
             self.rank_memory.begin_segment(f"{self._segment_counts[key]}\t{key}")
-        if verb == "enter":
+        if verb in ("enter", "accumulated"):
             return
-        if verb == "accumulated":
-            if self.rank_memory.heap is not None:
-                self.rank_memory.heap.free_pinned_since(self._num_pinned_before)
-        elif verb in ("reduce", "last"):
+        if verb in ("reduce", "last"):
             if not self.run_spec.states_on_host:
                 self.gradient_buffers.reduce(name, verb == "last")
-            if self.rank_memory.heap is not None:  # objects of a unit's backward pass go with it
-                self.rank_memory.heap.free_pinned_since(self._num_pinned_before)
             if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_params.units:
                 self.paged_params.invalidate(name)
         elif verb == "gather":
@@ -272,17 +249,8 @@ class _Replay:
             self.paged_params.apply_mark(verb, name)
         else:
             self.rank_memory.phase = label
-            heap = self.rank_memory.heap
             if label == "forward":
                 self.paged_params.pager.end_pass()
-                if heap is not None:
-                    heap.free_pinned()  # the graph of the micro-batch before is gone
-            if heap is not None:
-                checkpointed = label == "forward" and self.run_spec.activation_checkpointing.policy == "full"
-                self._num_pinned_before, heap.pinned_fraction = (
-                    heap.num_pinned,
-                    _CHECKPOINTED_PINNED_FRACTION if checkpointed else 1.0,
-                )
 
     # What rests on a disk
 

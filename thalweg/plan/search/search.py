@@ -38,7 +38,6 @@ CHECKPOINTING_KEY = "activation_checkpointing.policy"
 TILING_KEY = "tiling.loss"
 MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
 ACCUMULATION_KEY = "gradient_accumulation_steps"
-TRAIN_BATCH_KEY = "train_batch_size"
 PLANNABLE_KEYS = (STAGE_KEY, OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY, CHECKPOINTING_KEY, MICRO_BATCH_KEY)
 _POLICIES = ("none", "selective", "full")
 _NUM_LARGEST_MICRO_BATCHES = 3  # of micro-batches that are tried, the largest ones
