@@ -176,12 +176,7 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
 
 
 def _sampling_params(
-    config: Any,
-    prompt_length: int,
-    max_new_tokens: int,
-    stop_ids: tuple[int, ...],
-    num_samples: int,
-    seed: int,
+    config: Any, prompt_length: int, max_new_tokens: int, stop_ids: tuple[int, ...], num_samples: int, seed: int
 ) -> SamplingParams:
     """Translate a generation config.  Lengths count the padded prompt, as in Hugging Face's code."""
     if max_new_tokens < 1:

@@ -43,12 +43,7 @@ class InferenceEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module.eval()
-        self.options, self.tokenizer, self._weights_id, self._model_path = (
-            options,
-            tokenizer,
-            weights_id,
-            model_path,
-        )
+        self.options, self.tokenizer, self._weights_id, self._model_path = (options, tokenizer, weights_id, model_path)
         self.core: LLMEngine | None = None
         self._worker_loop: WorkerLoop | None = None
         self.update_weights()

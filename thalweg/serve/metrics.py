@@ -135,12 +135,7 @@ class _EngineCollector:
             (GaugeMetricFamily, "kv_use_ratio", "Share of the KV blocks in use", "kv_use"),
             (CounterMetricFamily, "engine_steps", "Steps", "steps"),
             (CounterMetricFamily, "engine_prompt_tokens", "Prompt tokens admitted", "prompt_tokens"),
-            (
-                CounterMetricFamily,
-                "prefix_hit_tokens",
-                "Prompt tokens from the prefix cache",
-                "cached_tokens",
-            ),
+            (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens from the prefix cache", "cached_tokens"),
             (CounterMetricFamily, "preemptions", "Sequences preempted", "preemptions"),
         ]
         for family, name, text, field in families:

@@ -81,9 +81,7 @@ class BlockPool:
         blocks: list[int] = []
         num_evictable, parent = 0, root_key
         for start in range(
-            0,
-            len(tokens) if require_full else (len(tokens) - 1) // self.block_size * self.block_size,
-            self.block_size,
+            0, len(tokens) if require_full else (len(tokens) - 1) // self.block_size * self.block_size, self.block_size
         ):
             entry = self._block_by_key.get((parent, tuple(tokens[start : start + self.block_size])))
             if entry is None:

@@ -77,12 +77,7 @@ def _pooling_mode(config: dict[str, Any]) -> str:
         modes = [str(config["pooling_mode"])]
     else:
         modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    known = {
-        "mean": "mean",
-        "cls": "cls",
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_cls_token": "cls",
-    }
+    known = {"mean": "mean", "cls": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     if len(modes) != 1 or modes[0] not in known:
         raise ValueError(f"pooling by {', '.join(modes) or 'nothing'}: only mean and cls are known here")
     return known[modes[0]]

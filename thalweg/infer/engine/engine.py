@@ -120,12 +120,7 @@ class LLMEngine:
         sequences: list[Sequence] = []
         for index in range(params.n):
             sequence = Sequence(
-                request,
-                index,
-                self._num_arrivals,
-                max_length,
-                stop_ids,
-                decoder_start_ids=self.decoder_start_ids,
+                request, index, self._num_arrivals, max_length, stop_ids, decoder_start_ids=self.decoder_start_ids
             )
             sequence.prefix_owner = sequences[0] if sequences else None
             sequence.grammar = None if grammar is None else grammar.new_state(stop_ids)

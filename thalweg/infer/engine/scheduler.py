@@ -249,11 +249,7 @@ class Scheduler:
         self.block_pool.release(sequence.encoder_blocks)
         self.release_slot(sequence.slot)
         sequence.blocks, sequence.encoder_blocks, sequence.slot, sequence.num_computed_tokens = [], [], -1, 0
-        sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = (
-            0,
-            sequence.prefix_root,
-            0,
-        )
+        sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = (0, sequence.prefix_root, 0)
 
     def _admit(self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]) -> int:
         """Let waiting sequences in; returns what is left of the budget.
@@ -318,11 +314,7 @@ class Scheduler:
         for sequence, count in scheduled:
             remaining = sequence.max_length - len(sequence.tokens) - 1
             max_draft = min(
-                self._num_speculative_tokens,
-                sequence.draft_budget,
-                remaining,
-                budget,
-                MAX_STEP_ROWS - num_rows,
+                self._num_speculative_tokens, sequence.draft_budget, remaining, budget, MAX_STEP_ROWS - num_rows
             )
             if count > 1 or not sequence.num_generated_tokens or max_draft < 1:
                 continue

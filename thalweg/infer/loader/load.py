@@ -245,11 +245,7 @@ def _describe(model: Any, options: EngineConfig, kind: str) -> tuple[Any, str]:
 
 
 def _make_runner(
-    model: Any,
-    options: EngineConfig,
-    forced_runner: str | None,
-    weights_id: Any,
-    draft_spec: DecoderSpec | None,
+    model: Any, options: EngineConfig, forced_runner: str | None, weights_id: Any, draft_spec: DecoderSpec | None
 ) -> tuple[ModelRunner, int]:
     """Return the runner of a model in this process, and its longest sequence."""
     spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "decoder")

@@ -54,15 +54,7 @@ def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
     except UnsupportedModelError:
         raise
     # A variant with other modules than the family's usual ones:
-    except (
-        AttributeError,
-        AssertionError,
-        TypeError,
-        KeyError,
-        IndexError,
-        ValueError,
-        RuntimeError,
-    ) as error:
+    except (AttributeError, AssertionError, TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(

@@ -76,10 +76,7 @@ def _build_distilbert(model: Any) -> EncoderSpec:
             out=build_linear(a.out_lin), scale=dim**-0.5,
         )  # fmt: skip
         mlp = MLPSpec(
-            build_linear(layer.ffn.lin1),
-            build_linear(layer.ffn.lin2),
-            activation_name(c.activation),
-            gated=False,
+            build_linear(layer.ffn.lin1), build_linear(layer.ffn.lin2), activation_name(c.activation), gated=False
         )
         layers.append(
             DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=build_layer_norm(layer.sa_layer_norm),

@@ -58,15 +58,9 @@ def _build_layer(layer: Any, c: Any, ropes: dict[str, RopeTable]) -> DecoderLaye
     )
     act = activation_name(getattr(c, "hidden_activation", None) or getattr(c, "hidden_act", None))
     mlp = MLPSpec(
-        build_linear(layer.mlp.gate_proj, layer.mlp.up_proj),
-        build_linear(layer.mlp.down_proj),
-        act,
-        gated=True,
+        build_linear(layer.mlp.gate_proj, layer.mlp.up_proj), build_linear(layer.mlp.down_proj), act, gated=True
     )
-    first, second = (
-        build_rms_norm(layer.input_layernorm, 1.0),
-        build_rms_norm(layer.post_attention_layernorm, 1.0),
-    )
+    first, second = (build_rms_norm(layer.input_layernorm, 1.0), build_rms_norm(layer.post_attention_layernorm, 1.0))
     if c.model_type == "gemma":
         return DecoderLayerSpec(first, attention, mlp, second)
     third = build_rms_norm(layer.pre_feedforward_layernorm, 1.0)

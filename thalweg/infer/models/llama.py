@@ -55,10 +55,7 @@ def _build_layer(layer: Any, c: Any, rope: RopeTable) -> DecoderLayerSpec:
     if isinstance(inner, MLPSpec):
         inner = replace(inner, down=scale_linear(inner.down, residual_scale))
     return DecoderLayerSpec(
-        build_rms_norm(layer.input_layernorm),
-        attention,
-        inner,
-        build_rms_norm(layer.post_attention_layernorm),
+        build_rms_norm(layer.input_layernorm), attention, inner, build_rms_norm(layer.post_attention_layernorm)
     )
 
 

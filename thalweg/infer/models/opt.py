@@ -33,10 +33,7 @@ def build_decoder(model: Any) -> DecoderSpec:
             out=build_linear(a.out_proj), scale=dim**-0.5,
         )  # fmt: skip
         mlp = MLPSpec(
-            build_linear(block.fc1),
-            build_linear(block.fc2),
-            activation_name(c.activation_function),
-            gated=False,
+            build_linear(block.fc1), build_linear(block.fc2), activation_name(c.activation_function), gated=False
         )
         norms = build_layer_norm(block.self_attn_layer_norm), build_layer_norm(block.final_layer_norm)
         if c.do_layer_norm_before:

@@ -32,10 +32,7 @@ def build_decoder(model: Any) -> DecoderSpec:
             qkv=build_linear(a.q_proj, a.k_proj, a.v_proj), out=build_linear(a.dense), scale=a.scaling, rope=rope,
         )  # fmt: skip
         mlp = MLPSpec(
-            build_linear(block.mlp.fc1),
-            build_linear(block.mlp.fc2),
-            activation_name(c.hidden_act),
-            gated=False,
+            build_linear(block.mlp.fc1), build_linear(block.mlp.fc2), activation_name(c.hidden_act), gated=False
         )
         layers.append(DecoderLayerSpec(norm, attention, mlp, norm, parallel_residual=True))
     return build_llama_like(model, layers, build_layer_norm(m.final_layernorm))

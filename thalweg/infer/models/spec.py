@@ -324,10 +324,7 @@ def permute_outputs(layer: LinearSpec, permutation: Tensor) -> LinearSpec:
     bias = None if layer.bias is None else layer.bias[permutation]
     combined = permutation if layer.output_permutation is None else layer.output_permutation[permutation]
     shape = (len(permutation), layer.in_features)
-    run_ends = [
-        *(torch.where(permutation.diff() != 1)[0] + 1).tolist(),
-        len(permutation),
-    ]  # of runs of neighbours
+    run_ends = [*(torch.where(permutation.diff() != 1)[0] + 1).tolist(), len(permutation)]  # of runs of neighbours
 
     def copy(start: int, stop: int, out: Tensor) -> None:
         first = 0

@@ -30,10 +30,7 @@ def build_decoder(model: Any) -> DecoderSpec:
             sliding_window=get_sliding_window(a, c),
         )  # fmt: skip
         inner = MLPSpec(
-            build_linear(block.mlp.c_fc),
-            build_linear(block.mlp.c_proj),
-            activation_name(c.hidden_act),
-            gated=False,
+            build_linear(block.mlp.c_fc), build_linear(block.mlp.c_proj), activation_name(c.hidden_act), gated=False
         )
         norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
         layers.append(DecoderLayerSpec(norms[0], attention, inner, norms[1]))

@@ -118,11 +118,7 @@ def _relative_position_bucket(
 def _build_cross_attention(layer: Any) -> CrossAttentionSpec:
     a = layer.EncDecAttention
     return CrossAttentionSpec(
-        build_rms_norm(layer.layer_norm),
-        build_linear(a.q),
-        build_linear(a.k, a.v),
-        build_linear(a.o),
-        scale=1.0,
+        build_rms_norm(layer.layer_norm), build_linear(a.q), build_linear(a.k, a.v), build_linear(a.o), scale=1.0
     )
 
 

@@ -36,19 +36,8 @@ import torch
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
-from thalweg.infer.offload.packed_file import (
-    CorruptFileError,
-    PackedWeightsFile,
-    default_weights_folder,
-    tensor_bytes,
-)
-from thalweg.infer.runners.packed_weights import (
-    PackedWeight,
-    align_up,
-    layer_linears,
-    lm_head_format,
-    packed_bytes,
-)
+from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
+from thalweg.infer.runners.packed_weights import PackedWeight, align_up, layer_linears, lm_head_format, packed_bytes
 from thalweg.ops import cpu_kernels
 from thalweg.plan.spec.cluster import available_host_memory, local_cluster
 from thalweg.storage_io.allocator import round_up

@@ -85,11 +85,7 @@ def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> D
 
 
 def shard_stage(
-    decoder: DecoderSpec,
-    rank: int,
-    num_ranks: int,
-    tensor_parallel: int | None = None,
-    expert_parallel: int = 1,
+    decoder: DecoderSpec, rank: int, num_ranks: int, tensor_parallel: int | None = None, expert_parallel: int = 1
 ) -> DecoderSpec:
     """Return the shard of ``rank`` of ``num_ranks``; ``vocab_size`` stays the whole model's.
 
@@ -139,13 +135,7 @@ def _shard_heads(a: AttentionSpec, rank: int, num_ranks: int, tensor_parallel: i
         return _shard_attention(a, rank // ranks_per_head_shard, tensor_parallel)
     out = _slice_columns(a.out, 0, 0, rank)
     return replace(
-        a,
-        num_heads=0,
-        num_kv_heads=0,
-        qkv=a.qkv.slice_outputs(0, 0),
-        out=out,
-        alibi_slopes=None,
-        relative_bias=None,
+        a, num_heads=0, num_kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative_bias=None
     )
 
 

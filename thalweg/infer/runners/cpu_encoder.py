@@ -115,11 +115,7 @@ class CpuEncoder:
             )
             blocks = -(-length // cpu_kernels.BLOCK_SIZE)
             self._scratch_block_tables[number, :blocks] = np.arange(block, block + blocks)
-            tokens[span], positions[span], last_visible[span] = (
-                encoder_input.tokens,
-                np.arange(length),
-                length - 1,
-            )
+            tokens[span], positions[span], last_visible[span] = (encoder_input.tokens, np.arange(length), length - 1)
             table_offsets[span] = number * self._scratch_block_tables.strides[0]
             if self._block_tables is not None:
                 cross_table_offsets[span] = encoder_input.slot * self._block_tables.strides[0]

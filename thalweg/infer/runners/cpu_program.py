@@ -213,11 +213,7 @@ class ProgramBuilder:
             self._add_lora(rows, lora_weights, out, layer.out_features)
 
     def _add_lora(
-        self,
-        rows: cpu_kernels.ActivationBuffer,
-        lora_weights: Sequence[LoraWeights | None],
-        out: Tensor,
-        outputs: int,
+        self, rows: cpu_kernels.ActivationBuffer, lora_weights: Sequence[LoraWeights | None], out: Tensor, outputs: int
     ) -> None:
         """Add each row's LoRA product."""
         k, columns = cpu_kernels.round_up(rows.width, 16), cpu_kernels.round_up(outputs, 16)

@@ -105,11 +105,7 @@ class CpuRunner:
     ) -> None:
         check_supported(decoder, weight_format, kv_cache_dtype)
         self._weights = weights or InMemoryWeights(decoder, weight_format)
-        self.vocab_size, self.hidden_size, self.num_blocks = (
-            decoder.vocab_size,
-            decoder.hidden_size,
-            num_blocks,
-        )
+        self.vocab_size, self.hidden_size, self.num_blocks = (decoder.vocab_size, decoder.hidden_size, num_blocks)
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         shape = (num_slots, -(-max_length // self.block_size))
         self.comm, self.num_threads = comm, num_threads
@@ -318,10 +314,7 @@ class _DecoderProgram(ProgramBuilder):
         shape = without_positions(self.attention_shape(a), cross.scale)
         queries = self.buffer("cross", cross.q.out_features)
         self.linear(
-            self.norm_and_quantize(cross.norm, self.x, self.weight_format),
-            cross.q,
-            queries,
-            self.weight_format,
+            self.norm_and_quantize(cross.norm, self.x, self.weight_format), cross.q, queries, self.weight_format
         )
         attended = self.paged_attention(
             shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address,
@@ -329,10 +322,7 @@ class _DecoderProgram(ProgramBuilder):
             self._encoder_last_positions,
         )  # fmt: skip
         self.linear_residual(
-            self.norm_and_quantize(None, attended, self.weight_format, "attended"),
-            cross.out,
-            None,
-            cross.residual_norm,
+            self.norm_and_quantize(None, attended, self.weight_format, "attended"), cross.out, None, cross.residual_norm
         )
 
     def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
@@ -365,14 +355,7 @@ class _DecoderProgram(ProgramBuilder):
         """Copy ``nbytes`` of each wanted row."""
         strides = [t.stride(0) * t.element_size() for t in (rows, out)]
         self.emit_call(
-            self.kernels.gather_rows(),
-            rows,
-            strides[0],
-            out,
-            strides[1],
-            self.count_address,
-            self.logit_rows,
-            nbytes,
+            self.kernels.gather_rows(), rows, strides[0], out, strides[1], self.count_address, self.logit_rows, nbytes
         )
 
     def _argmax(self, vocab_size: int) -> tuple[Tensor, Tensor]:

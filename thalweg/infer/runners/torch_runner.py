@@ -356,12 +356,7 @@ class TorchRunner(TorchLayers):
     ) -> None:
         self.comm = comm
         super().__init__(
-            dtype,
-            device,
-            max_length=max_length,
-            make_linear=make_linear,
-            cache_weights=cache_weights,
-            lora=lora,
+            dtype, device, max_length=max_length, make_linear=make_linear, cache_weights=cache_weights, lora=lora
         )
         self.decoder = decoder
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -490,13 +485,7 @@ class TorchRunner(TorchLayers):
         return (starts[:, None] + torch.arange(block_size)).flatten()[:length].to(self.device)
 
     def _attention(
-        self,
-        a: AttentionSpec,
-        index: int,
-        x: Tensor,
-        positions: Tensor,
-        cache_indices: list[Tensor],
-        batch: ModelInput,
+        self, a: AttentionSpec, index: int, x: Tensor, positions: Tensor, cache_indices: list[Tensor], batch: ModelInput
     ) -> Tensor:
         if a.num_heads == 0:  # a rank that has experts alone
             return torch.zeros_like(x)

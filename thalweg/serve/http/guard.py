@@ -51,12 +51,7 @@ HEADER_BYTES = 32 * 1024
 UNREAD_BODY_SECONDS = 1.0
 """For what is left of a body that nobody wanted, after its answer."""
 MAX_CONNECTIONS = 1024
-_REASON_PHRASES = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    429: b"Too Many Requests",
-    431: b"Headers Too Large",
-}
+_REASON_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Headers Too Large"}
 PUBLIC_PATHS = frozenset({"/", "/health"})
 """Answered without a key: the page, which asks for one, and what a load balancer polls."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -206,10 +201,7 @@ class HardenedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         body = json.dumps(error.body()).encode()
-        lines = [
-            b"HTTP/1.1 %d %s" % (error.status, _REASON_PHRASES[error.status]),
-            b"content-type: application/json",
-        ]
+        lines = [b"HTTP/1.1 %d %s" % (error.status, _REASON_PHRASES[error.status]), b"content-type: application/json"]
         lines += [b"content-length: %d" % len(body), b"connection: close"]
         lines += [f"{name.lower()}: {value}".encode() for name, value in error.headers.items()]
         self.transport.write(b"\r\n".join([*lines, b"", body]))
@@ -316,11 +308,7 @@ class RequestGuard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: tuple[str, ...],
-        limits: BodyLimits,
-        on_response: Callable[[str, int], None],
+        self, app: ASGIApp, api_keys: tuple[str, ...], limits: BodyLimits, on_response: Callable[[str, int], None]
     ) -> None:
         self._app, self._limits, self._on_response = app, limits, on_response
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]

@@ -127,10 +127,7 @@ class Client:
         self._pid, self._start_time = pid, start_time
 
     def generate(
-        self,
-        prompts: str | Sequence[str],
-        streaming_fn: Callable[[list[Response]], None] | None = None,
-        **options: Any,
+        self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], None] | None = None, **options: Any
     ) -> list[Response]:
         """Return one response for each prompt; ``options`` are MII's (``max_new_tokens``, ``top_p``, ...).
 

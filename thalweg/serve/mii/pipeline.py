@@ -11,11 +11,7 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import EngineCore, Request, RequestOutput
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Response
-from thalweg.serve.openai.requests import (
-    MiiRequest,
-    mii_sampling_params,
-    parse_body,
-)
+from thalweg.serve.openai.requests import MiiRequest, mii_sampling_params, parse_body
 from thalweg.serve.replicas.launcher import LOADER
 
 
@@ -65,10 +61,7 @@ class Pipeline:
         self._num_calls = 0
 
     def __call__(
-        self,
-        prompts: str | Sequence[str],
-        streaming_fn: Callable[[list[Response]], None] | None = None,
-        **options: Any,
+        self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], None] | None = None, **options: Any
     ) -> list[Response]:
         """Return a response for each prompt.
 

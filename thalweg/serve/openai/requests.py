@@ -466,10 +466,7 @@ def chat_sampling_params(request: ChatRequest, model_info: ModelMetadata, tokeni
         request = request.model_copy(update={"stop": [FALLBACK_STOP]})
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     params = to_sampling_params(
-        request,
-        model_info,
-        max_tokens=max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        request, model_info, max_tokens=max_tokens, logprobs=(request.top_logprobs or 0) if request.logprobs else None
     )
     if request.tool_choice in (None, "none", "auto"):
         return params
@@ -537,10 +534,7 @@ def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info:
 
 
 def make_engine_request(
-    prompt: list[int],
-    params: SamplingParams,
-    fields: SamplingFields | None = None,
-    adapter: str | None = None,
+    prompt: list[int], params: SamplingParams, fields: SamplingFields | None = None, adapter: str | None = None
 ) -> Request:
     """Return an engine request; the pool names it."""
     if fields is None:

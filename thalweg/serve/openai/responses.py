@@ -346,12 +346,7 @@ class Completion(_OpenAIAnswer):
             echo = self._echoed_prompt(i)
             for s, result in enumerate(samples):
                 choices.append(self._choice(i, s, echo + result.text, len(echo), result))
-        return {
-            **self._common_fields,
-            "object": "text_completion",
-            "choices": choices,
-            "usage": self.usage.to_dict(),
-        }
+        return {**self._common_fields, "object": "text_completion", "choices": choices, "usage": self.usage.to_dict()}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         key = prompt_index, output.index

@@ -32,14 +32,7 @@ from typing import Any, TypeVar
 
 import httptools
 
-from thalweg.serve.errors import (
-    ApiError,
-    DeadlineExceeded,
-    Overloaded,
-    ReplicaLost,
-    ShuttingDown,
-    Unavailable,
-)
+from thalweg.serve.errors import ApiError, DeadlineExceeded, Overloaded, ReplicaLost, ShuttingDown, Unavailable
 from thalweg.serve.metrics import RouterMetrics
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.utils.log import get_logger
