@@ -19,13 +19,13 @@ The function is pure: it reads the mapping it is given and touches neither torch
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LOOPBACK = ("localhost", "ip6-localhost", "::1", "0.0.0.0")
 _PORTS = range(20000, 32000)  # below Linux's ephemeral range, so no outgoing connection holds one
 _HOST_RANGE = re.compile(r"^(?P<prefix>[^\[\]]*)(?:\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[\]]*))?$")
 
@@ -362,8 +362,16 @@ def _any_set(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
     return _first_set(environ, names) is not None
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, is this one by its own interface alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def _is_loopback_addr(addr: str) -> bool:
-    return addr in _LOOPBACK or addr.startswith("127.")
+    return addr in ("ip6-localhost", "0.0.0.0") or is_loopback(addr)
 
 
 def _join_names(names: list[str]) -> str:

@@ -11,32 +11,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.runners.base import EncoderInput
+from thalweg.infer.runners.base import EncoderInput, EncoderRunner
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, to_token_ids
 
 MAX_NUM_SEQS = 64  # sequences at a time
-
-
-class EncoderRunner(Protocol):
-    """An encoder."""
-
-    max_num_batched_tokens: int
-    """Of one run."""
-
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Return the last states, fp32 (tokens, width), sequence by sequence; valid until the next run."""
-        ...
-
-    def close(self) -> None:
-        """Free the weights."""
-        ...
 
 
 @dataclass(frozen=True)

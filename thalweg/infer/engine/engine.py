@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out.
 
-The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``block_pool.py``), a runner
+The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks, a runner
 (``runners/``) computes their logits, ``sampler.py`` turns these into tokens, and the engine returns them as
 request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.infer.engine.block_pool import BlockPool
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
-from thalweg.infer.engine.scheduler import Proposer, Scheduler, SchedulerOutput, Sequence
+from thalweg.infer.engine.scheduler import BlockPool, Proposer, Scheduler, SchedulerOutput, Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.spec_decode.ngram import NgramProposer
 from thalweg.infer.types import (
@@ -119,9 +118,7 @@ class LLMEngine:
         self._num_arrivals += 1
         sequences: list[Sequence] = []
         for index in range(params.n):
-            sequence = Sequence(
-                request, index, self._num_arrivals, max_length, stop_ids, decoder_start_ids=self.decoder_start_ids
-            )
+            sequence = Sequence(request, index, self._num_arrivals, max_length, stop_ids, self.decoder_start_ids)
             sequence.prefix_owner = sequences[0] if sequences else None
             sequence.grammar = None if grammar is None else grammar.new_state(stop_ids)
             if self.tokenizer is not None:
@@ -182,7 +179,7 @@ class LLMEngine:
 
     def _kv_token_capacity(self, request: Request) -> int:
         """Return how many tokens the KV cache holds of a request that runs alone, without its encoder blocks."""
-        num_encoder_blocks = -(-len(request.prompt) // self._block_pool.block_size) if self.decoder_start_ids else 0
+        num_encoder_blocks = self._block_pool.num_blocks_for(len(request.prompt)) if self.decoder_start_ids else 0
         return (self._block_pool.num_blocks - num_encoder_blocks) * self._block_pool.block_size
 
     def abort(self, request_id: str) -> None:
@@ -248,8 +245,8 @@ class LLMEngine:
             sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
         if draft_tokens:
             sequence.draft_budget = number + 1
-            self._counters["draft"] += len(draft_tokens)
-            self._counters["accepted"] += number
+            self._counters["draft_tokens"] += len(draft_tokens)
+            self._counters["accepted_tokens"] += number
 
     def _fail_sequence(self, sequence: Sequence, error: BaseException, outputs: list[RequestOutput]) -> None:
         """End one sequence with ``finish_reason`` ``error``; the engine goes on, but for a Ctrl-C or an exit.
@@ -266,14 +263,14 @@ class LLMEngine:
     def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
         """Append a token to its sequence, end the sequence where it must, and return the output."""
         if sequence.num_generated_tokens == 0:
-            self._counters["prompt"] += sequence.num_prompt_tokens
-            self._counters["cached"] += sequence.num_cached_tokens
+            self._counters["prompt_tokens"] += sequence.num_prompt_tokens
+            self._counters["cached_tokens"] += sequence.num_cached_tokens
         if sampled.error:
             self._finish_sequence(sequence, "error")
             output = _make_output(sequence, reason="error", error=sampled.error)
             return replace(output, invalid_request=sampled.invalid_request)
         sequence.tokens.append(sampled.token)
-        self._counters["generated"] += 1
+        self._counters["generated_tokens"] += 1
         reason, stop, text = self._check_stop(sequence, sampled.token)
         if reason is not None:
             self._finish_sequence(sequence, reason)
@@ -312,21 +309,16 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
-        s = self._scheduler
+        scheduler, pool = self._scheduler, self._block_pool
         return EngineStats(
-            running=len(s.running),
-            waiting=len(s.waiting),
-            kv_blocks=self._block_pool.num_blocks,
-            kv_blocks_used=self._block_pool.num_used,
-            kv_blocks_cached=self._block_pool.num_cached,
-            steps=self._counters["steps"],
-            prompt_tokens=self._counters["prompt"],
-            cached_tokens=self._counters["cached"],
-            generated_tokens=self._counters["generated"],
-            preemptions=s.num_preemptions,
-            draft_tokens=self._counters["draft"],
-            accepted_tokens=self._counters["accepted"],
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_blocks=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_cached=pool.num_cached,
+            preemptions=scheduler.num_preemptions,
             finished=dict(self._finished),
+            **self._counters,
         )
 
     def embed(self, prompts: AbstractSequence[AbstractSequence[int]]) -> Tensor:
@@ -338,10 +330,10 @@ class LLMEngine:
             raise ValueError("this model has no embeddings: it is an encoder-decoder model")
         self._check_request(Request("", tokens))
         pool, scheduler = self._block_pool, self._scheduler
-        num_blocks = -(-len(tokens) // pool.block_size)
+        num_blocks = pool.num_blocks_for(len(tokens))
         if num_blocks > pool.num_free or len(scheduler.running) >= self.runner.num_slots:
             raise ValueError("the KV cache is full of running requests: embed when fewer run")
-        blocks = [pool.allocate() for _ in range(num_blocks)]
+        blocks = pool.allocate_many(num_blocks)
         slot = scheduler.acquire_slot()
         try:
             total: Any = 0

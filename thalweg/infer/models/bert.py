@@ -42,8 +42,8 @@ def _build_layer(layer: Any, c: Any) -> DecoderLayerSpec:
     qkv = build_linear(a.query, a.key, a.value)
     attention = specs.build_attention(qkv, out.dense, c.num_attention_heads, a.attention_head_size)
     mlp = specs.build_plain_mlp(layer.intermediate.dense, layer.output.dense, c.hidden_act)
-    norms = {"attn_residual_norm": build_norm(out.LayerNorm), "mlp_residual_norm": build_norm(layer.output.LayerNorm)}
-    return DecoderLayerSpec(None, attention, mlp, None, **norms)
+    first, second = build_norm(out.LayerNorm), build_norm(layer.output.LayerNorm)
+    return DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=first, mlp_residual_norm=second)
 
 
 def _build_distilbert_layer(layer: Any, c: Any) -> DecoderLayerSpec:

@@ -28,8 +28,8 @@ def build_decoder(model: Any) -> DecoderSpec:
             layers.append(DecoderLayerSpec(_build_norm(first), attention, mlp, second))
             continue
         third, fourth = _build_norm(layer.pre_feedforward_layernorm), _build_norm(layer.post_feedforward_layernorm)
-        post_norms = {"post_attn_norm": second, "post_mlp_norm": fourth}
-        layers.append(DecoderLayerSpec(_build_norm(first), attention, mlp, third, **post_norms))
+        layer_spec = DecoderLayerSpec(_build_norm(first), attention, mlp, third)
+        layers.append(replace(layer_spec, post_attn_norm=second, post_mlp_norm=fourth))
     return assemble_decoder(
         model, layers, _build_norm(m.norm), embed_scale=float(c.hidden_size) ** 0.5,
         logit_softcap=getattr(c, "final_logit_softcapping", None) or 0.0,

@@ -6,6 +6,7 @@ them is multiplied into embedding and head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from thalweg.infer.models import spec as specs
@@ -26,8 +27,8 @@ def build_decoder(model: Any) -> specs.DecoderSpec:
         if c.do_layer_norm_before:
             layers.append(specs.DecoderLayerSpec(first, attention, mlp, second))
         else:
-            residual_norms = {"attn_residual_norm": first, "mlp_residual_norm": second}
-            layers.append(specs.DecoderLayerSpec(None, attention, mlp, None, **residual_norms))
+            layer = specs.DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=first)
+            layers.append(replace(layer, mlp_residual_norm=second))
     embed, head = m.embed_tokens.weight.detach(), build_linear(model.lm_head)
     if m.project_in is not None:
         embed = embed @ m.project_in.weight.detach().t()

@@ -384,7 +384,7 @@ def build_attention(
 ) -> AttentionSpec:
     """Describe self-attention: where nothing else is said, each head has keys and values of its own, and scores are
     divided by the root of ``head_dim``."""
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = float(head_dim**-0.5) if scale is None else scale
     return AttentionSpec(num_heads, num_kv_heads or num_heads, head_dim, qkv, build_linear(out), scale, **fields)
 
 

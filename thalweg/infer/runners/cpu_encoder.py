@@ -20,7 +20,7 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, EncoderSpec
 from thalweg.infer.precision import get_weight_format
-from thalweg.infer.runners.base import EncoderInput, RunnerRequest
+from thalweg.infer.runners.base import EncoderInput, EncoderRunner, RunnerRequest
 from thalweg.infer.runners.cpu_program import ProgramBuilder, cpu_unsupported_reason, without_positions
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore
 from thalweg.ops import cpu_kernels
@@ -30,7 +30,7 @@ CrossTargets = Sequence[tuple[CrossAttentionSpec | None, AttentionSpec, tuple[Te
 region of keys and values with its stripe."""
 
 
-class CpuEncoder:
+class CpuEncoder(EncoderRunner):
     """Runs an :class:`EncoderSpec` with weights in ``weight_format``: up to ``max_num_seqs`` sequences.
 
     ``cross_targets``: cross attentions to compute keys and values for; ``block_tables`` (slots, blocks) names

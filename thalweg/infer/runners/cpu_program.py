@@ -15,17 +15,8 @@ from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager, LoraWeights
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    EncoderSpec,
-    LinearSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-)
+from thalweg.infer.models import spec as specs
+from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, NormSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.precision import get_weight_format
@@ -61,7 +52,7 @@ def kernels_unsupported_reason(spec: DecoderSpec | EncoderSpec, weight_format: s
     encoder = spec.encoder if isinstance(spec, DecoderSpec) else None
     sizes = [spec.hidden_size] if encoder is None else [spec.hidden_size, encoder.hidden_size]
     for layer in [*spec.layers, *(encoder.layers if encoder is not None else ())]:
-        if isinstance(layer.mlp, MoESpec):
+        if isinstance(layer.mlp, specs.MoESpec):
             return "a mixture of experts"
         a = layer.attention
         sizes += [a.head_dim, layer.mlp.down.in_features]
@@ -274,14 +265,14 @@ class ProgramBuilder:
         )  # fmt: skip
 
     def emit_layer(
-        self, layer: DecoderLayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False
+        self, layer: specs.DecoderLayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False
     ) -> None:
         """Emit a layer whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
 
         ``is_last``: from its attention on, compute only the rows whose logits are wanted.
         """
         a, m, weight_format = layer.attention, layer.mlp, self.weight_format
-        assert isinstance(m, MLPSpec), "mixtures have runners of their own"
+        assert isinstance(m, specs.MLPSpec), "mixtures have runners of their own"
         qkv = self.buffer("qkv", a.qkv.out_features)
         self.linear(self.norm_and_quantize(layer.attn_norm, self.x, weight_format), a.qkv, qkv, weight_format)
         shape = self.attention_shape(a)
@@ -305,7 +296,7 @@ class ProgramBuilder:
         self.linear_residual(rows, m.down, layer.post_mlp_norm, layer.mlp_residual_norm)
 
     def cross_attention(
-        self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
+        self, cross: specs.CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
     ) -> None:
         """Attend to the encoder states; decoders do."""
         raise NotImplementedError

@@ -17,23 +17,13 @@ from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    EncoderSpec,
-    LinearSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    RopeTable,
-    length_unsupported_reason,
-)
+from thalweg.infer.models import spec as specs
+from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.precision import get_compute_dtype
-from thalweg.infer.quantization.pack import linear_packer, quantize_experts
-from thalweg.infer.runners.base import UNDESCRIBED, EncoderInput, ModelInput, RunnerRequest
+from thalweg.infer.quantization.modules import linear_packer, quantize_experts
+from thalweg.infer.runners import base
+from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
 
 _STORAGE_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
@@ -103,7 +93,7 @@ class TorchLayers:
             moved = self._device_tensors[id(tensor)] = tensor.to(self.device, dtype or self.dtype)
         return moved
 
-    def _apply_rope(self, r: RopeTable, x: Tensor, positions: Tensor) -> Tensor:
+    def _apply_rope(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = (self._on_device(t, torch.float32)[positions][:, None].to(x.dtype) for t in (r.cos, r.sin))
         pairs = cos.shape[-1]
         rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -159,7 +149,7 @@ class TorchLayers:
             )
         return self._relative_biases[id(a.relative_bias)][:, self.max_length + key_pos - query_pos]
 
-    def _mlp(self, m: MLPSpec | MoESpec, x: Tensor) -> Tensor:
+    def _mlp(self, m: specs.MLPSpec | MoESpec, x: Tensor) -> Tensor:
         if isinstance(m, MoESpec):
             return self._moe(m, x)
         y = self._linear(m.up, x)
@@ -211,7 +201,7 @@ class TorchLayers:
             y = F.layer_norm(y, weight.shape, weight, self._on_device(n.bias, torch.float32), n.eps)
         return y.to(x.dtype)
 
-    def _add_attention(self, layer: DecoderLayerSpec, x: Tensor, attended: Tensor) -> Tensor:
+    def _add_attention(self, layer: specs.DecoderLayerSpec, x: Tensor, attended: Tensor) -> Tensor:
         """Add what attention gave to x."""
         x = x + (attended if layer.post_attn_norm is None else self._norm(layer.post_attn_norm, attended))
         return x if layer.attn_residual_norm is None else self._norm(layer.attn_residual_norm, x)
@@ -298,7 +288,7 @@ class KVCacheTensor:
         return self._rows[indices].to(self._dtype)
 
 
-class TorchRunner(TorchLayers):
+class TorchRunner(TorchLayers, ModelRunner):
     """Runs a :class:`DecoderSpec` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
     Without ``cache_weights`` nothing of a linear layer outlives its product: the weights stay where the model has
@@ -313,10 +303,10 @@ class TorchRunner(TorchLayers):
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
         """Return why torch operators cannot run a model, or None."""
         if spec is None:
-            return UNDESCRIBED
+            return base.UNDESCRIBED
         if config.weight_offload and config.quantization:
             return f"{config.quantization} weights cannot be streamed through torch's operators"
-        return length_unsupported_reason(spec, config)
+        return specs.length_unsupported_reason(spec, config)
 
     @classmethod
     def build(cls, request: RunnerRequest) -> TorchRunner:
@@ -336,6 +326,7 @@ class TorchRunner(TorchLayers):
             cache_weights=in_memory,
             kv_cache_dtype=request.kv_cache_dtype,
             lora=request.lora,
+            comm=request.comm,
         )
 
     def __init__(
@@ -464,7 +455,7 @@ class TorchRunner(TorchLayers):
                     self._values[index].write(cache_indices, kv[:, 1])
 
     def _cross_attention(
-        self, cross: CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, batch: ModelInput
+        self, cross: specs.CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, batch: ModelInput
     ) -> Tensor:
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
         cross_spec = replace(a, scale=cross.scale, sliding_window=0, softcap=0.0, alibi_slopes=None, relative_bias=None)
@@ -505,19 +496,13 @@ class TorchRunner(TorchLayers):
             out[rows] = self._attend(a, q[rows], keys.gather(indices), values.gather(indices), span.start)
         return self._linear(a.out, out.flatten(1))
 
-    def argmax(self) -> None:
-        """It is not computed here: the sampler does it."""
-
-    def free_slot(self, slot: int) -> None:
-        """Nothing is kept outside of the blocks."""
-
     def close(self) -> None:
         """Drop the weights and the cache."""
         self.free()
         self._keys, self._values = [], []
 
 
-class TorchEncoder(TorchLayers):
+class TorchEncoder(TorchLayers, EncoderRunner):
     """Runs an :class:`EncoderSpec` in plain operators."""
 
     name: ClassVar[str] = "torch"
@@ -525,7 +510,7 @@ class TorchEncoder(TorchLayers):
     @staticmethod
     def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
         """Return why torch operators cannot run an encoder, or None."""
-        return UNDESCRIBED if spec is None else None
+        return base.UNDESCRIBED if spec is None else None
 
     @classmethod
     def build(cls, request: RunnerRequest) -> TorchEncoder:

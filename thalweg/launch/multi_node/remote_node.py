@@ -19,6 +19,7 @@ from typing import Any
 
 from thalweg.launch.failure import JobResult
 from thalweg.launch.spec import LaunchSpec, build_local_job
+from thalweg.utils.env import is_loopback
 
 MARK = b"\x00thalweg-node-1 "
 _LAUNCHER_TIMEOUT = 60.0  # seconds without a sign of life from the launcher
@@ -74,7 +75,7 @@ def _is_loopback(addr: str) -> bool:
     if not addr:
         return True
     with contextlib.suppress(OSError):
-        return all(str(item[4][0]).startswith(("127.", "::1")) for item in socket.getaddrinfo(addr, None))
+        return all(is_loopback(str(item[4][0])) for item in socket.getaddrinfo(addr, None))
     return False
 
 
