@@ -271,7 +271,7 @@ def _build_offloaded(runner_type: type[Runner], request: RunnerRequest, weights_
     if runner_type is not CpuRunner:
         for name in ("weight_offload_dir", "weight_offload_bytes"):
             if getattr(request.config, name) is not None:
-                reason = CpuRunner.supports(request.spec, request.config)
+                reason = CpuRunner.supports(request.spec, request.config) or f"{runner_type.name} was asked for"
                 raise ValueError(
                     f"{name} is for the CPU kernels, which alone pack weights into a file, and they do not run this"
                     f" model here ({reason}): leave it out (in DeepSpeed's config: offload_param.device cpu); weights"
