@@ -393,7 +393,7 @@ def test_other_models_stream_out_of_their_own_files(kind: str, tmp_path: Path) -
     with pytest.raises(ValueError, match="cannot be streamed"):
         load_engine(model, options(stream="cpu", quantize="int8"), runner="torch")
     for ignored in ({"stream_folder": str(tmp_path)}, {"stream_memory": 1 << 20}):
-        with pytest.raises(ValueError, match="is for the CPU kernels.*leave it out"):
+        with pytest.raises(ValueError, match=r"is for the CPU kernels.*leave it out"):
             load_engine(model, EngineConfig(stream="cpu", dtype="fp32", **ignored), runner="torch")
 
 

@@ -217,36 +217,22 @@ class LLMEngine:
             draft_tokens = scheduler_output.draft_tokens.get(index, ())
             if not sequence.done:  # else its prompt could not be scored
                 try:
-                    self._sample(sequence, draft_tokens, logits, row, tokens, values, outputs)
+                    # Appends the next token, and those after it as long as the draft tokens are what is sampled.
+                    for number in range(len(draft_tokens) + 1):
+                        at = row + number
+                        sampled = sample_token(logits, at, tokens[at], values[at], sequence)
+                        outputs.append(self._append_token(sequence, sampled))
+                        if sequence.done or number == len(draft_tokens) or sampled.token != draft_tokens[number]:
+                            break
+                        sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
+                    if draft_tokens:
+                        sequence.draft_budget = number + 1
+                        self._counters["draft_tokens"] += len(draft_tokens)
+                        self._counters["accepted_tokens"] += number
                 except BaseException as error:
                     self._fail_sequence(sequence, error, outputs)
             row += 1 + len(draft_tokens)
         return outputs
-
-    def _sample(
-        self,
-        sequence: Sequence,
-        draft_tokens: AbstractSequence[int],
-        logits: Tensor,
-        row: int,
-        tokens: list[int],
-        values: list[float],
-        outputs: list[RequestOutput],
-    ) -> None:
-        """Append a sequence's next token, and those after it as long as the draft tokens are what is sampled."""
-        number = 0
-        while True:
-            sampled = sample_token(logits, row + number, tokens[row + number], values[row + number], sequence)
-            outputs.append(self._append_token(sequence, sampled))
-            accepted = number < len(draft_tokens) and sampled.token == draft_tokens[number] and not sampled.error
-            if not accepted or sequence.done:
-                break
-            number += 1
-            sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
-        if draft_tokens:
-            sequence.draft_budget = number + 1
-            self._counters["draft_tokens"] += len(draft_tokens)
-            self._counters["accepted_tokens"] += number
 
     def _fail_sequence(self, sequence: Sequence, error: BaseException, outputs: list[RequestOutput]) -> None:
         """End one sequence with ``finish_reason`` ``error``; the engine goes on, but for a Ctrl-C or an exit.
