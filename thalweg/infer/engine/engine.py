@@ -244,7 +244,7 @@ class LLMEngine:
         log.error("request %s failed", sequence.request.request_id, exc_info=error)
         if not sequence.done:
             self._finish_sequence(sequence, "error")
-            outputs.append(_make_output(sequence, reason="error", error=f"{type(error).__name__}: {error}"))
+            outputs.append(_make_output(sequence, finish_reason="error", error=f"{type(error).__name__}: {error}"))
 
     def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
         """Append a token to its sequence, end the sequence where it must, and return the output."""
@@ -253,35 +253,34 @@ class LLMEngine:
             self._counters["cached_tokens"] += sequence.num_cached_tokens
         if sampled.error:
             self._finish_sequence(sequence, "error")
-            output = _make_output(sequence, reason="error", error=sampled.error)
-            return replace(output, invalid_request=sampled.invalid_request)
+            error = {"error": sampled.error, "invalid_request": sampled.invalid_request}
+            return _make_output(sequence, finish_reason="error", **error)
         sequence.tokens.append(sampled.token)
         self._counters["generated_tokens"] += 1
         reason, stop, text = self._check_stop(sequence, sampled.token)
         if reason is not None:
             self._finish_sequence(sequence, reason)
         logprobs = None if sampled.logprob is None else (sampled.logprob,)
-        return _make_output(sequence, (sampled.token,), text, logprobs, reason, stop)
+        return _make_output(sequence, (sampled.token,), text, logprobs, finish_reason=reason, stop_reason=stop)
 
     def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:
         """Return why the sequence ends with this token, if it does, what stopped it, and the new text."""
-        is_stop_token = token in sequence.stop_ids and sequence.num_generated_tokens > sequence.params.min_tokens
-        text, stop = "", None
-        if sequence.detokenizer is not None and (not is_stop_token or sequence.params.include_stop):
-            text, stop = sequence.detokenizer.append(
-                token, check_stop=sequence.num_generated_tokens >= sequence.params.min_tokens
-            )
+        params, detokenizer, count = sequence.params, sequence.detokenizer, sequence.num_generated_tokens
+        is_stop_token = token in sequence.stop_ids and count > params.min_tokens
+        text = ""
+        if detokenizer is not None and (not is_stop_token or params.include_stop):
+            text, stop = detokenizer.append(token, check_stop=count >= params.min_tokens)
+            if stop is not None:
+                return "stop", stop, text
         reason: FinishReason | None = None
-        if stop is not None:
-            return "stop", stop, text
         if is_stop_token:
             reason = "stop"
         elif len(sequence.tokens) >= sequence.max_length:
             reason = "length"
         elif sequence.grammar is not None and sequence.grammar.finished:
             reason = "stop"
-        if reason is not None and sequence.detokenizer is not None:
-            text += sequence.detokenizer.flush()
+        if reason is not None and detokenizer is not None:
+            text += detokenizer.flush()
         return reason, token if is_stop_token else None, text
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -356,24 +355,20 @@ def _make_output(
     token_ids: tuple[int, ...] = (),
     text: str = "",
     logprobs: tuple[TokenLogprob, ...] | None = None,
-    reason: FinishReason | None = None,
-    stop: int | str | None = None,
-    error: str | None = None,
+    **end: Any,
 ) -> RequestOutput:
-    """Return an output of a sequence; its first one has the scores of the prompt."""
+    """Return an output of a sequence, with what is said of its end; its first one has the scores of the prompt."""
     already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
     sequence.sent_prompt_logprobs = True
     return RequestOutput(
         sequence.request.request_id,
         sequence.index,
-        token_ids=token_ids,
-        text=text,
-        logprobs=logprobs,
+        token_ids,
+        text,
+        logprobs,
         prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
-        finish_reason=reason,
-        stop_reason=stop,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_generated_tokens=sequence.num_generated_tokens,
-        error=error,
+        **end,
     )
