@@ -241,7 +241,7 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
             self.norm_into(d.embed_norm, self.x, self.x)
         has_head = runner.comm is None or runner.comm.is_last_stage
         for number, layer in enumerate(d.layers):
-            self.emit_layer(layer, *self.kv_regions[number], is_last=has_head and number == len(d.layers) - 1)
+            self.emit_layer(layer, self.kv_regions[number], is_last=has_head and number == len(d.layers) - 1)
         self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.current_segment, self.num_matmuls = self.head, self.head[0], 0
         if self.comm is None:
@@ -265,7 +265,7 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         return self.positions
 
     def cross_attention(
-        self, cross: specs.CrossAttentionSpec, a: specs.AttentionSpec, keys: Tensor, values: Tensor, stripe: int
+        self, cross: specs.CrossAttentionSpec, a: specs.AttentionSpec, region: cpu_program.KVRegion
     ) -> None:
         """Attend to the encoder prompt, whose keys and values lie in the layer's own cache."""
         shape = cpu_program.without_positions(self.attention_shape(a), cross.scale)
@@ -273,7 +273,7 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         rows = self.norm_and_quantize(cross.norm, self.x, self.weight_format)
         self.linear(rows, cross.q, queries, self.weight_format)
         attended = self.paged_attention(
-            shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address,
+            shape, queries, region, self.padded_vector(None, 1), self._encoder_tables_address,
             self._encoder_table_offsets,
             self._encoder_last_positions,
         )  # fmt: skip
