@@ -199,6 +199,9 @@ class CpuRunner(ModelRunner):
             x = x.float() + self._position_embeddings[self._positions[:count]]
         self._embedded[:count] = x
 
+    def free_slot(self, slot: int) -> None:
+        """Nothing is kept outside of the blocks."""
+
     def close(self) -> None:
         """Drop the weights and the cache."""
         if "_weights" in self.__dict__:
