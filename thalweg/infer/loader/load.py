@@ -34,7 +34,7 @@ from thalweg.infer.precision import (
     get_kv_cache_dtype,
     get_weight_format,
 )
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, Runner, RunnerRequest
+from thalweg.infer.runners.base import BaseRunner, EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest
 from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
@@ -51,8 +51,8 @@ from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 
-DECODER_RUNNERS: tuple[type[Runner], ...] = (CpuRunner, TorchRunner, TransformersRunner)
-ENCODER_RUNNERS: tuple[type[Runner], ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
+DECODER_RUNNERS: tuple[type[BaseRunner], ...] = (CpuRunner, TorchRunner, TransformersRunner)
+ENCODER_RUNNERS: tuple[type[BaseRunner], ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
 """By preference: the first that supports a model runs it."""
 _BLOCK_SIZE = 16
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
@@ -196,12 +196,12 @@ def _load_generator(
 
 
 def choose_runner(
-    runners: Sequence[type[Runner]],
+    runners: Sequence[type[BaseRunner]],
     spec: DecoderSpec | EncoderSpec | None,
     options: EngineConfig,
     forced_runner: str | None = None,
     undescribed: str = "",
-) -> type[Runner]:
+) -> type[BaseRunner]:
     """Return the first runner that supports a model, or the one of that name.
 
     ``undescribed``: why there is no ``spec``.  Raises UnsupportedModelError, with the reasons, where none does.
@@ -263,7 +263,7 @@ def _make_runner(
     return _build_offloaded(runner_type, request, weights_id), max_length
 
 
-def _build_offloaded(runner_type: type[Runner], request: RunnerRequest, weights_id: Any) -> ModelRunner:
+def _build_offloaded(runner_type: type[BaseRunner], request: RunnerRequest, weights_id: Any) -> ModelRunner:
     """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
     from thalweg.infer.offload.weight_ring import build_weight_ring
 

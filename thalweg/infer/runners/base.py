@@ -95,7 +95,7 @@ class RunnerRequest:
         return torch.device(self.config.device).type == "cpu"
 
 
-class Runner:
+class BaseRunner:
     """A model that runs.  ``loader/load.py`` chooses among its classes: the first that supports a model builds it."""
 
     name: ClassVar[str]
@@ -118,7 +118,7 @@ class Runner:
         raise NotImplementedError
 
 
-class EncoderRunner(Runner):
+class EncoderRunner(BaseRunner):
     """An encoder."""
 
     max_num_batched_tokens: int
@@ -129,7 +129,7 @@ class EncoderRunner(Runner):
         raise NotImplementedError
 
 
-class ModelRunner(Runner):
+class ModelRunner(BaseRunner):
     """A model that generates, with its KV cache."""
 
     num_blocks: int
