@@ -1,10 +1,14 @@
-"""Counts the files of the package that one training step enters: how much a reader must open to follow it.
+"""Counts the files of the package that one training step or one request enters: what a reader must open to follow it.
 
     python -m tests.count_files step [--stage 3] [--ranks 2] [--nvme]
+    python -m tests.count_files request [--stream]
 
-trains a small GPT for four steps and prints, of rank 0, the files of ``thalweg/`` with a Python function that the
-fourth step called (forward, backward and ``engine.step()``), in any thread.  ``--nvme``: parameters and optimizer
+``step`` trains a small GPT for four steps and prints, of rank 0, the files of ``thalweg/`` with a Python function that
+the fourth step called (forward, backward and ``engine.step()``), in any thread.  ``--nvme``: parameters and optimizer
 state rest on a disk.
+
+``request`` prints those of one chat request, from the socket to the model and back.  The server, its replica and the
+engine run in threads of this process, on a small random Llama; a first request has loaded what is loaded once.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from tests.harness import run_ranks
 
 PACKAGE = Path(__file__).resolve().parent.parent / "thalweg"
 WARM_UP_STEPS = 3
+BODY = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 20, "temperature": 0}
 
 
 class FileCounter:
@@ -37,6 +42,10 @@ class FileCounter:
         """Look at threads that start from here on too: one that waits for work is seen once it does some."""
         threading.setprofile(self._on_event)
 
+    def unwatch_threads(self) -> None:
+        """Undo it."""
+        threading.setprofile(None)  # type: ignore[arg-type]
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Note what this thread, and each watched one, enters within."""
@@ -46,13 +55,17 @@ class FileCounter:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            self.unwatch_threads()
             self._recording = False
 
     def _on_event(self, frame: Any, event: str, arg: Any) -> None:
         if self._recording and event == "call" and frame.f_code.co_filename.startswith(self._prefix):
             file = frame.f_code.co_filename[len(self._prefix) :]
             self.functions.setdefault(file, set()).add(frame.f_code.co_qualname)
+
+    def result(self) -> dict[str, list[str]]:
+        """Return the functions by file, sorted."""
+        return {file: sorted(names) for file, names in sorted(self.functions.items())}
 
 
 def count_training_step(rank: int, world_size: int, stage: int, folder: str | None) -> dict[str, list[str]]:
@@ -83,7 +96,7 @@ def count_training_step(rank: int, world_size: int, stage: int, folder: str | No
     with counter.recording():
         train(WARM_UP_STEPS)
     engine.close()
-    return {file: sorted(names) for file, names in sorted(counter.functions.items())}
+    return counter.result()
 
 
 def count_files(stage: int, num_ranks: int, nvme: bool) -> dict[str, list[str]]:
@@ -93,16 +106,66 @@ def count_files(stage: int, num_ranks: int, nvme: bool) -> dict[str, list[str]]:
         return run(count_training_step, num_ranks, stage, folder if nvme else None)[0]
 
 
+def save_model(folder: Path) -> None:
+    """Write a small random Llama and a tokenizer of bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, vocab_size=len(alphabet), max_position_embeddings=256, eos_token_id=None)
+    LlamaForCausalLM(config).eval().save_pretrained(folder)
+
+
+def request_files(stream: bool = False) -> dict[str, list[str]]:
+    """The functions that one chat request enters, by file."""
+    from tests.serve_support import run_server
+    from thalweg.infer import EngineConfig, load_engine
+    from thalweg.serve.openai.requests import ChatTokenizer, load_tokenizer
+
+    counter, path = FileCounter(), "/v1/chat/completions"
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder))
+
+        def load() -> Any:
+            return load_engine(folder, EngineConfig(dtype="fp32", max_num_seqs=4, kv_cache_bytes=2**22))
+
+        def ask() -> None:
+            if stream:
+                assert server.stream(path, **BODY)
+            else:
+                status, answer = server.post(path, **BODY)
+                assert status == 200 and answer["usage"]["completion_tokens"] == 20, answer
+
+        counter.watch_new_threads()
+        try:
+            with run_server(load, lambda: ChatTokenizer(load_tokenizer(folder))) as server:
+                ask()
+                with counter.recording():
+                    ask()
+        finally:
+            counter.unwatch_threads()
+    return counter.result()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step"])
+    parser.add_argument("what", choices=["step", "request"])
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--nvme", action="store_true")
+    parser.add_argument("--stream", action="store_true", help="of a request: its answer comes in pieces")
     parser.add_argument("--functions", action="store_true", help="name the functions too")
     args = parser.parse_args()
-    files = count_files(args.stage, args.ranks, args.nvme)
+    is_step = args.what == "step"
+    files = count_files(args.stage, args.ranks, args.nvme) if is_step else request_files(args.stream)
     for file, names in files.items():
         print(f"{file}  {', '.join(names)}" if args.functions else file)
     print(f"{len(files)} files")

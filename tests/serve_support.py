@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from tests.toy_engine import ToyTokenizer
-from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.openai.requests import ChatTokenizer
 from thalweg.serve.replicas.launcher import EngineSpec, ProcessLauncher, ThreadLauncher
 from thalweg.serve.server import ServeOptions, serve, serve_router
 

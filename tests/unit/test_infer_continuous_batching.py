@@ -158,7 +158,7 @@ def test_a_prompt_that_is_put_back_amid_its_pieces_is_scored_once() -> None:
 
 def test_a_cache_that_mixes_prefixes_up_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: blocks found by their tokens alone, whatever came before them."""
-    from thalweg.infer.engine.block_pool import BlockPool
+    from thalweg.infer.engine.scheduler import BlockPool
 
     honest = BlockPool.cache_block
 

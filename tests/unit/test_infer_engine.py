@@ -11,9 +11,8 @@ import torch
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine import engine as engine_module
-from thalweg.infer.engine.block_pool import BlockPool
 from thalweg.infer.engine.engine import LLMEngine
-from thalweg.infer.engine.scheduler import Scheduler, Sequence
+from thalweg.infer.engine.scheduler import BlockPool, Scheduler, Sequence
 from thalweg.infer.hf_generate import generate
 from thalweg.ops import cpu_kernels
 

@@ -105,13 +105,13 @@ def test_out_of_memory_is_no_reason_for_a_slow_runner(error: Exception, monkeypa
     def no_memory(*_: Any, **__: Any) -> Any:
         raise error
 
-    for owner, name in ((llama, "build_rms_norm"), (load.TorchRunner, "build"), (load, "LLMEngine")):
+    for owner, name in ((llama, "build_linear"), (load.TorchRunner, "build"), (load, "LLMEngine")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, no_memory)
             with pytest.raises(type(error)) as raised:
                 load_engine(tiny_decoder("llama"), OPTIONS, runner="torch" if owner is load.TorchRunner else None)
         assert raised.value is error
-    monkeypatch.setattr(llama, "build_rms_norm", lambda *_: {}["a part that this variant lacks"])
+    monkeypatch.setattr(llama, "build_linear", lambda *_: {}["a part that this variant lacks"])
     assert type(load_engine(tiny_decoder("llama"), OPTIONS).runner).__name__ == "TransformersRunner"
 
 

@@ -24,7 +24,7 @@ from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import start_worker
 from thalweg.infer.parallel.process_group import InferenceGroup, WorkerDiedError, connect_by_store
-from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank, shard_stage, vocab_range
+from thalweg.infer.parallel.shard import shard_for_rank, shard_stage, vocab_range
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.ops import cpu_kernels
 
@@ -134,7 +134,7 @@ def test_stages_and_experts_give_one_process_s_tokens(kind: str, tensor: int, st
 
 def test_every_expert_and_layer_is_somewhere_once() -> None:
     whole = build_decoder_spec(tiny_decoder("qwen2_moe"))
-    degrees = ParallelConfig(tensor_parallel=2, pipeline_parallel=3, expert_parallel=4)
+    degrees = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=3, expert_parallel_size=4)
     parts = [shard_for_rank(whole, rank, degrees) for rank in range(degrees.num_ranks)]
     assert [len(p.layers) for p in parts[::4]] == [1, 1, 1]
     layers: list[Any] = list(whole.layers)
@@ -288,9 +288,9 @@ def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="divide"):
         options(tensor_parallel=2, expert_parallel=3)
     for degrees, said in (
-        (ParallelConfig(expert_parallel=2), "has no experts"),
-        (ParallelConfig(pipeline_parallel=4), "has 3 layers"),
-        (ParallelConfig(3), "1, 2, 4"),
+        (EngineConfig(expert_parallel_size=2), "has no experts"),
+        (EngineConfig(pipeline_parallel_size=4), "has 3 layers"),
+        (EngineConfig(tensor_parallel_size=3), "1, 2, 4"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             shard_for_rank(build_decoder_spec(tiny_decoder("llama")), 0, degrees)

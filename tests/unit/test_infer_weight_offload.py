@@ -387,11 +387,14 @@ def test_other_models_stream_out_of_their_own_files(kind: str, tmp_path: Path) -
     model.save_pretrained(tmp_path / "model")
     runner = "torch" if kind == "llama" else None
     want = tokens(load_engine(model, options(dtype="fp32"), runner="torch"))
-    engine = load_engine(tmp_path / "model", options(tmp_path, stream="cpu", dtype="fp32"), runner=runner)
+    engine = load_engine(tmp_path / "model", options(stream="cpu", dtype="fp32"), runner=runner)
     assert tokens(engine) == want
     assert not engine.runner._linears  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="cannot be streamed"):
         load_engine(model, options(stream="cpu", quantize="int8"), runner="torch")
+    for ignored in ({"stream_folder": str(tmp_path)}, {"stream_memory": 1 << 20}):
+        with pytest.raises(ValueError, match=r"is for the CPU kernels.*leave it out"):
+            load_engine(model, EngineConfig(stream="cpu", dtype="fp32", **ignored), runner="torch")
 
 
 def test_what_streams_is_computed_in_the_dtype_asked_for(tmp_path: Path) -> None:
@@ -399,7 +402,7 @@ def test_what_streams_is_computed_in_the_dtype_asked_for(tmp_path: Path) -> None
     tiny_decoder("gpt2").bfloat16().save_pretrained(tmp_path)
     found, computed = [], []
     for stream, dtype in ((None, "fp32"), ("cpu", "fp32"), ("cpu", "bf16")):
-        engine = load_engine(tmp_path, options(tmp_path, stream=stream, dtype=dtype), runner="torch")
+        engine = load_engine(tmp_path, options(stream=stream, dtype=dtype), runner="torch")
         found.append(tokens(engine))
         computed.append(engine.runner.dtype)
     assert found[0] == found[1] and computed == [torch.float32, torch.float32, torch.bfloat16]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve_support import ServerThread, run_toy_server
 from tests.toy_engine import ToyTokenizer, expected_text
-from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.openai.requests import ChatTokenizer
 
 
 @pytest.fixture(scope="module")

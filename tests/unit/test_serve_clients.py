@@ -24,10 +24,10 @@ from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Client
 from thalweg.serve.openai.requests import (
     ChatRequest,
+    ChatTokenizer,
     apply_allowed_tools,
     parse_body,
 )
-from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.openai.tools import ToolParser, tool_choice_schema
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -19,8 +19,8 @@ import thalweg
 from tests.serve_client import send_request
 from tests.serve_fuzz import BAD_BODIES, bad_body
 from tests.serve_support import ServerThread, run_server, until
-from thalweg.infer import EngineConfig, load_engine
-from thalweg.serve.openai.tokenizer import ChatTokenizer, load_tokenizer
+from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.serve.openai.requests import ChatTokenizer, load_tokenizer
 from thalweg.serve.replicas.pool import PoolLimits
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -286,4 +286,16 @@ def test_pipeline_in_miis_form(model: tuple[Path, Any, Any]) -> None:
         pipe("x", max_new_token=9)
     with pytest.raises(ValueError, match="leave no room"):
         pipe("x", max_length=1)
+    pipe.destroy()
+
+
+def test_a_pipeline_keeps_the_outputs_of_other_requests(model: tuple[Path, Any, Any]) -> None:
+    pipe = thalweg.pipeline(str(model[0]), dtype="fp32", max_batch=8, kv_memory=2**20)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    pipe.engine.add(Request("other", pipe.engine.tokenizer.encode(PROMPTS[0]), params))
+    assert pipe(PROMPTS[1], max_new_tokens=16, do_sample=False)[0].generated_text == greedy(model, PROMPTS[1], 16)[0]
+    outputs = []
+    while pipe.engine.has_work():
+        outputs += pipe.engine.step()
+    assert {output.request_id for output in outputs} == {"other"} and len(outputs) == 12 and outputs[-1].finished
     pipe.destroy()

@@ -20,7 +20,7 @@ import thalweg
 from tests.serve_support import ServerThread, run_server, run_toy_server, until
 from tests.toy_engine import ToyTokenizer, expected_text, load_engine
 from thalweg.serve.mii import deployment
-from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.openai.requests import ChatTokenizer
 from thalweg.serve.replicas.launcher import ReplicaHandle, ThreadLauncher
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.server import ServeOptions

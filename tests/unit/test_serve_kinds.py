@@ -12,7 +12,7 @@ import thalweg
 from tests.serve_support import run_server
 from tests.unit.infer_models import tiny_decoder, tiny_encoder
 from thalweg.infer import EngineConfig, load_engine
-from thalweg.serve.openai.tokenizer import ChatTokenizer, load_tokenizer
+from thalweg.serve.openai.requests import ChatTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -42,6 +42,7 @@ from thalweg.checkpoint.errors import (
 from thalweg.checkpoint.filesystem import FileSystem, read_file, remove_tree, write_file
 from thalweg.checkpoint.format.manifest import Manifest, ManifestHead, parse_head, parse_manifest, serialize_manifest
 from thalweg.utils.log import get_logger
+from thalweg.utils.processes import process_start_time
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -347,20 +348,11 @@ def remove_stale(io: FileSystem, directory: Path) -> None:
 
 
 def _owner_token() -> str:
-    return f"{_hostname()}-{os.getpid()}-{_process_start_time(os.getpid()) or 0}"
+    return f"{_hostname()}-{os.getpid()}-{process_start_time(os.getpid()) or 0}"
 
 
 def _hostname() -> str:
     return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "host"
-
-
-def _process_start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which a process began; None when it is dead (or a zombie)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _owner_alive(io: FileSystem, path: Path) -> bool:
@@ -371,7 +363,7 @@ def _owner_alive(io: FileSystem, path: Path) -> bool:
     host, pid, started = match.group(1), int(match.group(2)), int(match.group(3))
     if host != _hostname():
         return io.age(path) < _FOREIGN_OWNER_TIMEOUT_S
-    return pid != os.getpid() and started == _process_start_time(pid)
+    return pid != os.getpid() and started == process_start_time(pid)
 
 
 def discard_save(io: FileSystem, temporary: Path) -> None:

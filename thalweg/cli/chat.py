@@ -101,7 +101,7 @@ def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator
 def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
     from thalweg.infer.types import Request, SamplingParams
     from thalweg.serve.errors import ApiError
-    from thalweg.serve.openai.tokenizer import FALLBACK_STOP, ChatTokenizer
+    from thalweg.serve.openai.requests import FALLBACK_STOP, ChatTokenizer
 
     engine = build_engine_spec(args).load()
     if engine.metadata.kind == "encoder" or engine.tokenizer is None:

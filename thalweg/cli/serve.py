@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import logging
@@ -70,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
     from thalweg.serve.http.guard import BodyLimits
-    from thalweg.serve.openai.tokenizer import ChatTokenizer, load_chat_tokenizer
+    from thalweg.serve.openai.requests import ChatTokenizer, load_chat_tokenizer
     from thalweg.serve.replicas.launcher import ProcessLauncher
     from thalweg.serve.replicas.pool import PoolLimits
-    from thalweg.serve.server import ServeOptions, run, run_router
+    from thalweg.serve.server import ServeOptions, serve, serve_router
 
     if args.max_queue < 0 or args.body_bytes < 1 or not (args.stall_seconds > 0 and args.start_seconds > 0):
         raise ValueError("--max-queue, --body-bytes, --stall-seconds and --start-seconds must be positive numbers")
@@ -112,13 +113,14 @@ def run(args: argparse.Namespace) -> int:
                 stack.enter_context(_registered_deployment(args.deployment, url, options.api_keys))
 
         if engine_spec is None:
-            run_router(options, args.replica, args.replica_key, on_ready)
+            asyncio.run(serve_router(options, args.replica, args.replica_key, on_ready))
             return 0
 
         def make_tokenizer() -> ChatTokenizer:
             return load_chat_tokenizer(args.model, engine_spec.loader, template, args.trust_remote_code)
 
-        run(options, ProcessLauncher(engine_spec, _make_placements(args)), make_tokenizer, on_ready)
+        launcher = ProcessLauncher(engine_spec, _make_placements(args))
+        asyncio.run(serve(options, launcher, make_tokenizer, on_ready))
     return 0
 
 

@@ -166,9 +166,14 @@ class EngineConfig:
             )
 
     @property
+    def ranks_per_stage(self) -> int:
+        """Processes that share each layer."""
+        return max(self.tensor_parallel_size, self.expert_parallel_size)
+
+    @property
     def num_ranks(self) -> int:
         """Processes that run one model."""
-        return self.pipeline_parallel_size * max(self.tensor_parallel_size, self.expert_parallel_size)
+        return self.pipeline_parallel_size * self.ranks_per_stage
 
 
 @dataclass(frozen=True)

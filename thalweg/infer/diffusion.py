@@ -8,7 +8,6 @@ nothing, whatever the dtype.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +17,13 @@ from torch import nn
 from thalweg.infer.offload.module_offload import ModuleOffloader
 from thalweg.infer.quantization.modules import quantize_linears, restore_linears
 from thalweg.utils.dtypes import parse_dtype
-from thalweg.utils.log import get_logger
 
-log = get_logger(__name__)
 _DENOISERS = ("unet", "transformer", "transformer_2", "controlnet", "prior", "decoder")
 """Components that run at every step."""
 
 
-@dataclass(frozen=True)
-class DiffusionOptions:
-    """What to make of a pipeline; ``stream`` and its fields are those of :class:`.config.EngineConfig`."""
-
-    dtype: str | None = None
-    """``fp32``, ``bf16``, ``fp16``; None: as it is."""
-    quantize: str | None = None
-    """``int8`` or ``int4``: the weights of linear layers (convolutions stay as they are), on CPUs."""
-    device: str | None = None
-    """Where it runs; None: where it is."""
-    stream: str | None = None
-    stream_folder: str | None = None
-    stream_memory: int | None = None
-    compile: Mapping[str, Any] | None = None
-    """Arguments of ``torch.compile`` for what runs at every step, and the image decoder."""
-
-    def __post_init__(self) -> None:
-        if self.quantize not in (None, "int8", "int4"):
-            raise ValueError(f"quantize is {self.quantize!r}; it must be int8, int4 or None")
-        if self.stream not in (None, "cpu", "nvme"):
-            raise ValueError(f"stream is {self.stream!r}; it must be cpu, nvme or None")
-        for name in ("compile", "quantize"):
-            if self.stream and getattr(self, name) is not None:
-                raise ValueError(f"stream and {name} do not go together for a diffusion pipeline: choose one")
-
-
-_OPTION_FIELDS = {
-    "weight_offload": "stream", "weight_offload_dir": "stream_folder", "weight_offload_bytes": "stream_memory",
-    "device": "device", "quantization": "quantize",
-}  # fmt: skip
+_OPTIONS = ("weight_offload", "weight_offload_dir", "weight_offload_bytes", "device", "quantization")
+"""Options of :class:`.config.EngineConfig` that mean something to a pipeline, beside the dtype."""
 
 
 def is_pipeline(model: Any) -> bool:
@@ -80,50 +49,66 @@ class DiffusionEngine:
     """``engine(prompt, ...)`` is ``pipeline(prompt, ...)``; attributes are the pipeline's own.
 
     ``module`` is the pipeline, ``offloader`` what streams its weights, if anything does.
+
+    ``dtype`` (``fp32``, ``bf16``, ``fp16``) and ``device``: None for what it has.  ``quantization``: ``int8`` or
+    ``int4``, the weights of linear layers (convolutions stay as they are), on CPUs.  ``compile``: arguments of
+    ``torch.compile`` for what runs at every step, and the image decoder.  The others are those of
+    :class:`.config.EngineConfig`.
     """
 
-    def __init__(self, pipeline: Any, options: DiffusionOptions) -> None:
-        self.module, self.options = pipeline, options
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        device: str | None = None,
+        weight_offload: str | None = None,
+        weight_offload_dir: str | None = None,
+        weight_offload_bytes: int | None = None,
+        compile: Mapping[str, Any] | None = None,
+    ) -> None:
+        if quantization not in (None, "int8", "int4"):
+            raise ValueError(f"quantize is {quantization!r}; it must be int8, int4 or None")
+        if weight_offload not in (None, "cpu", "nvme"):
+            raise ValueError(f"stream is {weight_offload!r}; it must be cpu, nvme or None")
+        for name, value in (("compile", compile), ("quantize", quantization)):
+            if weight_offload and value is not None:
+                raise ValueError(f"stream and {name} do not go together for a diffusion pipeline: choose one")
+        self.module = pipeline
         self.offloader: ModuleOffloader | None = None
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._compiled: list[nn.Module] = []
-        components = {
-            key: component for key, component in pipeline.components.items() if isinstance(component, nn.Module)
-        }
+        components = {key: part for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
         if not components:
             raise ValueError(f"{type(pipeline).__name__} has no component with weights")
-        if options.dtype is not None:
-            pipeline.to(parse_dtype(options.dtype))
-        device = torch.device(options.device or str(pipeline.device))
+        if dtype is not None:
+            pipeline.to(parse_dtype(dtype))
+        target = torch.device(device or str(pipeline.device))
         for part in components.values():
             part.eval()
-        if options.stream is None:
-            pipeline.to(device)
-        if options.quantize is not None:
-            if device.type != "cpu":
-                raise ValueError(f"quantize: packed weights are for CPUs, and the pipeline is on {device}")
+        if weight_offload is None:
+            pipeline.to(target)
+        if quantization is not None:
+            if target.type != "cpu":
+                raise ValueError(f"quantize: packed weights are for CPUs, and the pipeline is on {target}")
             for part in components.values():
-                self._replaced += quantize_linears(part, options.quantize)
-        if options.compile is not None:
-            self._compile(components)
-        if options.stream is not None:
+                self._replaced += quantize_linears(part, quantization)
+        if compile is not None:
+            self._compiled = [components[name] for name in _DENOISERS if name in components]
+            decoder = getattr(components.get("vae"), "decoder", None)
+            self._compiled += [decoder] if isinstance(decoder, nn.Module) else []
+            for module in self._compiled:
+                module.compile(**compile)
+        if weight_offload is not None:
             for part in components.values():
                 for owner in part.modules():
                     for name, buffer in list(owner.named_buffers(recurse=False)):
-                        setattr(owner, name, buffer.to(device))
+                        setattr(owner, name, buffer.to(target))
             self.offloader = ModuleOffloader(
-                components.values(), offload_device=options.stream, device=device, folder=options.stream_folder,
-                max_bytes=options.stream_memory,
+                components.values(), offload_device=weight_offload, device=target, folder=weight_offload_dir,
+                max_bytes=weight_offload_bytes,
             )  # fmt: skip
-
-    def _compile(self, components: Mapping[str, nn.Module]) -> None:
-        modules = [components[name] for name in _DENOISERS if name in components]
-        decoder = getattr(components.get("vae"), "decoder", None)
-        if isinstance(decoder, nn.Module):
-            modules.append(decoder)
-        for module in modules:
-            module.compile(**dict(self.options.compile or {}))
-        self._compiled = modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline."""
@@ -148,23 +133,20 @@ class DiffusionEngine:
     destroy = close
 
 
-def parse_options(settings: dict[str, Any], ignored_keys: Collection[str]) -> DiffusionOptions:
-    """Return the options of a pipeline of diffusers from ``init_inference``'s, as ``config.py`` names them.
+def parse_options(settings: dict[str, Any], ignored_keys: Collection[str]) -> dict[str, Any]:
+    """Return a :class:`DiffusionEngine`'s arguments from ``init_inference``'s options, as ``config.py`` names them.
 
     Raises ValueError for keys that mean nothing to a pipeline of diffusers.
     """
-    fields: dict[str, Any] = {
-        field: settings.pop(option) for option, field in _OPTION_FIELDS.items() if option in settings
-    }
+    arguments: dict[str, Any] = {name: settings.pop(name) for name in _OPTIONS if name in settings}
     if (dtype := settings.pop("dtype", "auto")) != "auto":
-        fields["dtype"] = dtype
+        arguments["dtype"] = dtype
     compiled = settings.pop("compile", None)
-    graphs = settings.pop("enable_cuda_graph", False)
-    if compiled or (graphs and torch.cuda.is_available()):
-        more = {"mode": "reduce-overhead"} if graphs and torch.cuda.is_available() else {}
-        fields["compile"] = {**more, **(compiled if isinstance(compiled, Mapping) else {})}
-    unknown = [key for key in settings if key not in ignored_keys]
-    if unknown:
-        known = "dtype, quant, zero, " + ", ".join(_OPTION_FIELDS) + ", compile, enable_cuda_graph"
+    graphs = settings.pop("enable_cuda_graph", False) and torch.cuda.is_available()
+    if compiled or graphs:
+        more = {"mode": "reduce-overhead"} if graphs else {}
+        arguments["compile"] = {**more, **(compiled if isinstance(compiled, Mapping) else {})}
+    if unknown := [key for key in settings if key not in ignored_keys]:
+        known = "dtype, quant, zero, " + ", ".join(_OPTIONS) + ", compile, enable_cuda_graph"
         raise ValueError(f"a diffusion pipeline does not know {', '.join(unknown)}; it knows {known}")
-    return DiffusionOptions(**fields)
+    return arguments

@@ -67,21 +67,18 @@ def _attention_mask(module: Any, config: Any, tokens: Tensor, mask: Any) -> Any:
 
 
 def _eos_ids(eos_token_id: Any) -> tuple[int, ...]:
-    return (
-        ()
-        if eos_token_id is None
-        else tuple(eos_token_id)
-        if isinstance(eos_token_id, list | tuple)
-        else (int(eos_token_id),)
-    )
+    if eos_token_id is None:
+        return ()
+    return tuple(eos_token_id) if isinstance(eos_token_id, list | tuple) else (int(eos_token_id),)
+
+
+def input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the prompts among the arguments of a call."""
+    return args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
 
 
 def unsupported_reason(
-    module: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    engine_max_length: int = 0,
-    decoder_start_ids: tuple[int, ...] = (),
+    module: Any, args: Any, kwargs: dict[str, Any], engine_max_length: int = 0, decoder_start_ids: tuple[int, ...] = ()
 ) -> str:
     """Return why the engine leaves this call to the module's own ``generate``, or an empty text.
 
@@ -99,7 +96,7 @@ def unsupported_reason(
         return "several sequences without sampling"
     if getattr(config, "stop_strings", None) and other_kwargs.get("tokenizer") is None:
         return "stop strings without a tokenizer"
-    tokens = args[0] if args else other_kwargs.get("input_ids", other_kwargs.get("inputs"))
+    tokens = input_ids(args, other_kwargs)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] == 0:
         return "no 2-D input_ids"
     prompt_length = 1 if _is_encoder_decoder(module) else tokens.shape[1]
@@ -107,22 +104,12 @@ def unsupported_reason(
     if engine_max_length and max(prompt_length + max_new_tokens, tokens.shape[1]) > engine_max_length:
         return f"{prompt_length + max_new_tokens} tokens, where the engine has room for {engine_max_length}"
     mask = _attention_mask(module, config, tokens, other_kwargs.get("attention_mask"))
-    return (
-        _check_decoder_start(config, mask, decoder_start_ids)
-        if _is_encoder_decoder(module)
-        else _check_padding_penalty(config, mask)
-    )
-
-
-def _check_decoder_start(config: Any, mask: Any, decoder_start_ids: tuple[int, ...]) -> str:
-    first = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
-    if decoder_start_ids and decoder_start_ids != (first,):
-        return f"decoder_start_token_id={first}, where the engine begins with {decoder_start_ids}"
-    return "padding before the encoder prompt" if mask is not None and (mask.int().diff(dim=1) > 0).any() else ""
-
-
-def _check_padding_penalty(config: Any, mask: Any) -> str:
-    """Hugging Face's code punishes the padding's token as if it had been said."""
+    if _is_encoder_decoder(module):
+        first = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+        if decoder_start_ids and decoder_start_ids != (first,):
+            return f"decoder_start_token_id={first}, where the engine begins with {decoder_start_ids}"
+        return "padding before the encoder prompt" if mask is not None and (mask.int().diff(dim=1) > 0).any() else ""
+    # Hugging Face's code punishes the padding's token as if it had been said.
     padded = mask is not None and not mask.bool().all()
     return "a penalty that counts padding" if padded and config.repetition_penalty not in (None, 1.0) else ""
 
@@ -133,7 +120,7 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
     An encoder-decoder model repeats no prompt: its first decoder token stands there.
     """
     config, other_kwargs = _resolve_config(module, kwargs)
-    tokens: Any = args[0] if args else other_kwargs.get("input_ids", other_kwargs.get("inputs"))
+    tokens = input_ids(args, other_kwargs)
     mask = _attention_mask(module, config, tokens, other_kwargs.get("attention_mask"))
     eos_ids = _eos_ids(config.eos_token_id)
     num_samples = getattr(config, "num_return_sequences", None) or 1
@@ -176,12 +163,7 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
 
 
 def _sampling_params(
-    config: Any,
-    prompt_length: int,
-    max_new_tokens: int,
-    stop_ids: tuple[int, ...],
-    num_samples: int,
-    seed: int,
+    config: Any, prompt_length: int, max_new_tokens: int, stop_ids: tuple[int, ...], num_samples: int, seed: int
 ) -> SamplingParams:
     """Translate a generation config.  Lengths count the padded prompt, as in Hugging Face's code."""
     if max_new_tokens < 1:

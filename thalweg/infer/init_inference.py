@@ -13,7 +13,7 @@ from torch import nn
 from thalweg.infer.config import DEEPSPEED_IGNORED_KEYS, EngineConfig, engine_options, from_deepspeed_config
 from thalweg.infer.diffusion import DiffusionEngine, is_pipeline, load_pipeline, parse_options
 from thalweg.infer.engine.engine import LLMEngine
-from thalweg.infer.hf_generate import generate, unsupported_reason
+from thalweg.infer.hf_generate import generate, input_ids, unsupported_reason
 from thalweg.infer.loader.hf import get_model_kind, load_mmapped, load_model, load_tokenizer
 from thalweg.infer.loader.load import load_engine
 from thalweg.infer.models import build_decoder_spec
@@ -42,13 +42,8 @@ class InferenceEngine(nn.Module):
         model_path: Any = None,
     ) -> None:
         super().__init__()
-        self.module = module.eval()
-        self.options, self.tokenizer, self._weights_id, self._model_path = (
-            options,
-            tokenizer,
-            weights_id,
-            model_path,
-        )
+        self.module, self.options, self.tokenizer = module.eval(), options, tokenizer
+        self._weights_id, self._model_path = weights_id, model_path
         self.core: LLMEngine | None = None
         self._worker_loop: WorkerLoop | None = None
         self.update_weights()
@@ -58,9 +53,9 @@ class InferenceEngine(nn.Module):
         self.close()
         config: Any = getattr(self.module, "config", None)
         if hasattr(config, "model_type") and get_model_kind(self.module) != "encoder":
-            # The identity is that of the weights as they were loaded, not as they may be by now.
-            weights_id, self._weights_id = self._weights_id, None
-            model_path, self._model_path = self._model_path, None
+            # Identity and files are those of the weights as they were loaded, not as they may be by now.
+            weights_id, model_path = self._weights_id, self._model_path
+            self._weights_id = self._model_path = None
             workers = self._find_workers(model_path)
             if self._worker_loop is None:
                 core = load_engine(self.module, self.options, self.tokenizer, weights_id=weights_id, workers=workers)
@@ -89,26 +84,24 @@ class InferenceEngine(nn.Module):
         What the engine does not know (beams, processors of your own, ...) is left to the module's method.
         Tensor-parallel ranks of a launcher all call it, with the same arguments; all get the same result.
         """
-        module: Any = self.module
-        cannot_generate = self.core is None and self._worker_loop is None
-        # Nobody has asked for an end: the model's own code may go on where the engine's room ends.
-        may_exceed_length = self.core is not None and self.options.max_model_len is None and self.options.num_ranks == 1
-        max_length = self.core.metadata.max_length if self.core is not None and may_exceed_length else 0
-        decoder_start_ids = () if self.core is None else self.core.decoder_start_ids
-        reason = (
-            "it generates nothing"
-            if cannot_generate
-            else unsupported_reason(module, args, kwargs, max_length, decoder_start_ids)
-        )
+        module, core = self.module, self.core
+        reason = "it generates nothing"
+        if core is not None or self._worker_loop is not None:
+            # Nobody has asked for an end: the model's own code may go on where the engine's room ends.
+            is_bounded = core is None or self.options.max_model_len is not None or self.options.num_ranks > 1
+            max_length = 0 if core is None or is_bounded else core.metadata.max_length
+            reason = unsupported_reason(
+                module, args, kwargs, max_length, () if core is None else core.decoder_start_ids
+            )
         if reason:
             log.debug("generating by the module's own method: %s", reason)
-            return module.generate(*args, **kwargs)
+            own: Any = module.generate
+            return own(*args, **kwargs)
         if self._worker_loop is not None:
-            tokens: Any = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-            return self._worker_loop.wait_result().to(tokens)
-        assert self.core is not None
-        with broadcast_result(self.core.runner) as outcome:
-            outcome["tokens"] = result = generate(self.core, module, *args, **kwargs)
+            return self._worker_loop.wait_result().to(input_ids(args, kwargs))
+        assert core is not None
+        with broadcast_result(core.runner) as outcome:
+            outcome["tokens"] = result = generate(core, module, *args, **kwargs)
         return result
 
     def close(self) -> None:
@@ -151,9 +144,9 @@ def init_inference(
         settings["dtype"] = dtype
     options = from_deepspeed_config(settings)
     if is_pipeline(model):
-        diffusion_options = parse_options(options, DEEPSPEED_IGNORED_KEYS)
-        live_pipeline = load_pipeline(model, diffusion_options.dtype) if isinstance(model, str | Path) else model
-        return DiffusionEngine(live_pipeline, diffusion_options)
+        arguments = parse_options(options, DEEPSPEED_IGNORED_KEYS)
+        live = load_pipeline(model, arguments.get("dtype")) if isinstance(model, str | Path) else model
+        return DiffusionEngine(live, **arguments)
     known = {option.name for option in engine_options()}
     if unknown := [key for key in options if key not in known | DEEPSPEED_IGNORED_KEYS]:
         raise ValueError(

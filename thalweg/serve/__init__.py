@@ -11,8 +11,8 @@ The picture.  One *server* process speaks HTTP; each *replica* is a process of i
   fault of a client is a 4xx in OpenAI's form, ``errors.py``); ``openai/responses.py`` how the answer looks, whole or
   streamed.
 - ``replicas/pool.py`` admits (a bounded queue: beyond it 429 with ``Retry-After``), picks the replica with the least
-  outstanding work, tries again elsewhere when a replica died before anything was passed on, replaces it, and counts
-  (``metrics.py``).  Whoever stops listening cancels, and cancelling frees the KV blocks.
+  outstanding work, tries again elsewhere when a replica died before anything was passed on, replaces it, and counts.
+  Whoever stops listening cancels, and cancelling frees the KV blocks.
 - ``engine_process.py`` is the engine's side: one thread owns the engine and does nothing but take messages and step;
   a reader and a heartbeat thread stand beside it.  What passes between is JSON in frames.
 - ``replicas/router.py`` takes the pool's place in a server that forwards to servers on other hosts.

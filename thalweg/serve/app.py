@@ -14,29 +14,11 @@ from starlette.exceptions import HTTPException
 from thalweg.infer.types import Request as EngineRequest
 from thalweg.infer.types import RequestOutput
 from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
-from thalweg.serve.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    MiiRequest,
-    make_engine_request,
-    mii_sampling_params,
-    parse_body,
-    tokenize_prompts,
-)
-from thalweg.serve.openai.responses import (
-    Answer,
-    AppState,
-    ChatCompletion,
-    ClientDisconnected,
-    Completion,
-    SequenceResult,
-    SSEResponse,
-    create_embedding,
-    run_until_disconnect,
-)
+from thalweg.serve.openai import requests as api
+from thalweg.serve.openai import responses
+from thalweg.serve.openai.responses import AppState, SequenceResult
 from thalweg.serve.replicas.pool import ReplicaPool
-from thalweg.serve.replicas.router import ForwardedRequest, ReplicaRouter
+from thalweg.serve.replicas.router import ReplicaRouter
 
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -56,7 +38,7 @@ def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAP
     async def mii(name: str, http_request: Request) -> Response:
         if name != (deployment_name or app_state.model_name):
             raise NotFound(f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}")
-        request = parse_body(MiiRequest, await http_request.body())
+        request = api.parse_body(api.MiiRequest, await http_request.body())
         _require_model_kind(app_state, "text generation", generative=True)
         return await _MiiAnswer(app_state, request).respond(http_request.receive)
 
@@ -70,15 +52,11 @@ def build_router_app(router: ReplicaRouter) -> FastAPI:
     async def forward(http_request: Request) -> Response:
         method = "GET" if http_request.method == "HEAD" else http_request.method
         target = urllib.parse.quote(http_request.url.path)
-        request = ForwardedRequest(method, target, await http_request.body())
-        parts: AsyncGenerator[Any] = router.submit(request)
-        try:
-            response = await run_until_disconnect(http_request.receive, anext(parts))
-        except BaseException:
-            await parts.aclose()
-            raise
+        parts: AsyncGenerator[Any] = router.submit(method, target, await http_request.body())
+        response = await responses.first_or_close(http_request.receive, parts)
         if response.is_stream:
-            return SSEResponse(response.body, parts, router.metrics.count_cancelled, end_marker=b"", encode=bytes)
+            count = router.metrics.count_cancelled
+            return responses.SSEResponse(response.body, parts, count, end_marker=b"", encode=bytes)
         await parts.aclose()
         return Response(response.body, response.status, response.headers)
 
@@ -86,14 +64,6 @@ def build_router_app(router: ReplicaRouter) -> FastAPI:
         app.api_route(path, methods=_READ_METHODS)(forward)
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/{name:path}"):
         app.post(path)(forward)
-    return app
-
-
-def _new_app(pool: ReplicaPool | ReplicaRouter) -> FastAPI:
-    """An application with what every server has: forms of errors, health, metrics, the page."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    _add_error_handlers(app, pool)
-    _add_operations_routes(app, pool)
     return app
 
 
@@ -110,22 +80,25 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
     @app.post("/v1/completions")
     async def completions_endpoint(http_request: Request) -> Response:
         _require_model_kind(app_state, "text generation", generative=True)
-        request = parse_body(CompletionRequest, await http_request.body())
-        return await Completion(app_state, request).respond(http_request.receive)
+        request = api.parse_body(api.CompletionRequest, await http_request.body())
+        return await responses.Completion(app_state, request).respond(http_request.receive)
 
     @app.post("/v1/chat/completions")
     async def chat_completions_endpoint(http_request: Request) -> Response:
         _require_model_kind(app_state, "chat", generative=True)
-        request = parse_body(ChatRequest, await http_request.body())
-        return await ChatCompletion(app_state, request).respond(http_request.receive)
+        request = api.parse_body(api.ChatRequest, await http_request.body())
+        return await responses.ChatCompletion(app_state, request).respond(http_request.receive)
 
     @app.post("/v1/embeddings")
     async def embeddings_endpoint(http_request: Request) -> Response:
         _require_model_kind(app_state, "embeddings", generative=False)
-        return await create_embedding(app_state, parse_body(EmbeddingRequest, await http_request.body()), http_request)
+        request = api.parse_body(api.EmbeddingRequest, await http_request.body())
+        return await responses.create_embedding(app_state, request, http_request)
 
 
-def _add_operations_routes(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> None:
+def _new_app(pool: ReplicaPool | ReplicaRouter) -> FastAPI:
+    """An application with what every server has: forms of errors, health, metrics, the page."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     page = importlib.resources.files("thalweg.serve").joinpath("page.html").read_text(encoding="utf-8")
 
     @app.api_route("/health", methods=_READ_METHODS)
@@ -143,8 +116,6 @@ def _add_operations_routes(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> N
     async def root() -> Response:
         return HTMLResponse(page, headers={"content-security-policy": _CONTENT_SECURITY_POLICY})
 
-
-def _add_error_handlers(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return JSONResponse(error.body(), error.status, headers=dict(error.headers))
@@ -156,14 +127,16 @@ def _add_error_handlers(app: FastAPI, pool: ReplicaPool | ReplicaRouter) -> None
         body = ApiError(text, status=error.status_code).body()
         return JSONResponse(body, error.status_code, headers=error.headers)
 
-    @app.exception_handler(ClientDisconnected)
-    async def client_disconnected(_: Request, __: ClientDisconnected) -> Response:
+    @app.exception_handler(responses.ClientDisconnected)
+    async def client_disconnected(_: Request, __: responses.ClientDisconnected) -> Response:
         pool.metrics.count_cancelled()
         return Response(status_code=499)
 
     @app.exception_handler(Exception)
     async def internal_error(_: Request, __: Exception) -> Response:  # the log has the traceback
         return JSONResponse(ApiError("the server failed on this request").body(), 500)
+
+    return app
 
 
 def _model_card(app_state: AppState, name: str) -> dict[str, Any]:
@@ -183,10 +156,10 @@ def _require_model_kind(app_state: AppState, task: str, generative: bool) -> Non
         raise BadRequest(f"{app_state.model_name} cannot do {task}: use {other_path}", "model")
 
 
-class _MiiAnswer(Answer):
+class _MiiAnswer(responses.Answer):
     """DeepSpeed-MII's REST form: a list of ``{generated_text, prompt_length, generated_length, ...}``."""
 
-    def __init__(self, app_state: AppState, request: MiiRequest) -> None:
+    def __init__(self, app_state: AppState, request: api.MiiRequest) -> None:
         super().__init__(app_state, request.stream)
         self._request = request
         self._texts = [request.prompts] if isinstance(request.prompts, str) else request.prompts
@@ -200,9 +173,9 @@ class _MiiAnswer(Answer):
 
     async def make_requests(self) -> list[EngineRequest]:
         model_info = self.app_state.model_info
-        prompts = await tokenize_prompts(self._texts, self.app_state.tokenizer, model_info, "prompts")
+        prompts = await api.tokenize_prompts(self._texts, self.app_state.tokenizer, model_info, "prompts")
         self._lengths = [len(prompt) for prompt in prompts]
-        return [make_engine_request(p, mii_sampling_params(self._request, len(p), model_info)) for p in prompts]
+        return [EngineRequest("", p, api.mii_sampling_params(self._request, len(p), model_info)) for p in prompts]
 
     def body(self, results: list[list[SequenceResult]]) -> list[dict[str, Any]]:
         return [

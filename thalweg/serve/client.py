@@ -12,8 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from thalweg.serve.errors import ApiError
+from thalweg.utils.env import is_loopback
 
-_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+def is_local(url: str) -> bool:
+    """Whether an address leads to this host."""
+    return is_loopback(urllib.parse.urlsplit(url).hostname or "")
 
 
 def post_json(url: str, body: dict[str, Any], api_key: str | None = None) -> http.client.HTTPResponse:
@@ -23,8 +27,7 @@ def post_json(url: str, body: dict[str, Any], api_key: str | None = None) -> htt
         headers["Authorization"] = f"Bearer {api_key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     # A proxy for the outside, which many environments have, does not lead to this host.
-    is_local = urllib.parse.urlsplit(url).hostname in _LOOPBACK_HOSTS
-    opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * is_local)
+    opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * is_local(url))
     try:
         return opener.open(request)
     except urllib.error.HTTPError as error:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import queue
@@ -29,18 +28,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from typing import Any
 
-from thalweg.infer.types import (
-    EngineCore,
-    EngineStats,
-    ModelMetadata,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutput,
-    TokenLogprob,
-)
+from pydantic import TypeAdapter
+
+from thalweg.infer.types import EngineCore, EngineStats, ModelMetadata, Request, RequestOutput
 
 HEARTBEAT_SECONDS = 0.2  # seconds between heartbeats
 Message = dict[str, Any]
@@ -81,7 +74,7 @@ class EngineLoop:
         try:
             engine = self._engine = self._load_engine()
             self._record_progress(engine)
-            self._send({"type": "ready", "model": dump_model_info(engine.metadata)})
+            self._send({"type": "ready", "model": asdict(engine.metadata)})
             self._run_engine(engine)
         except _StopRequested:
             return 0
@@ -109,7 +102,7 @@ class EngineLoop:
             outputs = engine.step()
             self._record_progress(engine)
             if outputs:
-                self._send({"type": "out", "outputs": [dump_output(output) for output in outputs]})
+                self._send({"type": "out", "outputs": OUTPUTS.dump_python(outputs, exclude_defaults=True)})
             if not engine.has_work():
                 self._send(self._heartbeat_message())  # gauges are right at once when the last request ended
 
@@ -185,7 +178,7 @@ class EngineLoop:
             "type": "beat",
             "loading": self._last_progress is None,
             "stuck": stalled_seconds,
-            "stats": dump_stats(self._stats),
+            "stats": asdict(self._stats),
         }
 
     def _send(self, message: Message) -> None:
@@ -246,81 +239,16 @@ def _check_frame_size(size: int) -> int:
     return size
 
 
+METADATA, OUTPUTS = TypeAdapter(ModelMetadata), TypeAdapter(list[RequestOutput])
+_REQUEST = TypeAdapter(Request)
+
+
 def dump_request(request: Request) -> Message:
     """Return a request as JSON values."""
-    fields = _without_defaults(request)
-    fields["prompt"] = list(request.prompt)
-    if request.params != SamplingParams():
-        fields["params"] = _without_defaults(request.params)
-        if request.params.structure is not None:
-            fields["params"]["structure"] = _without_defaults(request.params.structure)
-    else:
-        fields.pop("params", None)
-    return fields
+    prompt = list(request.prompt)  # as it is: checking each of many tokens would take milliseconds
+    return {**_REQUEST.dump_python(replace(request, prompt=()), exclude_defaults=True), "prompt": prompt}
 
 
 def load_request(fields: Message) -> Request:
     """Undo :func:`dump_request`."""
-    params = dict(fields.get("params", {}))
-    for name in ("stop", "stop_token_ids"):
-        if name in params:
-            params[name] = tuple(params[name])
-    if "logit_bias" in params:
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-    if params.get("structure") is not None:
-        structure = dict(params["structure"])
-        if "choices" in structure:
-            structure["choices"] = tuple(structure["choices"])
-        params["structure"] = StructuredOutput(**structure)
-    return Request(**{**fields, "params": SamplingParams(**params)})
-
-
-def dump_output(output: RequestOutput) -> Message:
-    """Return an output as JSON values."""
-    fields = _without_defaults(output)
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in fields:
-            fields[name] = [x and [x.token_id, x.logprob, x.top] for x in fields[name]]
-    return fields
-
-
-def load_output(fields: Message) -> RequestOutput:
-    """Undo :func:`dump_output`."""
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in fields:
-            fields[name] = tuple(x and _load_logprob(*x) for x in fields[name])
-    fields["token_ids"] = tuple(fields.get("token_ids", ()))
-    return RequestOutput(**fields)
-
-
-def _load_logprob(token_id: int, logprob: float, top: list[list[Any]]) -> TokenLogprob:
-    return TokenLogprob(token_id, logprob, tuple((token, value) for token, value in top))
-
-
-def dump_stats(stats: EngineStats) -> Message:
-    """Return the gauges as JSON values."""
-    return {**_without_defaults(stats), "finished": dict(stats.finished)}
-
-
-def load_stats(fields: Message) -> EngineStats:
-    """Undo :func:`dump_stats`."""
-    return EngineStats(**fields)
-
-
-def dump_model_info(model_info: ModelMetadata) -> Message:
-    """Return the model's metadata as JSON values."""
-    return dataclasses.asdict(model_info)
-
-
-def load_model_info(fields: Message) -> ModelMetadata:
-    """Undo :func:`dump_model_info`."""
-    tuples = {name: tuple(fields[name]) for name in ("eos_token_ids", "adapters")}
-    return ModelMetadata(**{**fields, **tuples})
-
-
-def _without_defaults(value: Any) -> Message:
-    return {
-        field.name: getattr(value, field.name)
-        for field in dataclasses.fields(value)
-        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
-    }
+    return replace(_REQUEST.validate_python({**fields, "prompt": ()}), prompt=fields["prompt"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import resource
 import socket
@@ -25,11 +24,12 @@ from starlette.types import ASGIApp
 
 from thalweg.serve.app import build_app, build_router_app
 from thalweg.serve.http.guard import BodyLimits, HardenedProtocol, RequestGuard, tls_context, tls_protocol_factory
+from thalweg.serve.openai.requests import ChatTokenizer
 from thalweg.serve.openai.responses import AppState
-from thalweg.serve.openai.tokenizer import ChatTokenizer
 from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
 from thalweg.serve.replicas.router import ReplicaRouter
+from thalweg.utils.env import is_loopback
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -67,7 +67,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if any(len(key) < 8 or not key.isascii() or key != key.strip() for key in self.api_keys):
             raise ValueError("an API key must have at least 8 characters, all ASCII, and no blanks around it")
-        if not self.api_keys and not _is_loopback(self.host):
+        if not self.api_keys and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached from other machines: give a key with --api-key or "
                 "--api-key-file, or serve on 127.0.0.1"
@@ -89,19 +89,6 @@ class ServeOptions:
                 raise ValueError(f"{name} is {value}; it must be a number of seconds")
 
 
-def run(
-    options: ServeOptions,
-    start_replica: Callable[[int], ReplicaHandle],
-    load_tokenizer: Callable[[], ChatTokenizer],
-    on_ready: Callable[[str], None] = lambda url: None,
-) -> None:
-    """Serve until a signal; ``on_ready`` is called with the address once requests are taken.
-
-    Raises RuntimeError when a replica does not start, OSError when the address cannot be had.
-    """
-    asyncio.run(serve(options, start_replica, load_tokenizer, on_ready))
-
-
 async def serve(
     options: ServeOptions,
     start_replica: Callable[[int], ReplicaHandle],
@@ -109,7 +96,11 @@ async def serve(
     on_ready: Callable[[str], None] = lambda url: None,
     stop_event: asyncio.Event | None = None,
 ) -> None:
-    """The same on a running event loop; setting ``stop_event`` is the first signal."""
+    """Serve until a signal; ``on_ready`` is called with the address once requests are taken.
+
+    Setting ``stop_event`` is the first signal.  Raises RuntimeError when a replica does not start, OSError when the
+    address cannot be had.
+    """
     max_connections = _raise_fd_limit()
     with contextlib.closing(_bind(options.host, options.port)) as sock:
         limits = replace(options.pool_limits, request_seconds=options.request_seconds)
@@ -133,16 +124,6 @@ async def serve(
             await pool.close()
 
 
-def run_router(
-    options: ServeOptions,
-    replica_urls: Sequence[str],
-    replica_key: str | None,
-    on_ready: Callable[[str], None] = lambda url: None,
-) -> None:
-    """Forward requests to other servers until a signal; RuntimeError where one has another model or key."""
-    asyncio.run(serve_router(options, replica_urls, replica_key, on_ready))
-
-
 async def serve_router(
     options: ServeOptions,
     replica_urls: Sequence[str],
@@ -150,7 +131,7 @@ async def serve_router(
     on_ready: Callable[[str], None] = lambda url: None,
     stop_event: asyncio.Event | None = None,
 ) -> None:
-    """The same on a running event loop; setting ``stop_event`` is the first signal."""
+    """Forward requests to other servers until a signal; RuntimeError where one has another model or key."""
     max_connections = _raise_fd_limit()
     limits = replace(options.pool_limits, request_seconds=options.request_seconds)
     with contextlib.closing(_bind(options.host, options.port)) as sock:
@@ -271,15 +252,6 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(options: ServeOptions, port: int) -> str:
     host = f"[{options.host.strip('[]')}]" if ":" in options.host else options.host
     return f"{'https' if options.tls_cert else 'http'}://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _raise_fd_limit() -> int:

@@ -19,13 +19,13 @@ The function is pure: it reads the mapping it is given and touches neither torch
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LOOPBACK = ("localhost", "ip6-localhost", "::1", "0.0.0.0")
 _PORTS = range(20000, 32000)  # below Linux's ephemeral range, so no outgoing connection holds one
 _HOST_RANGE = re.compile(r"^(?P<prefix>[^\[\]]*)(?:\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[\]]*))?$")
 
@@ -140,9 +140,9 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
     if local_rank is None or local_world_size is None:
         if scheduler is not None and (scheduler.rank, scheduler.world_size) == (rank, world_size):
             local = (scheduler.local_rank, scheduler.local_world_size)
-        elif "KUBERNETES_SERVICE_HOST" in environ and addr is not None and not is_loopback(addr):
+        elif "KUBERNETES_SERVICE_HOST" in environ and addr is not None and not _is_this_host(addr):
             local = (0, 1)
-        elif world_size == 1 or addr is None or is_loopback(addr):
+        elif world_size == 1 or addr is None or _is_this_host(addr):
             local = (rank, world_size)
         else:
             name, hint = ("LOCAL_RANK", 0) if local_rank is None else ("LOCAL_WORLD_SIZE", 1)
@@ -343,6 +343,13 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
     return next((name for name in names if name in environ), None)
 
 
-def is_loopback(addr: str) -> bool:
-    """Whether ``addr``, which is not looked up, leads back to this host."""
-    return addr in _LOOPBACK or addr.startswith("127.")
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, is this one by its own interface alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_this_host(addr: str) -> bool:
+    return addr in ("ip6-localhost", "0.0.0.0") or is_loopback(addr)

@@ -44,6 +44,7 @@ from torch import Tensor
 from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
 from thalweg.comm.comms_logger import CollectiveCall
 from thalweg.comm.topology import get_host_key
+from thalweg.utils.processes import is_process_alive
 
 _CELLS_PER_CACHE_LINE = 8  # one cache line in 8-byte cells
 COUNTERS_PER_BANK = 16  # counters of one ring
@@ -200,7 +201,7 @@ class SharedMemoryArena:
         pid = self.read(rank, PID)
         if self.read(rank, CLOSED):
             raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} has closed its engine")
-        if not _is_process_alive(pid):
+        if not is_process_alive(pid):
             raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} (process {pid}) has died")
         if waited_seconds > self.timeout:
             raise CommError(
@@ -250,14 +251,6 @@ def _map_memfd(header: list[int], local_fd: int) -> mmap.mmap | None:
         return None
     finally:
         os.close(fd)
-
-
-def _is_process_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 class SharedMemoryRing:

@@ -11,32 +11,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.runners.base import EncoderInput
+from thalweg.infer.runners.base import EncoderInput, EncoderRunner
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, to_token_ids
 
 MAX_NUM_SEQS = 64  # sequences at a time
-
-
-class EncoderRunner(Protocol):
-    """An encoder."""
-
-    max_num_batched_tokens: int
-    """Of one run."""
-
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Return the last states, fp32 (tokens, width), sequence by sequence; valid until the next run."""
-        ...
-
-    def close(self) -> None:
-        """Free the weights."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,12 +62,7 @@ def _pooling_mode(config: dict[str, Any]) -> str:
         modes = [str(config["pooling_mode"])]
     else:
         modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    known = {
-        "mean": "mean",
-        "cls": "cls",
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_cls_token": "cls",
-    }
+    known = {"mean": "mean", "cls": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     if len(modes) != 1 or modes[0] not in known:
         raise ValueError(f"pooling by {', '.join(modes) or 'nothing'}: only mean and cls are known here")
     return known[modes[0]]

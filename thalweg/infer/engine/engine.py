@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out.
 
-The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks (``block_pool.py``), a runner
+The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks, a runner
 (``runners/``) computes their logits, ``sampler.py`` turns these into tokens, and the engine returns them as
 request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.infer.engine.block_pool import BlockPool
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
-from thalweg.infer.engine.scheduler import Proposer, Scheduler, SchedulerOutput, Sequence
+from thalweg.infer.engine.scheduler import BlockPool, Proposer, Scheduler, SchedulerOutput, Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.spec_decode.ngram import NgramProposer
 from thalweg.infer.types import (
@@ -119,14 +118,7 @@ class LLMEngine:
         self._num_arrivals += 1
         sequences: list[Sequence] = []
         for index in range(params.n):
-            sequence = Sequence(
-                request,
-                index,
-                self._num_arrivals,
-                max_length,
-                stop_ids,
-                decoder_start_ids=self.decoder_start_ids,
-            )
+            sequence = Sequence(request, index, self._num_arrivals, max_length, stop_ids, self.decoder_start_ids)
             sequence.prefix_owner = sequences[0] if sequences else None
             sequence.grammar = None if grammar is None else grammar.new_state(stop_ids)
             if self.tokenizer is not None:
@@ -187,7 +179,7 @@ class LLMEngine:
 
     def _kv_token_capacity(self, request: Request) -> int:
         """Return how many tokens the KV cache holds of a request that runs alone, without its encoder blocks."""
-        num_encoder_blocks = -(-len(request.prompt) // self._block_pool.block_size) if self.decoder_start_ids else 0
+        num_encoder_blocks = self._block_pool.num_blocks_for(len(request.prompt)) if self.decoder_start_ids else 0
         return (self._block_pool.num_blocks - num_encoder_blocks) * self._block_pool.block_size
 
     def abort(self, request_id: str) -> None:
@@ -225,36 +217,22 @@ class LLMEngine:
             draft_tokens = scheduler_output.draft_tokens.get(index, ())
             if not sequence.done:  # else its prompt could not be scored
                 try:
-                    self._sample(sequence, draft_tokens, logits, row, tokens, values, outputs)
+                    # Appends the next token, and those after it as long as the draft tokens are what is sampled.
+                    for number in range(len(draft_tokens) + 1):
+                        at = row + number
+                        sampled = sample_token(logits, at, tokens[at], values[at], sequence)
+                        outputs.append(self._append_token(sequence, sampled))
+                        if sequence.done or number == len(draft_tokens) or sampled.token != draft_tokens[number]:
+                            break
+                        sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
+                    if draft_tokens:
+                        sequence.draft_budget = number + 1
+                        self._counters["draft_tokens"] += len(draft_tokens)
+                        self._counters["accepted_tokens"] += number
                 except BaseException as error:
                     self._fail_sequence(sequence, error, outputs)
             row += 1 + len(draft_tokens)
         return outputs
-
-    def _sample(
-        self,
-        sequence: Sequence,
-        draft_tokens: AbstractSequence[int],
-        logits: Tensor,
-        row: int,
-        tokens: list[int],
-        values: list[float],
-        outputs: list[RequestOutput],
-    ) -> None:
-        """Append a sequence's next token, and those after it as long as the draft tokens are what is sampled."""
-        number = 0
-        while True:
-            sampled = sample_token(logits, row + number, tokens[row + number], values[row + number], sequence)
-            outputs.append(self._append_token(sequence, sampled))
-            accepted = number < len(draft_tokens) and sampled.token == draft_tokens[number] and not sampled.error
-            if not accepted or sequence.done:
-                break
-            number += 1
-            sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
-        if draft_tokens:
-            sequence.draft_budget = number + 1
-            self._counters["draft"] += len(draft_tokens)
-            self._counters["accepted"] += number
 
     def _fail_sequence(self, sequence: Sequence, error: BaseException, outputs: list[RequestOutput]) -> None:
         """End one sequence with ``finish_reason`` ``error``; the engine goes on, but for a Ctrl-C or an exit.
@@ -266,44 +244,43 @@ class LLMEngine:
         log.error("request %s failed", sequence.request.request_id, exc_info=error)
         if not sequence.done:
             self._finish_sequence(sequence, "error")
-            outputs.append(_make_output(sequence, reason="error", error=f"{type(error).__name__}: {error}"))
+            outputs.append(_make_output(sequence, finish_reason="error", error=f"{type(error).__name__}: {error}"))
 
     def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
         """Append a token to its sequence, end the sequence where it must, and return the output."""
         if sequence.num_generated_tokens == 0:
-            self._counters["prompt"] += sequence.num_prompt_tokens
-            self._counters["cached"] += sequence.num_cached_tokens
+            self._counters["prompt_tokens"] += sequence.num_prompt_tokens
+            self._counters["cached_tokens"] += sequence.num_cached_tokens
         if sampled.error:
             self._finish_sequence(sequence, "error")
-            output = _make_output(sequence, reason="error", error=sampled.error)
-            return replace(output, invalid_request=sampled.invalid_request)
+            error = {"error": sampled.error, "invalid_request": sampled.invalid_request}
+            return _make_output(sequence, finish_reason="error", **error)
         sequence.tokens.append(sampled.token)
-        self._counters["generated"] += 1
+        self._counters["generated_tokens"] += 1
         reason, stop, text = self._check_stop(sequence, sampled.token)
         if reason is not None:
             self._finish_sequence(sequence, reason)
         logprobs = None if sampled.logprob is None else (sampled.logprob,)
-        return _make_output(sequence, (sampled.token,), text, logprobs, reason, stop)
+        return _make_output(sequence, (sampled.token,), text, logprobs, finish_reason=reason, stop_reason=stop)
 
     def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:
         """Return why the sequence ends with this token, if it does, what stopped it, and the new text."""
-        is_stop_token = token in sequence.stop_ids and sequence.num_generated_tokens > sequence.params.min_tokens
-        text, stop = "", None
-        if sequence.detokenizer is not None and (not is_stop_token or sequence.params.include_stop):
-            text, stop = sequence.detokenizer.append(
-                token, check_stop=sequence.num_generated_tokens >= sequence.params.min_tokens
-            )
+        params, detokenizer, count = sequence.params, sequence.detokenizer, sequence.num_generated_tokens
+        is_stop_token = token in sequence.stop_ids and count > params.min_tokens
+        text = ""
+        if detokenizer is not None and (not is_stop_token or params.include_stop):
+            text, stop = detokenizer.append(token, check_stop=count >= params.min_tokens)
+            if stop is not None:
+                return "stop", stop, text
         reason: FinishReason | None = None
-        if stop is not None:
-            return "stop", stop, text
         if is_stop_token:
             reason = "stop"
         elif len(sequence.tokens) >= sequence.max_length:
             reason = "length"
         elif sequence.grammar is not None and sequence.grammar.finished:
             reason = "stop"
-        if reason is not None and sequence.detokenizer is not None:
-            text += sequence.detokenizer.flush()
+        if reason is not None and detokenizer is not None:
+            text += detokenizer.flush()
         return reason, token if is_stop_token else None, text
 
     def _finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -317,21 +294,16 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
-        s = self._scheduler
+        scheduler, pool = self._scheduler, self._block_pool
         return EngineStats(
-            running=len(s.running),
-            waiting=len(s.waiting),
-            kv_blocks=self._block_pool.num_blocks,
-            kv_blocks_used=self._block_pool.num_used,
-            kv_blocks_cached=self._block_pool.num_cached,
-            steps=self._counters["steps"],
-            prompt_tokens=self._counters["prompt"],
-            cached_tokens=self._counters["cached"],
-            generated_tokens=self._counters["generated"],
-            preemptions=s.num_preemptions,
-            draft_tokens=self._counters["draft"],
-            accepted_tokens=self._counters["accepted"],
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_blocks=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_cached=pool.num_cached,
+            preemptions=scheduler.num_preemptions,
             finished=dict(self._finished),
+            **self._counters,
         )
 
     def embed(self, prompts: AbstractSequence[AbstractSequence[int]]) -> Tensor:
@@ -343,10 +315,10 @@ class LLMEngine:
             raise ValueError("this model has no embeddings: it is an encoder-decoder model")
         self._check_request(Request("", tokens))
         pool, scheduler = self._block_pool, self._scheduler
-        num_blocks = -(-len(tokens) // pool.block_size)
+        num_blocks = pool.num_blocks_for(len(tokens))
         if num_blocks > pool.num_free or len(scheduler.running) >= self.runner.num_slots:
             raise ValueError("the KV cache is full of running requests: embed when fewer run")
-        blocks = [pool.allocate() for _ in range(num_blocks)]
+        blocks = pool.allocate_many(num_blocks)
         slot = scheduler.acquire_slot()
         try:
             total: Any = 0
@@ -383,24 +355,20 @@ def _make_output(
     token_ids: tuple[int, ...] = (),
     text: str = "",
     logprobs: tuple[TokenLogprob, ...] | None = None,
-    reason: FinishReason | None = None,
-    stop: int | str | None = None,
-    error: str | None = None,
+    **end: Any,
 ) -> RequestOutput:
-    """Return an output of a sequence; its first one has the scores of the prompt."""
+    """Return an output of a sequence, with what is said of its end; its first one has the scores of the prompt."""
     already_sent = sequence.sent_prompt_logprobs or sequence.params.prompt_logprobs is None
     sequence.sent_prompt_logprobs = True
     return RequestOutput(
         sequence.request.request_id,
         sequence.index,
-        token_ids=token_ids,
-        text=text,
-        logprobs=logprobs,
+        token_ids,
+        text,
+        logprobs,
         prompt_logprobs=None if already_sent else tuple(sequence.prompt_logprobs or [None]),
-        finish_reason=reason,
-        stop_reason=stop,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_generated_tokens=sequence.num_generated_tokens,
-        error=error,
+        **end,
     )

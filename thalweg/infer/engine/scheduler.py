@@ -10,12 +10,18 @@ them from then on, so a started prompt never stops halfway; only decoding can ru
 preempts the sequence of the lowest priority, which goes back to the queue and is computed again later (most of
 it from the prefix cache).  The sequence of the highest priority is never preempted, so something always
 advances.
+
+The KV cache's blocks are a :class:`BlockPool`.  A block is held by some sequences (a reference count), or free; a free
+block may still hold a full block of a prefix, which can be found until the block is evicted, the least recently used
+first.  A prefix is found block by block: the key of a block is the identity of the block before it and its own tokens,
+compared exactly, never by a hash alone; the first block's predecessor is the request's salt.
 """
 
 from __future__ import annotations
 
 import bisect
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
@@ -23,7 +29,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from thalweg.infer.engine.block_pool import BlockPool
 from thalweg.infer.runners.base import EncoderInput, ModelInput, QuerySpan
 from thalweg.infer.types import Request, SamplingParams, TokenLogprob
 
@@ -120,6 +125,107 @@ class Sequence:
     def sort_key(self) -> tuple[int, int, int]:
         """Lower goes first."""
         return (self.request.priority, self.arrival, self.index)
+
+
+BlockKey = tuple[Hashable, tuple[int, ...]]
+
+
+class BlockPool:
+    """``num_blocks`` blocks of ``block_size`` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._ref_counts = [0] * num_blocks
+        self._block_by_key: dict[BlockKey, tuple[int, int]] = {}
+        self._key_by_block: dict[int, BlockKey] = {}
+        self._last_id = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and that still hold a prefix."""
+        return len(self._evictable)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate_many(self, count: int) -> list[int]:
+        """Hand out blocks; the caller has seen that they are available."""
+        return [self.allocate() for _ in range(count)]
+
+    def allocate(self) -> int:
+        """Hand out a block; the caller has seen that one is available."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            del self._block_by_key[self._key_by_block.pop(block)]
+        self._ref_counts[block] = 1
+        return block
+
+    def incref(self, blocks: AbstractSequence[int]) -> None:
+        """Hold blocks that :meth:`find_prefix` returned."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._evictable[block]
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: AbstractSequence[int]) -> None:
+        """Let go of a sequence's blocks; the last ones are the first to be reused."""
+        for block in reversed(blocks):
+            self._ref_counts[block] -= 1
+            assert self._ref_counts[block] >= 0, f"block {block} was released more often than allocated"
+            if self._ref_counts[block] == 0:
+                if block in self._key_by_block:
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
+
+    def find_prefix(
+        self, tokens: AbstractSequence[int], root_key: Hashable, require_full: bool = False
+    ) -> tuple[list[int], int]:
+        """Return the blocks that hold a prefix of ``tokens``, and how many of them nobody holds.
+
+        At least one token is left over, as there must be something to compute.  ``require_full``: all of them
+        or none, the last block maybe not full.
+        """
+        blocks: list[int] = []
+        num_evictable, parent = 0, root_key
+        for start in range(
+            0, len(tokens) if require_full else (len(tokens) - 1) // self.block_size * self.block_size, self.block_size
+        ):
+            entry = self._block_by_key.get((parent, tuple(tokens[start : start + self.block_size])))
+            if entry is None:
+                return ([], 0) if require_full else (blocks, num_evictable)
+            block, parent = entry
+            blocks.append(block)
+            num_evictable += self._ref_counts[block] == 0
+        return blocks, num_evictable
+
+    def cache_block(self, block: int, parent: Hashable, tokens: AbstractSequence[int]) -> Hashable:
+        """Record that a held block is full of these tokens; returns the identity that the next one follows."""
+        if not self.prefix_caching:
+            return None
+        key = (parent, tuple(tokens))
+        entry = self._block_by_key.get(key)
+        if entry is not None:  # computed twice at the same time, or taken over from the cache
+            return entry[1]
+        self._last_id += 1
+        self._block_by_key[key] = (block, self._last_id)
+        self._key_by_block[block] = key
+        return self._last_id
 
 
 class Proposer(Protocol):
@@ -226,8 +332,7 @@ class Scheduler:
 
     def _allocate_decode(self, sequence: Sequence, scheduled: list[tuple[Sequence, int]]) -> bool:
         """Make room for the sequence's next token; False when it was itself preempted."""
-        num_blocks_needed = -(-len(sequence.tokens) // self.block_pool.block_size)
-        while len(sequence.blocks) < num_blocks_needed:
+        while len(sequence.blocks) < self.block_pool.num_blocks_for(len(sequence.tokens)):
             if not self.block_pool.num_free:
                 scheduled_ids = {id(s) for s, _ in scheduled}
                 victim = max((s for s in self.running if id(s) not in scheduled_ids), key=lambda s: s.sort_key)
@@ -249,11 +354,7 @@ class Scheduler:
         self.block_pool.release(sequence.encoder_blocks)
         self.release_slot(sequence.slot)
         sequence.blocks, sequence.encoder_blocks, sequence.slot, sequence.num_computed_tokens = [], [], -1, 0
-        sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = (
-            0,
-            sequence.prefix_root,
-            0,
-        )
+        sequence.num_cached_blocks, sequence.last_block_id, sequence.num_draft_computed = 0, sequence.prefix_root, 0
 
     def _admit(self, budget: int, scheduled: list[tuple[Sequence, int]], encoder_sequences: list[Sequence]) -> int:
         """Let waiting sequences in; returns what is left of the budget.
@@ -265,38 +366,32 @@ class Scheduler:
             sequence = next((s for s in self.waiting if self._prefix_is_ready(s)), None)
             if sequence is None:
                 return budget
+            pool, encoder_prompt = self.block_pool, sequence.encoder_prompt
             prefix_blocks, num_evictable = self._find_prefix(sequence)
             encoder_blocks, num_encoder_evictable = self._find_encoder_prefix(sequence)
-            num_new_encoder_blocks = (
-                0 if encoder_blocks else -(-len(sequence.encoder_prompt) // self.block_pool.block_size)
-            )
-            if num_new_encoder_blocks and encoder_sequences and len(sequence.encoder_prompt) > encoder_budget:
+            num_new_encoder_blocks = 0 if encoder_blocks else pool.num_blocks_for(len(encoder_prompt))
+            if num_new_encoder_blocks and encoder_sequences and len(encoder_prompt) > encoder_budget:
                 return budget
-            num_new_blocks = -(-len(sequence.tokens) // self.block_pool.block_size) - len(prefix_blocks)
+            num_new_blocks = pool.num_blocks_for(len(sequence.tokens)) - len(prefix_blocks)
             num_blocks_needed = num_new_blocks + num_new_encoder_blocks + num_evictable + num_encoder_evictable
             # One block for each that will still grow, or the new one would be preempted a moment later.
-            num_growing = sum(len(s.blocks) * self.block_pool.block_size < s.max_length - 1 for s in self.running)
-            if num_blocks_needed + num_growing > self.block_pool.num_free and self.running:
+            num_growing = sum(len(s.blocks) * pool.block_size < s.max_length - 1 for s in self.running)
+            if num_blocks_needed + num_growing > pool.num_free and self.running:
                 return budget
-            assert num_blocks_needed <= self.block_pool.num_free, "the engine refuses what can never fit"
+            assert num_blocks_needed <= pool.num_free, "the engine refuses what can never fit"
             self.waiting.remove(sequence)
             sequence.slot = self._free_slots.pop()
-            self.block_pool.incref(prefix_blocks)
-            self.block_pool.incref(encoder_blocks)
-            sequence.blocks = prefix_blocks + [self.block_pool.allocate() for _ in range(num_new_blocks)]
-            sequence.encoder_blocks = encoder_blocks or [
-                self.block_pool.allocate() for _ in range(num_new_encoder_blocks)
-            ]
+            pool.incref([*prefix_blocks, *encoder_blocks])
+            sequence.blocks = prefix_blocks + pool.allocate_many(num_new_blocks)
+            sequence.encoder_blocks = encoder_blocks or pool.allocate_many(num_new_encoder_blocks)
             if num_new_encoder_blocks:
                 encoder_sequences.append(sequence)
-                encoder_budget -= len(sequence.encoder_prompt)
-            sequence.num_computed_tokens = len(prefix_blocks) * self.block_pool.block_size
+                encoder_budget -= len(encoder_prompt)
+            sequence.num_computed_tokens = len(prefix_blocks) * pool.block_size
             if not sequence.admitted:
-                num_cached_tokens = len(sequence.encoder_prompt) if encoder_blocks else sequence.num_computed_tokens
-                sequence.admitted, sequence.num_cached_tokens = (
-                    True,
-                    min(num_cached_tokens, sequence.num_prompt_tokens),
-                )
+                num_cached_tokens = len(encoder_prompt) if encoder_blocks else sequence.num_computed_tokens
+                sequence.admitted = True
+                sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
             self.running.append(sequence)
             count = min(len(sequence.tokens) - sequence.num_computed_tokens, budget)
             scheduled.append((sequence, count))
@@ -317,13 +412,8 @@ class Scheduler:
         num_rows = sum(count for _, count in scheduled)
         for sequence, count in scheduled:
             remaining = sequence.max_length - len(sequence.tokens) - 1
-            max_draft = min(
-                self._num_speculative_tokens,
-                sequence.draft_budget,
-                remaining,
-                budget,
-                MAX_STEP_ROWS - num_rows,
-            )
+            most = self._num_speculative_tokens
+            max_draft = min(most, sequence.draft_budget, remaining, budget, MAX_STEP_ROWS - num_rows)
             if count > 1 or not sequence.num_generated_tokens or max_draft < 1:
                 continue
             num_draft = self._reserve_blocks(sequence, self._proposer.num_proposals(sequence, max_draft))
@@ -338,11 +428,9 @@ class Scheduler:
     def _reserve_blocks(self, sequence: Sequence, count: int) -> int:
         """Return for how many of ``count`` draft tokens there are blocks, and assign these."""
         while count:
-            num_missing = -(-(len(sequence.tokens) + count) // self.block_pool.block_size) - len(sequence.blocks)
-            if num_missing <= 0:
-                break
-            if num_missing < self.block_pool.num_free:
-                sequence.blocks += [self.block_pool.allocate() for _ in range(num_missing)]
+            num_missing = self.block_pool.num_blocks_for(len(sequence.tokens) + count) - len(sequence.blocks)
+            if num_missing <= 0 or num_missing < self.block_pool.num_free:
+                sequence.blocks += self.block_pool.allocate_many(num_missing)
                 break
             count -= 1
         return count
@@ -398,20 +486,15 @@ class Scheduler:
 
     def commit(self, output: SchedulerOutput) -> None:
         """Record that a step has been computed: its full blocks enter the prefix cache."""
-        block_size = self.block_pool.block_size
+        pool, size = self.block_pool, self.block_pool.block_size
         for sequence in output.encoder_sequences:
             parent = sequence.encoder_prefix_root
             for number, block in enumerate(sequence.encoder_blocks):
-                parent = self.block_pool.cache_block(
-                    block, parent, sequence.encoder_prompt[number * block_size : (number + 1) * block_size]
-                )
+                parent = pool.cache_block(block, parent, sequence.encoder_prompt[number * size : (number + 1) * size])
         for sequence, count in output.scheduled:
             sequence.num_computed_tokens += count
-            while (sequence.num_cached_blocks + 1) * block_size <= sequence.num_computed_tokens:
-                start = sequence.num_cached_blocks * block_size
-                sequence.last_block_id = self.block_pool.cache_block(
-                    sequence.blocks[sequence.num_cached_blocks],
-                    sequence.last_block_id,
-                    sequence.tokens[start : start + block_size],
-                )
+            while (sequence.num_cached_blocks + 1) * size <= sequence.num_computed_tokens:
+                number, parent = sequence.num_cached_blocks, sequence.last_block_id
+                tokens = sequence.tokens[number * size : (number + 1) * size]
+                sequence.last_block_id = pool.cache_block(sequence.blocks[number], parent, tokens)
                 sequence.num_cached_blocks += 1

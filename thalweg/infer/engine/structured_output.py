@@ -16,14 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.infer.types import StructuredOutput
+from thalweg.infer.types import ModelMetadata, StructuredOutput
 
 _CACHE_BYTES = 4 << 20  # bytes of compiled grammars' text
-
-
-def is_available(tokenizer: Any) -> bool:
-    """Whether grammars work with a tokenizer: it must be one of the fast ones, and llguidance installed."""
-    return importlib.util.find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
 
 
 class GrammarError(ValueError):
@@ -31,10 +26,10 @@ class GrammarError(ValueError):
 
 
 class GrammarCompiler:
-    """Compiles structures for one tokenizer and a model with ``vocab_size`` outputs."""
+    """Compiles structures for one tokenizer."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._tokenizer = tokenizer
         self._eos_token_ids = list(eos_token_ids) or [tokenizer.eos_token_id]
         self._llg_tokenizer: Any = None
         self._compiled: dict[StructuredOutput, CompiledGrammar] = {}
@@ -70,6 +65,13 @@ class GrammarCompiler:
             while len(self._compiled) > 1 and sum(x.size for x in self._compiled.values()) > _CACHE_BYTES:
                 self._compiled.pop(next(iter(self._compiled)))
         return compiled
+
+
+def make_grammar_compiler(tokenizer: Any, metadata: ModelMetadata) -> GrammarCompiler | None:
+    """Return a model's compiler; None without llguidance, or a tokenizer of the fast kind."""
+    if importlib.util.find_spec("llguidance") is None or not hasattr(tokenizer, "backend_tokenizer"):
+        return None
+    return GrammarCompiler(tokenizer, metadata.eos_token_ids)
 
 
 def _grammar_source(structure: StructuredOutput) -> str:

@@ -13,12 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.offload.packed_file import content_digest
-from thalweg.infer.quantization.checkpoints import (
-    check_all_loaded,
-    get_quant_method,
-    is_supported,
-    load_quantized,
-)
+from thalweg.infer.quantization.checkpoints import check_all_loaded, get_quant_method, is_supported, load_quantized
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.hub import check_model_path
 

@@ -8,6 +8,7 @@ description).  The first that supports the model builds it; an error while it bu
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +21,8 @@ from torch import nn
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.embedding import MAX_NUM_SEQS, EmbeddingEngine, load_pooling
 from thalweg.infer.engine.engine import LLMEngine
-from thalweg.infer.engine.structured_output import GrammarCompiler, is_available
-from thalweg.infer.loader.hf import get_model_kind, load_mmapped, load_model, load_tokenizer
+from thalweg.infer.engine.structured_output import make_grammar_compiler
+from thalweg.infer.loader.hf import ModelKind, get_model_kind, load_mmapped, load_model, load_tokenizer
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models import build_decoder_spec, build_encoder_spec
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, MoESpec, UnsupportedModelError, get_max_model_len
@@ -33,7 +34,7 @@ from thalweg.infer.precision import (
     get_kv_cache_dtype,
     get_weight_format,
 )
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest, RunnerType
+from thalweg.infer.runners.base import BaseRunner, EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest
 from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
@@ -50,8 +51,8 @@ from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 
-DECODER_RUNNERS: tuple[type[RunnerType], ...] = (CpuRunner, TorchRunner, TransformersRunner)
-ENCODER_RUNNERS: tuple[type[RunnerType], ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
+DECODER_RUNNERS: tuple[type[BaseRunner], ...] = (CpuRunner, TorchRunner, TransformersRunner)
+ENCODER_RUNNERS: tuple[type[BaseRunner], ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
 """By preference: the first that supports a model runs it."""
 _BLOCK_SIZE = 16
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
@@ -114,10 +115,24 @@ def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner
     """Start the other ranks; a live model goes to them through files."""
     from thalweg.infer.parallel.process_group import saved_to_tempdir, spawn_workers
 
-    if not isinstance(model, nn.Module):
-        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(model, options))
-    with saved_to_tempdir(model) as folder:
+    with saved_to_tempdir(model) if isinstance(model, nn.Module) else contextlib.nullcontext(model) as folder:
         return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(folder, options))
+
+
+def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind, max_length: int) -> ModelMetadata:
+    vocab_size = model.config.get_text_config().vocab_size
+    return ModelMetadata(
+        name=name,
+        kind=kind,
+        max_length=max_length,
+        vocab_size=vocab_size,
+        dtype=get_activation_dtype(get_weight_format(options), options),
+        quantize=options.quantization,
+        eos_token_ids=tuple(token for token in _eos_token_ids(model) if 0 <= token < vocab_size),
+        bos_token_id=getattr(model.config, "bos_token_id", None),
+        pad_token_id=getattr(model.config, "pad_token_id", None),
+        adapters=tuple(options.lora_adapters),
+    )
 
 
 def _load_encoder(
@@ -135,12 +150,7 @@ def _load_encoder(
     else:
         max_length = get_max_model_len(spec, options.max_model_len)
     runner = runner_type.build(RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
-    metadata = ModelMetadata(
-        name=name, kind="encoder", max_length=max_length, vocab_size=model.config.vocab_size,
-        dtype=get_activation_dtype(get_weight_format(options), options), quantize=options.quantization,
-        pad_token_id=getattr(model.config, "pad_token_id", None),
-    )  # fmt: skip
-    return EmbeddingEngine(runner, metadata, tokenizer, pooling)
+    return EmbeddingEngine(runner, _make_metadata(model, options, name, "encoder", max_length), tokenizer, pooling)
 
 
 def _load_generator(
@@ -156,31 +166,19 @@ def _load_generator(
     """Return the engine of a model that generates."""
     if options.lora_adapters and options.weight_offload:
         raise ValueError("lora_adapters: they need weights in memory; leave weight_offload out")
-    kind, config = get_model_kind(model), model.config
+    kind = get_model_kind(model)
     draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
     if workers is not None:
         runner, max_length = _make_parallel_runner(model, options, forced_runner, workers)
     else:
         runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec)
-    vocab_size = config.get_text_config().vocab_size
+    metadata = _make_metadata(model, options, name, kind, max_length)
     proposer = None
     if draft_spec is not None:
-        proposer = _make_proposer(draft_model, draft_spec, runner, options, max_length, vocab_size)
+        proposer = _make_proposer(draft_model, draft_spec, runner, options, metadata)
     is_transformers = isinstance(runner, TransformersRunner)
     if options.batch_invariant and isinstance(getattr(runner, "inner", runner), TorchRunner):
         runner = BatchInvariantRunner(runner)
-    metadata = ModelMetadata(
-        name=name,
-        kind=kind,
-        max_length=max_length,
-        vocab_size=vocab_size,
-        dtype=get_activation_dtype(get_weight_format(options), options),
-        quantize=options.quantization,
-        eos_token_ids=tuple(token for token in _eos_token_ids(model) if 0 <= token < vocab_size),
-        bos_token_id=getattr(config, "bos_token_id", None),
-        pad_token_id=getattr(config, "pad_token_id", None),
-        adapters=tuple(options.lora_adapters),
-    )
     num_speculative_tokens = options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0)
     return LLMEngine(
         runner,
@@ -192,20 +190,18 @@ def _load_generator(
         # The cache of a model's own code cannot take back a rejected token.
         num_speculative_tokens=0 if is_transformers else num_speculative_tokens,
         proposer=proposer,
-        grammar_compiler=GrammarCompiler(tokenizer, metadata.vocab_size, metadata.eos_token_ids)
-        if is_available(tokenizer)
-        else None,
+        grammar_compiler=make_grammar_compiler(tokenizer, metadata),
         decoder_start_ids=_decoder_start_ids(model) if kind == "seq2seq" else (),
     )
 
 
 def choose_runner(
-    runners: Sequence[type[RunnerType]],
+    runners: Sequence[type[BaseRunner]],
     spec: DecoderSpec | EncoderSpec | None,
     options: EngineConfig,
     forced_runner: str | None = None,
     undescribed: str = "",
-) -> type[RunnerType]:
+) -> type[BaseRunner]:
     """Return the first runner that supports a model, or the one of that name.
 
     ``undescribed``: why there is no ``spec``.  Raises UnsupportedModelError, with the reasons, where none does.
@@ -245,11 +241,7 @@ def _describe(model: Any, options: EngineConfig, kind: str) -> tuple[Any, str]:
 
 
 def _make_runner(
-    model: Any,
-    options: EngineConfig,
-    forced_runner: str | None,
-    weights_id: Any,
-    draft_spec: DecoderSpec | None,
+    model: Any, options: EngineConfig, forced_runner: str | None, weights_id: Any, draft_spec: DecoderSpec | None
 ) -> tuple[ModelRunner, int]:
     """Return the runner of a model in this process, and its longest sequence."""
     spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "decoder")
@@ -271,12 +263,20 @@ def _make_runner(
     return _build_offloaded(runner_type, request, weights_id), max_length
 
 
-def _build_offloaded(runner_type: type[RunnerType], request: RunnerRequest, weights_id: Any) -> ModelRunner:
+def _build_offloaded(runner_type: type[BaseRunner], request: RunnerRequest, weights_id: Any) -> ModelRunner:
     """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
     from thalweg.infer.offload.weight_ring import build_weight_ring
 
     assert isinstance(request.spec, DecoderSpec), "only described models are offloaded"
     if runner_type is not CpuRunner:
+        for name in ("weight_offload_dir", "weight_offload_bytes"):
+            if getattr(request.config, name) is not None:
+                reason = CpuRunner.supports(request.spec, request.config) or f"{runner_type.name} was asked for"
+                raise ValueError(
+                    f"{name} is for the CPU kernels, which alone pack weights into a file, and they do not run this"
+                    f" model here ({reason}): leave it out (in DeepSpeed's config: offload_param.device cpu); weights"
+                    " are then read from the model's own files or memory"
+                )
         verify(request.model, request.spec, cache_weights=False)
         return runner_type.build(request)
     weights = build_weight_ring(request.spec, request.weight_format, request.config, weights_id)
@@ -295,36 +295,30 @@ def _make_parallel_runner(
     model: Any, options: EngineConfig, forced_runner: str | None, workers: Any
 ) -> tuple[ModelRunner, int]:
     """Return rank 0's runner of a model of which each worker has a shard."""
-    from thalweg.infer.parallel.executor import RunnerConfig, kernel_gap, start_driver
-    from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
+    from thalweg.infer.parallel.executor import kernel_gap, start_driver
+    from thalweg.infer.parallel.shard import shard_for_rank
 
     try:
-        parallel_config = ParallelConfig.from_options(options)
         try:
             decoder = build_decoder_spec(model)
             verify(model, decoder, cache_weights=False)
         except UnsupportedModelError as reason:
             raise ValueError(f"a model sharded on several ranks needs a description: {reason}") from None
-        weight_format, kv_cache_dtype = get_weight_format(options), get_kv_cache_dtype(options)
         max_length = get_max_model_len(decoder, options.max_model_len)
-        assert parallel_config.num_ranks == workers.num_ranks, "there are as many ranks as the options ask for"
-        stage_specs = [
-            shard_for_rank(decoder, rank, parallel_config)
-            for rank in range(0, parallel_config.num_ranks, parallel_config.ranks_per_stage)
-        ]
-        gap = kernel_gap(decoder, parallel_config, weight_format, kv_cache_dtype)
+        assert options.num_ranks == workers.num_ranks, "there are as many ranks as the options ask for"
+        first_ranks = range(0, options.num_ranks, options.ranks_per_stage)
+        stage_specs = [shard_for_rank(decoder, rank, options) for rank in first_ranks]
+        gap = kernel_gap(decoder, options)
         if gap and forced_runner == "cpu":
             raise UnsupportedModelError(gap)
         runners = (TorchRunner,) if gap else DECODER_RUNNERS[:2]
         use_cpu_kernels = choose_runner(runners, decoder, options, forced_runner) is CpuRunner
         # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
         num_blocks = min(_num_kv_blocks(x, options, max_length, num_processes=workers.num_ranks) for x in stage_specs)
-        runner_config = RunnerConfig(
-            use_cpu_kernels, weight_format, kv_cache_dtype, num_blocks, options.max_num_seqs, max_length,
-            options.max_num_batched_tokens, parallel_config.tensor_parallel, parallel_config.pipeline_parallel,
-            parallel_config.expert_parallel,
-        )  # fmt: skip
-        return start_driver(decoder, runner_config, workers, options.device), max_length
+        runner = start_driver(
+            decoder, options, workers, use_cpu_kernels=use_cpu_kernels, num_blocks=num_blocks, max_length=max_length
+        )
+        return runner, max_length
     except BaseException:
         workers.close()
         raise
@@ -414,29 +408,23 @@ def _build_draft_spec(draft_model: Any, model_kind: str, options: EngineConfig) 
 
 
 def _make_proposer(
-    draft_model: Any,
-    draft_spec: DecoderSpec,
-    target_runner: ModelRunner,
-    options: EngineConfig,
-    max_length: int,
-    vocab_size: int,
+    draft_model: Any, draft_spec: DecoderSpec, target_runner: ModelRunner, options: EngineConfig, target: ModelMetadata
 ) -> DraftModelProposer:
     """Return the proposer of a described draft model, with a cache of the same blocks as its target's."""
+    max_length = target.max_length
     if isinstance(target_runner, TransformersRunner):
         raise ValueError("draft_model: a model that runs through its own code cannot take back rejected tokens")
     if draft_spec.max_length < max_length:
         raise ValueError(
             f"draft_model: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_model_len"
         )
-    draft_options = replace(options, max_model_len=max_length)
-    runner_type = choose_runner(DECODER_RUNNERS[:2], draft_spec, draft_options)
-    request = RunnerRequest(
-        draft_model, draft_spec, draft_options, max_length, options.max_num_seqs, target_runner.num_blocks
-    )
+    options = replace(options, max_model_len=max_length)
+    runner_type, num_blocks = choose_runner(DECODER_RUNNERS[:2], draft_spec, options), target_runner.num_blocks
+    request = RunnerRequest(draft_model, draft_spec, options, max_length, options.max_num_seqs, num_blocks)
     return DraftModelProposer(
         runner_type.build(request),
         max_num_batched_tokens=options.max_num_batched_tokens,
-        vocab_size=vocab_size,
+        vocab_size=target.vocab_size,
         draft_vocab_size=draft_spec.vocab_size,
     )
 

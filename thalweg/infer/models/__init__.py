@@ -12,9 +12,9 @@ from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, UnsupportedModel
 DECODERS = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "mixtral": "llama",
     "qwen2_moe": "llama", "qwen3_moe": "llama", "smollm3": "llama", "granite": "llama", "olmo": "olmo",
-    "stablelm": "stablelm", "cohere": "cohere", "starcoder2": "starcoder2", "gptj": "gptj",
+    "stablelm": "stablelm", "cohere": "cohere", "starcoder2": "llama", "gptj": "gptj",
     "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma",
-    "gpt2": "gpt2", "phi": "phi", "phi3": "phi3", "opt": "opt", "bloom": "bloom", "gpt_neox": "gpt_neox",
+    "gpt2": "gpt2", "phi": "phi", "phi3": "llama", "opt": "opt", "bloom": "bloom", "gpt_neox": "gpt_neox",
     "falcon": "falcon", "t5": "t5", "mt5": "t5", "umt5": "t5",
 }  # fmt: skip
 """Hugging Face's ``model_type`` to our file; what is described wrongly is found at load and not used."""
@@ -54,15 +54,7 @@ def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
     except UnsupportedModelError:
         raise
     # A variant with other modules than the family's usual ones:
-    except (
-        AttributeError,
-        AssertionError,
-        TypeError,
-        KeyError,
-        IndexError,
-        ValueError,
-        RuntimeError,
-    ) as error:
+    except (AttributeError, AssertionError, TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(

@@ -8,45 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    MLPSpec,
-    UnsupportedModelError,
-    build_layer_norm,
-    build_linear,
-    deinterleave_qkv,
-)
+from thalweg.infer.models import spec as specs
 
 
-def build_decoder(model: Any) -> DecoderSpec:
+def build_decoder(model: Any) -> specs.DecoderSpec:
     """Describe the model.  BLOOM has no longest length of its own; what it was trained on is 2,048."""
     c, m = model.config, model.transformer
     if c.apply_residual_connection_post_layernorm:
-        raise UnsupportedModelError("BLOOM with residuals behind the norm")
+        raise specs.UnsupportedModelError("BLOOM with residuals behind the norm")
     dim = c.hidden_size // c.n_head
     layers = []
     for block in m.h:
         a = block.self_attention
-        attention = AttentionSpec(
-            num_heads=c.n_head, num_kv_heads=c.n_head, head_dim=dim,
-            qkv=deinterleave_qkv(build_linear(a.query_key_value), c.n_head, dim), out=build_linear(a.dense),
-            scale=dim**-0.5, alibi_slopes=alibi_slopes(c.n_head),
-        )  # fmt: skip
-        up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
-        norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
-        layers.append(DecoderLayerSpec(norms[0], attention, MLPSpec(up, down, "gelu_tanh", gated=False), norms[1]))
-    return DecoderSpec(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        max_length=getattr(c, "seq_length", None) or 2048,
-        embed=m.word_embeddings.weight.detach(),
-        embed_norm=build_layer_norm(m.word_embeddings_layernorm),
-        layers=layers,
-        final_norm=build_layer_norm(m.ln_f),
-        lm_head=build_linear(model.lm_head),
-    )
+        qkv = specs.deinterleave_qkv(specs.build_linear(a.query_key_value), c.n_head, dim)
+        attention = specs.build_attention(qkv, a.dense, c.n_head, dim, alibi_slopes=alibi_slopes(c.n_head))
+        mlp = specs.build_plain_mlp(block.mlp.dense_h_to_4h, block.mlp.dense_4h_to_h, "gelu_new")
+        norms = specs.build_norm(block.input_layernorm), specs.build_norm(block.post_attention_layernorm)
+        layers.append(specs.DecoderLayerSpec(norms[0], attention, mlp, norms[1]))
+    return specs.assemble_decoder(
+        model, layers, specs.build_norm(m.ln_f), max_length=getattr(c, "seq_length", None) or 2048,
+        embed_norm=specs.build_norm(m.word_embeddings_layernorm),
+    )  # fmt: skip
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

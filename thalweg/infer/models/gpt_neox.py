@@ -4,42 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    MLPSpec,
-    activation_name,
-    build_layer_norm,
-    build_linear,
-    build_rope,
-    deinterleave_qkv,
-)
+from thalweg.infer.models import spec as specs
 
 
-def build_decoder(model: Any) -> DecoderSpec:
+def build_decoder(model: Any) -> specs.DecoderSpec:
     """Describe the model."""
     c, m = model.config, model.gpt_neox
     num_heads = c.num_attention_heads
     dim = c.hidden_size // num_heads
-    rope = build_rope(m.rotary_emb, c.max_position_embeddings)
+    rope = specs.build_rope(m.rotary_emb, c.max_position_embeddings)
     layers = []
     for block in m.layers:
-        attention = AttentionSpec(
-            num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim,
-            qkv=deinterleave_qkv(build_linear(block.attention.query_key_value), num_heads, dim),
-            out=build_linear(block.attention.dense), scale=dim**-0.5, rope=rope,
-        )  # fmt: skip
-        up, down = build_linear(block.mlp.dense_h_to_4h), build_linear(block.mlp.dense_4h_to_h)
-        mlp = MLPSpec(up, down, activation_name(c.hidden_act), gated=False)
-        norms = build_layer_norm(block.input_layernorm), build_layer_norm(block.post_attention_layernorm)
-        layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=c.use_parallel_residual))
-    return DecoderSpec(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        max_length=c.max_position_embeddings,
-        embed=m.embed_in.weight.detach(),
-        layers=layers,
-        final_norm=build_layer_norm(m.final_layer_norm),
-        lm_head=build_linear(getattr(model, "embed_out", None) or model.lm_head),
-    )
+        qkv = specs.deinterleave_qkv(specs.build_linear(block.attention.query_key_value), num_heads, dim)
+        attention = specs.build_attention(qkv, block.attention.dense, num_heads, dim, rope=rope)
+        mlp = specs.build_plain_mlp(block.mlp.dense_h_to_4h, block.mlp.dense_4h_to_h, c.hidden_act)
+        norms = specs.build_norm(block.input_layernorm), specs.build_norm(block.post_attention_layernorm)
+        parallel = c.use_parallel_residual
+        layers.append(specs.DecoderLayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=parallel))
+    return specs.assemble_decoder(model, layers, specs.build_norm(m.final_layer_norm))

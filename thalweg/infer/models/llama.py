@@ -1,85 +1,79 @@
-"""Llama and those built like it: Mistral, Qwen 2 and 3, SmolLM 3, Granite, Mixtral, Qwen's mixtures."""
+"""Llama and those built like it: Mistral, Qwen 2 and 3, SmolLM 3, Granite, Phi 3, StarCoder 2, Mixtral, Qwen's MoEs.
+
+What differs among them is read off their modules: fused weights, norms, the MLP's form, windows, layers without
+positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    LinearSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    RopeTable,
-    UnsupportedModelError,
-    activation_name,
-    build_linear,
-    build_rms_norm,
-    build_rope,
-)
+from thalweg.infer.models import spec as specs
+from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec, MoESpec, NormSpec, build_linear
+
+NormBuilder = Callable[[Any], NormSpec]
 
 
 def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
+    c, spec = model.config, build_llama_like(model)
+    if c.model_type != "granite":
+        return spec
+    norm = scale_norm(specs.build_norm(model.model.norm), 1 / c.logits_scaling)
+    return replace(spec, final_norm=norm, embed_scale=float(c.embedding_multiplier))
+
+
+def build_llama_like(
+    model: Any,
+    build_norm: NormBuilder = specs.build_norm,
+    *,
+    final_norm: NormSpec | None = None,
+    parallel: bool = False,
+    interleaved: bool = False,
+) -> DecoderSpec:
+    """Return the decoder of a model whose modules are named as Llama's.
+
+    ``final_norm``: by default ``model.model.norm``.  ``parallel``: attention and MLP read the same normalised x.
+    ``interleaved``: neighbouring dims are rotated.
+    """
     c, m = model.config, model.model
-    rope = build_rope(m.rotary_emb, c.max_position_embeddings)
-    granite = c.model_type == "granite"
-    norm = scale_norm(build_rms_norm(m.norm), 1 / c.logits_scaling if granite else 1.0)
-    spec = build_llama_like(model, [_build_layer(layer, c, rope) for layer in m.layers], norm)
-    return replace(spec, embed_scale=float(c.embedding_multiplier)) if granite else spec
+    rope = specs.build_rope(m.rotary_emb, c.max_position_embeddings, interleaved=interleaved)
+    layers = []
+    for block in m.layers:
+        attention, inner = build_self_attention(block.self_attn, c, rope, build_norm), build_mlp(block.mlp, c)
+        residual_scale = getattr(block, "residual_multiplier", 1.0)
+        attention = replace(attention, out=scale_linear(attention.out, residual_scale))
+        if isinstance(inner, MLPSpec):
+            inner = replace(inner, down=scale_linear(inner.down, residual_scale))
+        first = build_norm(block.input_layernorm)
+        second = first if parallel else build_norm(block.post_attention_layernorm)
+        layers.append(specs.DecoderLayerSpec(first, attention, inner, second, parallel_residual=parallel))
+    return specs.assemble_decoder(model, layers, final_norm or build_norm(m.norm))
 
 
-def _build_layer(layer: Any, c: Any, rope: RopeTable) -> DecoderLayerSpec:
-    a = layer.self_attn
-    has_qk_norm = hasattr(a, "q_norm")
-    residual_scale = getattr(layer, "residual_multiplier", 1.0)
-    attention = AttentionSpec(
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_key_value_heads,
-        head_dim=a.head_dim,
-        qkv=build_linear(a.q_proj, a.k_proj, a.v_proj),
-        out=scale_linear(build_linear(a.o_proj), residual_scale),
-        scale=a.scaling,
-        rope=rope if getattr(a, "use_rope", True) else None,
-        q_norm=build_head_norm(a.q_norm, a.head_dim) if has_qk_norm else None,
-        k_norm=build_head_norm(a.k_norm, a.head_dim) if has_qk_norm else None,
+def build_self_attention(
+    a: Any, c: Any, rope: specs.RopeTable, build_norm: NormBuilder = specs.build_norm
+) -> specs.AttentionSpec:
+    """Describe a layer's attention; ``build_norm`` describes norms of queries and keys."""
+    qkv = [a.qkv_proj] if hasattr(a, "qkv_proj") else [a.q_proj, a.k_proj, a.v_proj]
+    norms = [build_norm(norm) for norm in (getattr(a, "q_norm", None), getattr(a, "k_norm", None)) if norm is not None]
+    if any(norm.weight.numel() != a.head_dim for norm in norms):
+        raise specs.UnsupportedModelError("a norm over all heads together")
+    q_norm, k_norm = norms or (None, None)
+    return specs.build_attention(
+        build_linear(*qkv), a.o_proj if hasattr(a, "o_proj") else a.dense, c.num_attention_heads, a.head_dim,
+        num_kv_heads=c.num_key_value_heads, scale=getattr(a, "scaling", None),
+        rope=rope if getattr(a, "use_rope", True) else None, q_norm=q_norm, k_norm=k_norm,
         sliding_window=get_sliding_window(a, c),
-    )
-    inner = build_mlp(layer.mlp, c)
-    if isinstance(inner, MLPSpec):
-        inner = replace(inner, down=scale_linear(inner.down, residual_scale))
-    return DecoderLayerSpec(
-        build_rms_norm(layer.input_layernorm),
-        attention,
-        inner,
-        build_rms_norm(layer.post_attention_layernorm),
-    )
-
-
-def build_llama_like(model: Any, layers: Sequence[DecoderLayerSpec], norm: NormSpec) -> DecoderSpec:
-    """Return the decoder of a model whose table, head and sizes are named as Llama's."""
-    c = model.config
-    return DecoderSpec(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        max_length=c.max_position_embeddings,
-        embed=model.model.embed_tokens.weight.detach(),
-        layers=layers,
-        final_norm=norm,
-        lm_head=build_linear(model.lm_head),
-    )
+    )  # fmt: skip
 
 
 def scale_norm(norm: NormSpec, factor: float) -> NormSpec:
     """Return a norm whose result is multiplied by a factor."""
-    if factor == 1.0:
-        return norm
     bias = None if norm.bias is None else norm.bias.float() * factor
     return replace(norm, weight=norm.weight.float() * factor, bias=bias)
 
@@ -100,13 +94,6 @@ def scale_linear(layer: LinearSpec, factor: float) -> LinearSpec:
     )  # fmt: skip
 
 
-def build_head_norm(module: Any, head_dim: int) -> NormSpec:
-    """Describe a norm of each head."""
-    if module.weight.numel() != head_dim:
-        raise UnsupportedModelError("a norm over all heads together")
-    return build_rms_norm(module)
-
-
 def get_sliding_window(attention: Any, c: Any) -> int:
     """Return how many positions a token of this layer sees, 0 for all."""
     if hasattr(attention, "sliding_window"):
@@ -118,11 +105,14 @@ def get_sliding_window(attention: Any, c: Any) -> int:
 
 
 def build_mlp(module: Any, c: Any) -> MLPSpec | MoESpec:
-    """Describe a gated MLP or a mixture of them."""
+    """Describe an MLP, with a gate or without, or a mixture of gated ones."""
     if hasattr(module, "experts"):
         return _build_moe(module, c)
-    act = activation_name(getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None))
-    return MLPSpec(build_linear(module.gate_proj, module.up_proj), build_linear(module.down_proj), act, gated=True)
+    act = getattr(c, "hidden_activation", None) or c.hidden_act
+    if hasattr(module, "c_fc"):
+        return specs.build_plain_mlp(module.c_fc, module.c_proj, act)
+    up = [module.gate_up_proj] if hasattr(module, "gate_up_proj") else [module.gate_proj, module.up_proj]
+    return MLPSpec(build_linear(*up), build_linear(module.down_proj), specs.activation_name(act), gated=True)
 
 
 def _build_moe(module: Any, c: Any) -> MoESpec:
@@ -136,19 +126,7 @@ def _build_moe(module: Any, c: Any) -> MoESpec:
         down=module.experts.down_proj.detach(),
         top_k=c.num_experts_per_tok,
         norm_topk_prob=getattr(c, "norm_topk_prob", True),
-        activation=activation_name(c.hidden_act),
+        activation=specs.activation_name(c.hidden_act),
         shared_expert=shared_expert_spec,
         shared_expert_gate=None if shared_expert_gate is None else shared_expert_gate.weight.detach(),
     )
-
-
-__all__ = [
-    "LinearSpec",
-    "build_decoder",
-    "build_head_norm",
-    "build_llama_like",
-    "build_mlp",
-    "get_sliding_window",
-    "scale_linear",
-    "scale_norm",
-]

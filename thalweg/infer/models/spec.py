@@ -324,10 +324,7 @@ def permute_outputs(layer: LinearSpec, permutation: Tensor) -> LinearSpec:
     bias = None if layer.bias is None else layer.bias[permutation]
     combined = permutation if layer.output_permutation is None else layer.output_permutation[permutation]
     shape = (len(permutation), layer.in_features)
-    run_ends = [
-        *(torch.where(permutation.diff() != 1)[0] + 1).tolist(),
-        len(permutation),
-    ]  # of runs of neighbours
+    run_ends = [*(torch.where(permutation.diff() != 1)[0] + 1).tolist(), len(permutation)]  # of runs of neighbours
 
     def copy(start: int, stop: int, out: Tensor) -> None:
         first = 0
@@ -368,6 +365,44 @@ def build_rms_norm(module: Any, offset: float = 0.0) -> NormSpec:
     assert eps is not None
     weight = module.weight.detach()
     return NormSpec("rms", weight if offset == 0 else weight.float() + offset, None, eps)
+
+
+def build_norm(module: Any) -> NormSpec:
+    """Describe a norm by its type."""
+    return build_layer_norm(module) if isinstance(module, nn.LayerNorm) else build_rms_norm(module)
+
+
+def build_attention(
+    qkv: LinearSpec,
+    out: nn.Module,
+    num_heads: int,
+    head_dim: int,
+    *,
+    num_kv_heads: int = 0,
+    scale: float | None = None,
+    **fields: Any,
+) -> AttentionSpec:
+    """Describe self-attention: where nothing else is said, each head has keys and values of its own, and scores are
+    divided by the root of ``head_dim``."""
+    scale = float(head_dim**-0.5) if scale is None else scale
+    return AttentionSpec(num_heads, num_kv_heads or num_heads, head_dim, qkv, build_linear(out), scale, **fields)
+
+
+def build_plain_mlp(up: nn.Module, down: nn.Module, activation: Any) -> MLPSpec:
+    """Describe an MLP without a gate."""
+    return MLPSpec(build_linear(up), build_linear(down), activation_name(activation), gated=False)
+
+
+def assemble_decoder(
+    model: Any, layers: Sequence[DecoderLayerSpec], final_norm: NormSpec | None, *, max_length: int = 0, **fields: Any
+) -> DecoderSpec:
+    """Describe a decoder by its layers and what is the same in all of Hugging Face's."""
+    c, head = model.config, model.get_output_embeddings()
+    sizes = {"vocab_size": c.vocab_size, "hidden_size": c.hidden_size}
+    sizes["max_length"] = max_length or c.max_position_embeddings
+    fields.setdefault("embed", model.get_input_embeddings().weight.detach())
+    fields.setdefault("lm_head", build_linear(head))
+    return DecoderSpec(**sizes, layers=layers, final_norm=final_norm, **fields)
 
 
 def build_rope(module: Any, max_length: int, *args: Any, interleaved: bool = False) -> RopeTable:

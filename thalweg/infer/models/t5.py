@@ -8,41 +8,21 @@ from typing import Any
 
 import torch
 
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    EncoderSpec,
-    MLPSpec,
-    NormSpec,
-    RelativePositionBias,
-    activation_name,
-    build_linear,
-    build_rms_norm,
-)
+from thalweg.infer.models import spec as specs
+from thalweg.infer.models.spec import DecoderLayerSpec, DecoderSpec, EncoderSpec, build_linear, build_rms_norm
 
 _DEFAULT_MAX_LENGTH = 512  # what these models were trained on; nothing in them ends there
 
 
 def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
-    c = model.config
+    c, stack = model.config, model.decoder
     width = model.lm_head.weight.shape[1]
-    norm = build_rms_norm(model.decoder.final_layer_norm)
+    norm = build_rms_norm(stack.final_layer_norm)
     if _scales_outputs(c):
-        norm = NormSpec("rms", norm.weight.float() * width**-0.5, None, norm.eps)
-    stack = model.decoder
-    return DecoderSpec(
-        vocab_size=c.vocab_size,
-        hidden_size=width,
-        max_length=getattr(c, "n_positions", None) or _DEFAULT_MAX_LENGTH,
-        embed=stack.embed_tokens.weight.detach(),
-        layers=_build_layers(stack, c),
-        final_norm=norm,
-        lm_head=build_linear(model.lm_head),
-        encoder=build_encoder(model),
-    )
+        norm = specs.NormSpec("rms", norm.weight.float() * width**-0.5, None, norm.eps)
+    head = build_linear(model.lm_head)
+    return DecoderSpec(**_build_stack(stack, c), final_norm=norm, lm_head=head, encoder=build_encoder(model))
 
 
 def _scales_outputs(c: Any) -> bool:
@@ -52,45 +32,35 @@ def _scales_outputs(c: Any) -> bool:
 
 def build_encoder(model: Any) -> EncoderSpec:
     """Describe the encoder, of any model that has one."""
-    c, stack = model.config, model.encoder
-    return EncoderSpec(
-        vocab_size=c.vocab_size,
-        hidden_size=stack.embed_tokens.weight.shape[1],
-        max_length=getattr(c, "n_positions", None) or _DEFAULT_MAX_LENGTH,
-        embed=stack.embed_tokens.weight.detach(),
-        layers=_build_layers(stack, c),
-        final_norm=build_rms_norm(stack.final_layer_norm),
-    )
+    stack = model.encoder
+    return EncoderSpec(**_build_stack(stack, model.config), final_norm=build_rms_norm(stack.final_layer_norm))
+
+
+def _build_stack(stack: Any, c: Any) -> dict[str, Any]:
+    """Return what encoder and decoder have alike."""
+    embed = stack.embed_tokens.weight.detach()
+    return {
+        "vocab_size": c.vocab_size, "hidden_size": embed.shape[1], "embed": embed, "layers": _build_layers(stack, c),
+        "max_length": getattr(c, "n_positions", None) or _DEFAULT_MAX_LENGTH,
+    }  # fmt: skip
 
 
 def _build_layers(stack: Any, c: Any) -> list[DecoderLayerSpec]:
     layers, relative = [], None
     for block in stack.block:
-        first = block.layer[0]
+        first, last = block.layer[0], block.layer[-1]
         a = first.SelfAttention
         if a.has_relative_attention_bias:  # in T5 the first layer's holds for all
             bucket = partial(
                 _relative_position_bucket, num_buckets=c.relative_attention_num_buckets,
-                bidirectional=not stack.is_decoder,
-                max_distance=c.relative_attention_max_distance,
+                bidirectional=not stack.is_decoder, max_distance=c.relative_attention_max_distance,
             )  # fmt: skip
-            relative = RelativePositionBias(a.relative_attention_bias.weight.detach(), bucket)
-        attention = AttentionSpec(
-            num_heads=c.num_heads, num_kv_heads=c.num_heads, head_dim=c.d_kv, qkv=build_linear(a.q, a.k, a.v),
-            out=build_linear(a.o),
-            scale=1.0, relative_bias=relative,
-        )  # fmt: skip
-        last = block.layer[-1]
+            relative = specs.RelativePositionBias(a.relative_attention_bias.weight.detach(), bucket)
+        qkv = build_linear(a.q, a.k, a.v)
+        attention = specs.build_attention(qkv, a.o, c.num_heads, c.d_kv, scale=1.0, relative_bias=relative)
         cross = _build_cross_attention(block.layer[1]) if len(block.layer) == 3 else None
-        layers.append(
-            DecoderLayerSpec(
-                build_rms_norm(first.layer_norm),
-                attention,
-                _build_mlp(last.DenseReluDense, c),
-                build_rms_norm(last.layer_norm),
-                cross_attention=cross,
-            )
-        )
+        norms, mlp = [build_rms_norm(x.layer_norm) for x in (first, last)], _build_mlp(last.DenseReluDense, c)
+        layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1], cross_attention=cross))
     return layers
 
 
@@ -115,19 +85,13 @@ def _relative_position_bucket(
     return base + torch.where(size < exact, size, far)
 
 
-def _build_cross_attention(layer: Any) -> CrossAttentionSpec:
-    a = layer.EncDecAttention
-    return CrossAttentionSpec(
-        build_rms_norm(layer.layer_norm),
-        build_linear(a.q),
-        build_linear(a.k, a.v),
-        build_linear(a.o),
-        scale=1.0,
-    )
+def _build_cross_attention(layer: Any) -> specs.CrossAttentionSpec:
+    a, norm = layer.EncDecAttention, build_rms_norm(layer.layer_norm)
+    return specs.CrossAttentionSpec(norm, build_linear(a.q), build_linear(a.k, a.v), build_linear(a.o), scale=1.0)
 
 
-def _build_mlp(m: Any, c: Any) -> MLPSpec:
-    act = activation_name(c.dense_act_fn)
-    if c.is_gated_act:
-        return MLPSpec(build_linear(m.wi_0, m.wi_1), build_linear(m.wo), act, gated=True)
-    return MLPSpec(build_linear(m.wi), build_linear(m.wo), act, gated=False)
+def _build_mlp(m: Any, c: Any) -> specs.MLPSpec:
+    if not c.is_gated_act:
+        return specs.build_plain_mlp(m.wi, m.wo, c.dense_act_fn)
+    act = specs.activation_name(c.dense_act_fn)
+    return specs.MLPSpec(build_linear(m.wi_0, m.wi_1), build_linear(m.wo), act, gated=True)

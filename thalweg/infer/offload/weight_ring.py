@@ -36,14 +36,10 @@ import torch
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
-from thalweg.infer.offload.packed_file import (
-    CorruptFileError,
-    PackedWeightsFile,
-    default_weights_folder,
-    tensor_bytes,
-)
+from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
 from thalweg.infer.runners.packed_weights import (
     PackedWeight,
+    WeightStore,
     align_up,
     layer_linears,
     lm_head_format,
@@ -157,7 +153,7 @@ def split_into_segments(decoder: DecoderSpec, weight_format: str) -> tuple[list[
     return ranges, [round_up(size) for size in sizes]
 
 
-class WeightRing:
+class WeightRing(WeightStore):
     """A model's packed weights in a file, each segment at an address that stays, for the programs of a runner.
 
     On the first load they are packed into the file; ``weights_id``: what the model was loaded from, or None for a live

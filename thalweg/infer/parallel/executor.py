@@ -17,8 +17,8 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -28,39 +28,19 @@ from torch import Tensor
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
-from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError
+from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.parallel.process_group import InferenceGroup, WorkerDiedError, connect_to_spawner
-from thalweg.infer.parallel.shard import ParallelConfig, shard_for_rank
+from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
+from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
+from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan, RunnerRequest
+from thalweg.infer.runners.cpu_program import kernels_unsupported_reason
+from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchRunner
 
-_BLOCK_SIZE = 16
 
-
-@dataclass(frozen=True)
-class RunnerConfig:
-    """What all ranks must agree on to lay down their runners."""
-
-    use_cpu_kernels: bool
-    weight_format: str
-    kv_cache_dtype: str
-    num_blocks: int
-    num_slots: int
-    max_length: int
-    max_num_batched_tokens: int
-    tensor_parallel: int
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-
-    @property
-    def parallel_config(self) -> ParallelConfig:
-        """Into how many parts the model is cut."""
-        return ParallelConfig(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
-
-
-class DriverRunner:
+class DriverRunner(ModelRunner):
     """Rank 0's runner: tells the others what to compute, and computes its own shard."""
 
     def __init__(self, inner: ModelRunner, comm: StageCommunicator) -> None:
@@ -68,10 +48,6 @@ class DriverRunner:
         self.num_blocks, self.block_size, self.num_slots = inner.num_blocks, inner.block_size, inner.num_slots
         self.weight_bytes = getattr(inner, "weight_bytes", None)
         self._finalizer = weakref.finalize(self, comm.close)
-
-    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """No model with an encoder runs on several ranks."""
-        raise NotImplementedError
 
     def run(self, batch: ModelInput) -> Tensor:
         """Return fp32 logits of the batch's rows.  Raises WorkerDiedError."""
@@ -99,10 +75,6 @@ class DriverRunner:
             return ""
         self.group.fail(failed)
         return self.group.failure_message()
-
-    def free_slot(self, slot: int) -> None:
-        """Nothing is kept outside of the blocks."""
-        self.inner.free_slot(slot)
 
     def close(self) -> None:
         """End the others and free the shard."""
@@ -187,29 +159,41 @@ def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     runner.group.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
 
 
-def start_driver(decoder: DecoderSpec, config: RunnerConfig, group: InferenceGroup, device: str) -> DriverRunner:
+def start_driver(
+    decoder: DecoderSpec,
+    options: EngineConfig,
+    group: InferenceGroup,
+    *,
+    use_cpu_kernels: bool,
+    num_blocks: int,
+    max_length: int,
+) -> DriverRunner:
     """Return rank 0's runner of a decoder, when every other rank is in :func:`start_worker`."""
+    if options.dtype == "auto" and not options.quantization:  # what suits this host, on every rank
+        options = replace(options, dtype=get_weight_format(options))
+    plan = {"use_cpu_kernels": use_cpu_kernels, "num_blocks": num_blocks, "max_length": max_length}
     try:
         group.connect()
-        group.broadcast({"config": asdict(config)})
-        runner, comm = _build_runner(decoder, config, group, device)
+        group.broadcast({"options": asdict(options), "plan": plan})
+        runner = _build_runner(decoder, options, group, **plan)
         for rank in range(1, group.num_ranks):
             if error := group.receive(rank)["error"]:
                 raise RuntimeError(f"inference rank {rank}: {error}")
     except BaseException:
         group.close()
         raise
-    return DriverRunner(runner, comm)
+    return DriverRunner(runner, runner.comm)
 
 
 def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> WorkerLoop:
     """Return another rank's counterpart of :func:`start_driver`."""
     try:
         group.connect()
-        config = RunnerConfig(**group.receive()["config"])
-        assert config.parallel_config.num_ranks == group.num_ranks, "rank 0 plans for as many ranks as there are"
+        message = group.receive()
+        options, plan = EngineConfig(**{**message["options"], "device": device}), message["plan"]
+        assert options.num_ranks == group.num_ranks, "rank 0 plans for as many ranks as there are"
         try:
-            runner, comm = _build_runner(decoder, config, group, device)
+            runner = _build_runner(decoder, options, group, **plan)
         except Exception as error:
             group.send({"error": f"{type(error).__name__}: {error}"}, [0])
             raise
@@ -217,59 +201,33 @@ def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> Wo
     except BaseException:
         group.close()
         raise
-    return WorkerLoop(runner, comm, config.max_length)
+    return WorkerLoop(runner, runner.comm, plan["max_length"])
 
 
-def kernel_gap(decoder: DecoderSpec, parallel_config: ParallelConfig, weight_format: str, kv_cache_dtype: str) -> str:
-    """Return why the native kernels cannot run the parts, or an empty text."""
-    from thalweg.infer.runners.cpu_runner import check_supported
-
-    try:
-        check_supported(decoder, weight_format, kv_cache_dtype)
-        for rank in range(parallel_config.num_ranks):
-            check_supported(shard_for_rank(decoder, rank, parallel_config), weight_format, kv_cache_dtype)
-    except UnsupportedModelError as reason:
-        return str(reason)
-    return ""
+def kernel_gap(decoder: DecoderSpec, options: EngineConfig) -> str | None:
+    """Return why the native kernels cannot run the parts, or None."""
+    formats = get_weight_format(options), get_kv_cache_dtype(options)
+    parts = [decoder, *(shard_for_rank(decoder, rank, options) for rank in range(options.num_ranks))]
+    return next(filter(None, (kernels_unsupported_reason(part, *formats) for part in parts)), None)
 
 
 def _build_runner(
-    decoder: DecoderSpec, config: RunnerConfig, group: InferenceGroup, device: str
-) -> tuple[ModelRunner, StageCommunicator]:
-    sums_in_memory = config.use_cpu_kernels and config.parallel_config.ranks_per_stage > 1
+    decoder: DecoderSpec,
+    options: EngineConfig,
+    group: InferenceGroup,
+    use_cpu_kernels: bool,
+    num_blocks: int,
+    max_length: int,
+) -> Any:
+    """Return this rank's runner; its ``comm`` is what it shares with the others."""
+    sums_in_memory = use_cpu_kernels and options.ranks_per_stage > 1
     comm = (ShmCommunicator if sums_in_memory else StageCommunicator)(
-        group, num_stages=config.pipeline_parallel, max_num_batched_tokens=config.max_num_batched_tokens,
+        group, num_stages=options.pipeline_parallel_size, max_num_batched_tokens=options.max_num_batched_tokens,
         hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size,
     )  # fmt: skip
-    decoder = shard_for_rank(decoder, group.rank, config.parallel_config)
-    common_args: dict[str, Any] = {
-        "num_blocks": config.num_blocks, "num_slots": config.num_slots, "max_length": config.max_length,
-        "kv_cache_dtype": config.kv_cache_dtype, "comm": comm,
-    }  # fmt: skip
-    if config.use_cpu_kernels:
-        from thalweg.infer.runners.cpu_runner import CpuRunner
-
-        runner: ModelRunner = CpuRunner(
-            decoder,
-            weight_format=config.weight_format,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_threads=group.num_threads,
-            **common_args,
-        )
-        return runner, comm
-    from thalweg.infer.quantization.pack import linear_packer, quantize_experts
-
-    on_cpu = torch.device(device).type == "cpu"
-    if on_cpu:
-        decoder = quantize_experts(decoder, config.weight_format)
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.weight_format, torch.bfloat16)
-    if config.weight_format in ("int8", "int4"):
-        dtype = torch.float32
-    make_linear = linear_packer(config.weight_format) if on_cpu else None
-    runner = TorchRunner(
-        decoder, dtype=dtype, block_size=_BLOCK_SIZE, device=device, make_linear=make_linear, **common_args
-    )
-    return runner, comm
+    shard = shard_for_rank(decoder, group.rank, options)
+    request = RunnerRequest(None, shard, options, max_length, options.max_num_seqs, num_blocks, comm=comm)
+    return (CpuRunner if use_cpu_kernels else TorchRunner).build(request)
 
 
 def main(argument: str) -> int:

@@ -283,11 +283,7 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
             command = [sys.executable, "-m", "thalweg.infer.parallel.executor", json.dumps(fields)]
             group.processes.append(
                 subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env=environ,
-                    start_new_session=True,
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ, start_new_session=True
                 )
             )
     except BaseException:

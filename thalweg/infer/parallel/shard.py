@@ -12,7 +12,7 @@ heads go to two ranks as 12 and 13.  With more ranks for experts than for heads,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,51 +23,21 @@ from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, LinearSpec, ML
 _VOCAB_UNIT = 32  # columns of a packed panel
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How many ranks share heads, layers and experts."""
-
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-
-    @staticmethod
-    def from_options(options: EngineConfig) -> ParallelConfig:
-        """Return the degrees that options ask for."""
-        return ParallelConfig(
-            options.tensor_parallel_size, options.pipeline_parallel_size, options.expert_parallel_size
-        )
-
-    @property
-    def ranks_per_stage(self) -> int:
-        """Ranks of a stage."""
-        return max(self.tensor_parallel, self.expert_parallel)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks in all."""
-        return self.pipeline_parallel * self.ranks_per_stage
-
-
-def shard_for_rank(decoder: DecoderSpec, rank: int, parallel_config: ParallelConfig) -> DecoderSpec:
+def shard_for_rank(decoder: DecoderSpec, rank: int, options: EngineConfig) -> DecoderSpec:
     """Return a rank's shard: rank ``rank % ranks_per_stage`` of stage ``rank // ranks_per_stage``.
 
     Raises ValueError, naming the degrees that work, where layers, heads or experts cannot be divided so.
     """
-    stage_index, rank_in_stage = divmod(rank, parallel_config.ranks_per_stage)
+    stage_index, rank_in_stage = divmod(rank, options.ranks_per_stage)
     moe_specs = [x.mlp for x in decoder.layers if isinstance(x.mlp, MoESpec)]
     num_experts = min((len(m.up) for m in moe_specs), default=1)
-    if parallel_config.expert_parallel > num_experts:
+    expert_parallel = options.expert_parallel_size
+    if expert_parallel > num_experts:
         has = num_experts if moe_specs else "no"
-        raise ValueError(f"expert_parallel is {parallel_config.expert_parallel}; this model has {has} experts")
-    stage_spec = pipeline_stage(decoder, stage_index, parallel_config.pipeline_parallel)
-    return shard_stage(
-        stage_spec,
-        rank_in_stage,
-        parallel_config.ranks_per_stage,
-        parallel_config.tensor_parallel,
-        parallel_config.expert_parallel,
-    )
+        raise ValueError(f"expert_parallel is {expert_parallel}; this model has {has} experts")
+    stage_spec = pipeline_stage(decoder, stage_index, options.pipeline_parallel_size)
+    degrees = options.ranks_per_stage, options.tensor_parallel_size, expert_parallel
+    return shard_stage(stage_spec, rank_in_stage, *degrees)
 
 
 def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> DecoderSpec:
@@ -85,11 +55,7 @@ def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> D
 
 
 def shard_stage(
-    decoder: DecoderSpec,
-    rank: int,
-    num_ranks: int,
-    tensor_parallel: int | None = None,
-    expert_parallel: int = 1,
+    decoder: DecoderSpec, rank: int, num_ranks: int, tensor_parallel: int | None = None, expert_parallel: int = 1
 ) -> DecoderSpec:
     """Return the shard of ``rank`` of ``num_ranks``; ``vocab_size`` stays the whole model's.
 
@@ -139,13 +105,7 @@ def _shard_heads(a: AttentionSpec, rank: int, num_ranks: int, tensor_parallel: i
         return _shard_attention(a, rank // ranks_per_head_shard, tensor_parallel)
     out = _slice_columns(a.out, 0, 0, rank)
     return replace(
-        a,
-        num_heads=0,
-        num_kv_heads=0,
-        qkv=a.qkv.slice_outputs(0, 0),
-        out=out,
-        alibi_slopes=None,
-        relative_bias=None,
+        a, num_heads=0, num_kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative_bias=None
     )
 
 

@@ -154,10 +154,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def _dequantize_awq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:
     if "qweight" not in tensors:
         return None
-    bits, version = (
-        int(quant_config.get("bits", quant_config.get("w_bit", 4))),
-        quant_config.get("version", "gemm"),
-    )
+    bits, version = (int(quant_config.get("bits", quant_config.get("w_bit", 4))), quant_config.get("version", "gemm"))
     if bits != 4 or str(version).lower() != "gemm":
         raise ValueError(f"AWQ weights of {bits} bits in version {version} are not known here; 4 bits, gemm are")
     values, zeros = (

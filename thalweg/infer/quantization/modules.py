@@ -1,14 +1,17 @@
-"""Any model's linear layers with packed weights, in place of its own."""
+"""Packed linear layers of what the torch wheel holds, where native kernels are not: for described models, whose layers
+the eager runner calls, and in place of a live model's own modules."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thalweg.infer.models.spec import build_linear
+from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MoESpec, build_linear
 from thalweg.ops.linear.packed import pack_linear
 
 _MIN_FEATURES = 32  # outputs and inputs: narrower layers are routers and gates, which want exact numbers
@@ -76,3 +79,31 @@ def quantized_copy(model: Any, weight_format: str) -> Any:
     clone = clone_sharing_weights(model)
     quantize_linears(clone, weight_format)
     return clone
+
+
+def linear_packer(weight_format: str) -> Callable[[LinearSpec], Callable[[Tensor], Tensor]]:
+    """Return what packs a described layer in a format: fp32, bf16, fp16, int8, int4."""
+
+    def pack(layer: LinearSpec) -> Callable[[Tensor], Tensor]:
+        if layer.out_features == 0:  # a rank without a part of a small vocabulary
+            return lambda x: x[:, :0]
+        return pack_linear(layer.weight, layer.bias, weight_format)
+
+    return pack
+
+
+def quantize_experts(decoder: DecoderSpec, weight_format: str) -> DecoderSpec:
+    """Return the decoder with the experts' weights packed, for int8 and int4; other formats as they are.
+
+    The packed ones alone are held then, so that a loaded model's own may be dropped.
+    """
+    if weight_format not in ("int8", "int4"):
+        return decoder
+    pack = linear_packer(weight_format)
+
+    def quantize(m: MoESpec) -> MoESpec:
+        packed_experts = [(pack(LinearSpec(up)), pack(LinearSpec(down))) for up, down in zip(m.up, m.down, strict=True)]
+        return replace(m, up=m.up.new_empty(0), down=m.down.new_empty(0), packed_experts=packed_experts)
+
+    layers = [replace(x, mlp=quantize(x.mlp)) if isinstance(x.mlp, MoESpec) else x for x in decoder.layers]
+    return replace(decoder, layers=layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
 from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
 from thalweg.infer.runners.packed_weights import WeightStore
+
+if TYPE_CHECKING:
+    from thalweg.infer.parallel.communicator import StageCommunicator
 
 
 class QuerySpan(NamedTuple):
@@ -58,51 +61,14 @@ class ModelInput:
     """Which adapter each span's sequence has, -1 for none."""
 
 
-class ModelRunner(Protocol):
-    """A model with its KV cache."""
-
-    num_blocks: int
-    """Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks."""
-    block_size: int
-    num_slots: int
-    """Sequences that may have a slot at the same time."""
-
-    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
-        """Compute encoder prompts and store the keys and values of cross attention in their blocks."""
-        ...
-
-    def run(self, batch: ModelInput) -> Tensor:
-        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), valid until the next run."""
-        ...
-
-    def argmax(self) -> tuple[list[int], list[float]] | None:
-        """Return the most likely token of each row of the last run and its logit, or None where it is not computed.
-
-        Of several equal ones the first; a logit that is NaN stands for a row that holds one.
-        """
-        ...
-
-    def free_slot(self, slot: int) -> None:
-        """Drop what the slot's sequence keeps outside of the blocks."""
-        ...
-
-    def hidden_states(self, batch: ModelInput) -> Tensor:
-        """Like ``run`` with all rows, but return the last hidden states, fp32 (tokens, width)."""
-        ...
-
-    def close(self) -> None:
-        """Free the weights and the cache."""
-        ...
-
-
 @dataclass(frozen=True)
 class RunnerRequest:
     """A model for which a runner is built, with all that has been decided about it."""
 
     model: Any
-    """The live Hugging Face model."""
+    """The live Hugging Face model; None where its description is enough."""
     spec: DecoderSpec | EncoderSpec | None
-    """Its description; None where there is none that gives the model's own logits."""
+    """Its description, or the shard of it that ``comm`` is about; None where none gives the model's own logits."""
     config: EngineConfig
     max_model_len: int
     num_slots: int = 0
@@ -110,6 +76,8 @@ class RunnerRequest:
     lora: LoraManager | None = None
     weights: WeightStore | None = None
     """Where the packed weights are, unless in memory."""
+    comm: StageCommunicator | None = None
+    """The ranks with which this one sums its partial results."""
 
     @property
     def weight_format(self) -> str:
@@ -127,8 +95,8 @@ class RunnerRequest:
         return torch.device(self.config.device).type == "cpu"
 
 
-class RunnerType(Protocol):
-    """A class of runners, as ``loader/load.py`` chooses among them: the first that supports a model builds it."""
+class BaseRunner:
+    """A model that runs.  ``loader/load.py`` chooses among its classes: the first that supports a model builds it."""
 
     name: ClassVar[str]
 
@@ -138,12 +106,59 @@ class RunnerType(Protocol):
 
         ``spec``: the model's description, None where there is none.
         """
-        ...
+        raise NotImplementedError
 
     @classmethod
     def build(cls, request: RunnerRequest) -> Any:
         """Return the runner.  Errors, out of memory too, are errors: no other runner is tried."""
-        ...
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free the weights and the cache."""
+        raise NotImplementedError
+
+
+class EncoderRunner(BaseRunner):
+    """An encoder."""
+
+    max_num_batched_tokens: int
+    """Of one run."""
+
+    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Return the last states, fp32 (tokens, width), sequence by sequence; valid until the next run."""
+        raise NotImplementedError
+
+
+class ModelRunner(BaseRunner):
+    """A model that generates, with its KV cache."""
+
+    num_blocks: int
+    """Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks."""
+    block_size: int
+    num_slots: int
+    """Sequences that may have a slot at the same time."""
+
+    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
+        """Compute encoder prompts and store the keys and values of cross attention in their blocks."""
+        raise NotImplementedError
+
+    def run(self, batch: ModelInput) -> Tensor:
+        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), valid until the next run."""
+        raise NotImplementedError
+
+    def argmax(self) -> tuple[list[int], list[float]] | None:
+        """Return the most likely token of each row of the last run and its logit, or None: the sampler does it.
+
+        Of several equal ones the first; a logit that is NaN stands for a row that holds one.
+        """
+        return None
+
+    def free_slot(self, slot: int) -> None:
+        """Drop what the slot's sequence keeps outside of the blocks."""
+
+    def hidden_states(self, batch: ModelInput) -> Tensor:
+        """Like ``run`` with all rows, but return the last hidden states, fp32 (tokens, width)."""
+        raise NotImplementedError
 
 
 UNDESCRIBED = "the model is not described"

@@ -10,7 +10,7 @@ from torch import Tensor
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
 
 
-class BatchInvariantRunner:
+class BatchInvariantRunner(ModelRunner):
     """Gives every token to another runner alone, so that no result depends on the token's company.
 
     Not on other sequences, not on how prompts are chunked, not on what the prefix cache holds.  The CPU kernels
@@ -56,9 +56,6 @@ class BatchInvariantRunner:
                     encoder_seq_lens=batch.encoder_seq_lens[own],
                     lora_ids=batch.lora_ids[own],
                 )
-
-    def argmax(self) -> None:
-        """It is not computed here."""
 
     def free_slot(self, slot: int) -> None:
         """Drop what the slot's sequence keeps."""

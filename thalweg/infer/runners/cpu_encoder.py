@@ -20,17 +20,17 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, EncoderSpec
 from thalweg.infer.precision import get_weight_format
-from thalweg.infer.runners.base import EncoderInput, RunnerRequest
-from thalweg.infer.runners.cpu_program import ProgramBuilder, cpu_unsupported_reason, without_positions
+from thalweg.infer.runners.base import EncoderInput, EncoderRunner, RunnerRequest
+from thalweg.infer.runners.cpu_program import KVRegion, ProgramBuilder, cpu_unsupported_reason, without_positions
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore
 from thalweg.ops import cpu_kernels
 
-CrossTargets = Sequence[tuple[CrossAttentionSpec | None, AttentionSpec, tuple[Tensor, Tensor, int]]]
+CrossTargets = Sequence[tuple[CrossAttentionSpec | None, AttentionSpec, KVRegion]]
 """For each layer of a decoder: its cross attention, the self-attention of the same shape, and the cache
 region of keys and values with its stripe."""
 
 
-class CpuEncoder:
+class CpuEncoder(EncoderRunner):
     """Runs an :class:`EncoderSpec` with weights in ``weight_format``: up to ``max_num_seqs`` sequences.
 
     ``cross_targets``: cross attentions to compute keys and values for; ``block_tables`` (slots, blocks) names
@@ -115,11 +115,7 @@ class CpuEncoder:
             )
             blocks = -(-length // cpu_kernels.BLOCK_SIZE)
             self._scratch_block_tables[number, :blocks] = np.arange(block, block + blocks)
-            tokens[span], positions[span], last_visible[span] = (
-                encoder_input.tokens,
-                np.arange(length),
-                length - 1,
-            )
+            tokens[span], positions[span], last_visible[span] = (encoder_input.tokens, np.arange(length), length - 1)
             table_offsets[span] = number * self._scratch_block_tables.strides[0]
             if self._block_tables is not None:
                 cross_table_offsets[span] = encoder_input.slot * self._block_tables.strides[0]
@@ -181,14 +177,14 @@ class _EncoderProgram(ProgramBuilder):
         self.last_positions, self.cross_table_offsets = (
             self.keep_alive(torch.zeros(max_tokens, dtype=torch.int64)) for _ in range(2)
         )
-        kv_regions: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
+        kv_regions: dict[tuple[int, int], KVRegion] = {}
         if e.embed_norm is not None:
             self.norm_into(e.embed_norm, self.x, self.x)
         for layer in e.layers:
             a = layer.attention
             if (a.num_kv_heads, a.head_dim) not in kv_regions:
                 kv_regions[a.num_kv_heads, a.head_dim] = self.allocate_kv(num_blocks, [a])[1][0]
-            self.emit_layer(layer, *kv_regions[a.num_kv_heads, a.head_dim])
+            self.emit_layer(layer, kv_regions[a.num_kv_heads, a.head_dim])
         self.final = self.x
         if e.final_norm is not None:
             self.final = self.keep_alive(cpu_kernels.allocate_rows(max_tokens, e.hidden_size))
@@ -209,7 +205,7 @@ class _EncoderProgram(ProgramBuilder):
         cross: CrossAttentionSpec,
         rows: cpu_kernels.ActivationBuffer,
         a: AttentionSpec,
-        kv_region: tuple[Tensor, Tensor, int],
+        kv_region: KVRegion,
         cross_tables_address: int,
     ) -> None:
         """Compute the encoder states' keys and values for a layer of a decoder, and store them."""
@@ -217,4 +213,4 @@ class _EncoderProgram(ProgramBuilder):
         self.linear(rows, cross.kv, kv, self.weight_format)
         kv_spec = replace(a, rope=None, q_norm=None, k_norm=None)
         shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), num_heads=0)
-        self.rope_and_store_kv(shape, kv_spec, kv, *kv_region, cross_tables_address, self.cross_table_offsets)
+        self.rope_and_store_kv(shape, kv_spec, kv, kv_region, cross_tables_address, self.cross_table_offsets)

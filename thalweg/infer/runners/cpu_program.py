@@ -15,17 +15,8 @@ from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager, LoraWeights
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    EncoderSpec,
-    LinearSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-)
+from thalweg.infer.models import spec as specs
+from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, NormSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.precision import get_weight_format
@@ -34,6 +25,8 @@ from thalweg.infer.runners.packed_weights import WeightStore
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import EvictableMemory
 
+KVRegion = tuple[Tensor, Tensor, int]
+"""A layer's keys and values, and the bytes from one stripe of blocks to the next."""
 OPERAND_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
 
@@ -61,7 +54,7 @@ def kernels_unsupported_reason(spec: DecoderSpec | EncoderSpec, weight_format: s
     encoder = spec.encoder if isinstance(spec, DecoderSpec) else None
     sizes = [spec.hidden_size] if encoder is None else [spec.hidden_size, encoder.hidden_size]
     for layer in [*spec.layers, *(encoder.layers if encoder is not None else ())]:
-        if isinstance(layer.mlp, MoESpec):
+        if isinstance(layer.mlp, specs.MoESpec):
             return "a mixture of experts"
         a = layer.attention
         sizes += [a.head_dim, layer.mlp.down.in_features]
@@ -213,11 +206,7 @@ class ProgramBuilder:
             self._add_lora(rows, lora_weights, out, layer.out_features)
 
     def _add_lora(
-        self,
-        rows: cpu_kernels.ActivationBuffer,
-        lora_weights: Sequence[LoraWeights | None],
-        out: Tensor,
-        outputs: int,
+        self, rows: cpu_kernels.ActivationBuffer, lora_weights: Sequence[LoraWeights | None], out: Tensor, outputs: int
     ) -> None:
         """Add each row's LoRA product."""
         k, columns = cpu_kernels.round_up(rows.width, 16), cpu_kernels.round_up(outputs, 16)
@@ -273,32 +262,30 @@ class ProgramBuilder:
         self.emit_call(
             self.kernels.reduce_sum(),
             out, out.stride(0) * 4, partials, partials.stride(1) * 4, partials.stride(0) * 4, comm.world_size,
-            self.count_address,
-            cpu_kernels.round_up(layer.out_features, 16),
+            self.count_address, cpu_kernels.round_up(layer.out_features, 16),
         )  # fmt: skip
 
-    def emit_layer(
-        self, layer: DecoderLayerSpec, keys: Tensor, values: Tensor, stripe: int, is_last: bool = False
-    ) -> None:
-        """Emit a layer whose blocks lie in ``keys`` and ``values``, in stripes of ``stripe`` bytes.
+    def emit_layer(self, layer: specs.DecoderLayerSpec, region: KVRegion, is_last: bool = False) -> None:
+        """Emit a layer whose blocks lie in ``region``.
 
         ``is_last``: from its attention on, compute only the rows whose logits are wanted.
         """
         a, m, weight_format = layer.attention, layer.mlp, self.weight_format
-        assert isinstance(m, MLPSpec), "mixtures have runners of their own"
+        assert isinstance(m, specs.MLPSpec), "mixtures have runners of their own"
         qkv = self.buffer("qkv", a.qkv.out_features)
         self.linear(self.norm_and_quantize(layer.attn_norm, self.x, weight_format), a.qkv, qkv, weight_format)
         shape = self.attention_shape(a)
-        self.rope_and_store_kv(shape, a, qkv, keys, values, stripe, self.tables_address, self.table_offsets)
+        self.rope_and_store_kv(shape, a, qkv, region, self.tables_address, self.table_offsets)
         queries = self.gather_output_rows(qkv, a.num_heads * a.head_dim) if is_last else qkv
-        attended = self.self_attention(shape, a, queries, keys, values, stripe)
+        tables = self.tables_address, self.table_offsets, self.last_visible
+        attended = self.paged_attention(shape, queries, region, self._position_bias(a), *tables)
         up = self.buffer("up", m.up.out_features)
         rows = self.norm_and_quantize(None, attended, weight_format, "attended")
         if layer.parallel_residual:
             self.linear(self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format)
         self.linear_residual(rows, a.out, layer.post_attn_norm, layer.attn_residual_norm)
         if layer.cross_attention is not None:
-            self.cross_attention(layer.cross_attention, a, keys, values, stripe)
+            self.cross_attention(layer.cross_attention, a, region)
         if not layer.parallel_residual:
             self.linear(self.norm_and_quantize(layer.mlp_norm, self.x, weight_format), m.up, up, weight_format)
         rows = self.operand_buffer(m.down.in_features, weight_format, "inner")
@@ -308,9 +295,7 @@ class ProgramBuilder:
         )  # fmt: skip
         self.linear_residual(rows, m.down, layer.post_mlp_norm, layer.mlp_residual_norm)
 
-    def cross_attention(
-        self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
-    ) -> None:
+    def cross_attention(self, cross: specs.CrossAttentionSpec, a: AttentionSpec, region: KVRegion) -> None:
         """Attend to the encoder states; decoders do."""
         raise NotImplementedError
 
@@ -324,12 +309,12 @@ class ProgramBuilder:
         raise NotImplementedError
 
     def rope_and_store_kv(
-        self, shape: cpu_kernels.AttentionShape, a: AttentionSpec, qkv: Tensor, keys: Tensor, values: Tensor,
-        stripe: int,
+        self, shape: cpu_kernels.AttentionShape, a: AttentionSpec, qkv: Tensor, region: KVRegion,
         tables_address: int, table_offsets: Tensor,
     ) -> None:  # fmt: skip
         """Rotate queries and keys; store keys and values in the blocks of the block tables."""
         cos, sin = self._rope_table(a)
+        keys, values, stripe = region
         q_norm = self.padded_vector(None if a.q_norm is None else a.q_norm.weight, a.head_dim)
         k_norm = self.padded_vector(None if a.k_norm is None else a.k_norm.weight, a.head_dim)
         eps = self.keep_alive(torch.tensor([0.0 if a.q_norm is None else a.q_norm.eps], dtype=torch.float32))
@@ -339,34 +324,12 @@ class ProgramBuilder:
             k_norm, eps, table_offsets, stripe,
         )  # fmt: skip
 
-    def self_attention(
-        self,
-        shape: cpu_kernels.AttentionShape,
-        a: AttentionSpec,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        stripe: int,
-    ) -> Tensor:
-        """Let tokens attend to their own sequence; returns rows (tokens, heads * dim)."""
-        return self.paged_attention(
-            shape,
-            queries,
-            keys,
-            values,
-            stripe,
-            self._position_bias(a),
-            self.tables_address,
-            self.table_offsets,
-            self.last_visible,
-        )
-
     def paged_attention(
-        self, shape: cpu_kernels.AttentionShape, queries: Tensor, keys: Tensor, values: Tensor, stripe: int,
-        bias: Tensor,
+        self, shape: cpu_kernels.AttentionShape, queries: Tensor, region: KVRegion, bias: Tensor,
         tables_address: int, table_offsets: Tensor, last_visible: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Let tokens attend to the blocks of any tables."""
+        """Let tokens attend to the blocks of any tables; returns rows (tokens, heads * dim)."""
+        keys, values, stripe = region
         width = shape.num_heads * shape.head_dim
         if width not in self._attention_outputs:  # the kernel writes heads one after the other, rows unpadded
             self._attention_outputs[width] = self.keep_alive(torch.zeros(self.max_tokens, width))
@@ -400,9 +363,8 @@ class ProgramBuilder:
 
     def allocate_kv(
         self, num_blocks: int, attention_specs: Sequence[AttentionSpec]
-    ) -> tuple[EvictableMemory, list[tuple[Tensor, Tensor, int]]]:
-        """Return memory, and in it each layer's region for keys and values with the bytes from one stripe of
-        blocks to the next.
+    ) -> tuple[EvictableMemory, list[KVRegion]]:
+        """Return memory, and in it each layer's region.
 
         One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
         """

@@ -24,42 +24,22 @@ from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    DecoderSpec,
-    EncoderSpec,
-    UnsupportedModelError,
-    length_unsupported_reason,
-)
-from thalweg.infer.parallel.communicator import StageCommunicator
+from thalweg.infer.models import spec as specs
+from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError, length_unsupported_reason
 from thalweg.infer.precision import get_kv_cache_dtype
-from thalweg.infer.runners.base import EncoderInput, ModelInput, RunnerRequest
+from thalweg.infer.runners import cpu_program
+from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, RunnerRequest
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
-from thalweg.infer.runners.cpu_program import (
-    ProgramBuilder,
-    cpu_unsupported_reason,
-    kernels_unsupported_reason,
-    without_positions,
-)
-from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore, lm_head_format
+from thalweg.infer.runners.packed_weights import InMemoryWeights, lm_head_format
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import PagePrefaulter
 
 
-def check_supported(decoder: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str = "fp32") -> None:
-    """Raise UnsupportedModelError unless this processor and this model suit the kernels."""
-    if reason := kernels_unsupported_reason(decoder, weight_format, kv_cache_dtype):
-        raise UnsupportedModelError(reason)
+class CpuRunner(ModelRunner):
+    """Runs a described model with weights in fp32, bf16, int8 or int4 (the head then in int8).
 
-
-class CpuRunner:
-    """Runs a :class:`DecoderSpec` with weights in ``weight_format``: fp32, bf16, int8 or int4 (the head then in int8).
-
-    ``kv_cache_dtype``: what keys and values are stored as, a name of ``cpu_kernels.KV_DTYPE_BYTES``.
-    ``weights`` stores the packed weights (by default in memory).  ``lora``: the adapters that ``lora_ids`` name.
-    The decoder's embedding is read row by row where it lies.  ``comm``: the ranks with which this one, which has
-    a shard of the decoder, sums its partial results.  ``num_threads``: 0 for as many as torch has.
+    Packed weights are in memory unless the request says where.  The decoder's embedding is read row by row where it
+    lies.
     """
 
     name: ClassVar[str] = "cpu"
@@ -68,51 +48,27 @@ class CpuRunner:
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
         """Return why the CPU kernels cannot run a model, or None."""
-        return cpu_unsupported_reason(spec, config, get_kv_cache_dtype(config)) or length_unsupported_reason(
-            spec, config
-        )
+        reason = cpu_program.cpu_unsupported_reason(spec, config, get_kv_cache_dtype(config))
+        return reason or length_unsupported_reason(spec, config)
 
     @classmethod
     def build(cls, request: RunnerRequest) -> CpuRunner:
         """Return the runner of a described model."""
-        assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
-        return cls(
-            request.spec,
-            weight_format=request.weight_format,
-            num_blocks=request.num_blocks,
-            num_slots=request.num_slots,
-            max_length=request.max_model_len,
-            max_num_batched_tokens=request.config.max_num_batched_tokens,
-            kv_cache_dtype=request.kv_cache_dtype,
-            weights=request.weights,
-            lora=request.lora,
-        )
+        return cls(request)
 
-    def __init__(
-        self,
-        decoder: DecoderSpec,
-        *,
-        weight_format: str,
-        num_blocks: int,
-        num_slots: int,
-        max_length: int,
-        max_num_batched_tokens: int,
-        kv_cache_dtype: str,
-        weights: WeightStore | None = None,
-        lora: LoraManager | None = None,
-        comm: StageCommunicator | None = None,
-        num_threads: int = 0,
-    ) -> None:
-        check_supported(decoder, weight_format, kv_cache_dtype)
+    def __init__(self, request: RunnerRequest) -> None:
+        decoder, weight_format, kv_cache_dtype = request.spec, request.weight_format, request.kv_cache_dtype
+        assert isinstance(decoder, DecoderSpec), "supports() asks for a description"
+        if reason := cpu_program.kernels_unsupported_reason(decoder, weight_format, kv_cache_dtype):
+            raise UnsupportedModelError(reason)
+        max_length, max_num_batched_tokens = request.max_model_len, request.config.max_num_batched_tokens
+        num_slots, weights, lora, comm = request.num_slots, request.weights, request.lora, request.comm
         self._weights = weights or InMemoryWeights(decoder, weight_format)
-        self.vocab_size, self.hidden_size, self.num_blocks = (
-            decoder.vocab_size,
-            decoder.hidden_size,
-            num_blocks,
-        )
+        self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
+        self.num_blocks = request.num_blocks
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         shape = (num_slots, -(-max_length // self.block_size))
-        self.comm, self.num_threads = comm, num_threads
+        self.comm, self.num_threads = comm, 0 if comm is None else comm.group.num_threads  # 0: as many as torch has
         # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.
         self.block_tables = np.zeros(shape, dtype=np.int32)
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
@@ -253,7 +209,7 @@ class CpuRunner:
         self.__dict__.clear()
 
 
-class _DecoderProgram(ProgramBuilder):
+class _DecoderProgram(cpu_program.ProgramBuilder):
     """Builds a decoder's two programs: its layers, and its head."""
 
     def __init__(
@@ -288,7 +244,7 @@ class _DecoderProgram(ProgramBuilder):
             self.norm_into(d.embed_norm, self.x, self.x)
         has_head = runner.comm is None or runner.comm.is_last_stage
         for number, layer in enumerate(d.layers):
-            self.emit_layer(layer, *self.kv_regions[number], is_last=has_head and number == len(d.layers) - 1)
+            self.emit_layer(layer, self.kv_regions[number], is_last=has_head and number == len(d.layers) - 1)
         self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.current_segment, self.num_matmuls = self.head, self.head[0], 0
         if self.comm is None:
@@ -312,27 +268,20 @@ class _DecoderProgram(ProgramBuilder):
         return self.positions
 
     def cross_attention(
-        self, cross: CrossAttentionSpec, a: AttentionSpec, keys: Tensor, values: Tensor, stripe: int
+        self, cross: specs.CrossAttentionSpec, a: specs.AttentionSpec, region: cpu_program.KVRegion
     ) -> None:
         """Attend to the encoder prompt, whose keys and values lie in the layer's own cache."""
-        shape = without_positions(self.attention_shape(a), cross.scale)
+        shape = cpu_program.without_positions(self.attention_shape(a), cross.scale)
         queries = self.buffer("cross", cross.q.out_features)
-        self.linear(
-            self.norm_and_quantize(cross.norm, self.x, self.weight_format),
-            cross.q,
-            queries,
-            self.weight_format,
-        )
+        rows = self.norm_and_quantize(cross.norm, self.x, self.weight_format)
+        self.linear(rows, cross.q, queries, self.weight_format)
         attended = self.paged_attention(
-            shape, queries, keys, values, stripe, self.padded_vector(None, 1), self._encoder_tables_address,
+            shape, queries, region, self.padded_vector(None, 1), self._encoder_tables_address,
             self._encoder_table_offsets,
             self._encoder_last_positions,
         )  # fmt: skip
         self.linear_residual(
-            self.norm_and_quantize(None, attended, self.weight_format, "attended"),
-            cross.out,
-            None,
-            cross.residual_norm,
+            self.norm_and_quantize(None, attended, self.weight_format, "attended"), cross.out, None, cross.residual_norm
         )
 
     def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
@@ -365,14 +314,7 @@ class _DecoderProgram(ProgramBuilder):
         """Copy ``nbytes`` of each wanted row."""
         strides = [t.stride(0) * t.element_size() for t in (rows, out)]
         self.emit_call(
-            self.kernels.gather_rows(),
-            rows,
-            strides[0],
-            out,
-            strides[1],
-            self.count_address,
-            self.logit_rows,
-            nbytes,
+            self.kernels.gather_rows(), rows, strides[0], out, strides[1], self.count_address, self.logit_rows, nbytes
         )
 
     def _argmax(self, vocab_size: int) -> tuple[Tensor, Tensor]:

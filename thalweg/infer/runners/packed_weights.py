@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -35,24 +34,23 @@ class PackedWeight:
     """Whether a segment begins here."""
 
 
-class WeightStore(Protocol):
-    """Stores packed weights."""
+class WeightStore:
+    """Stores packed weights; here with all of them always in memory."""
 
     def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Take the next layer's weights; yield its ranges of outputs in order."""
-        ...
+        raise NotImplementedError
 
     def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
         """Run the programs of the segments from ``first_segment``, each when its weights are in memory."""
-        ...
+        for program in programs:
+            program.run()
 
     def skip(self, first_segment: int) -> None:
         """The segments from ``first_segment`` on do not run in this step."""
-        ...
 
     def close(self) -> None:
         """Free the memory."""
-        ...
 
 
 def layer_linears(layer: DecoderLayerSpec) -> list[LinearSpec]:
@@ -74,10 +72,8 @@ def all_linears(
     linears = []
     for layer in spec.layers:
         attention_only = include_moe and not isinstance(layer.mlp, MLPSpec)
-        linears += [
-            (x, weight_format)
-            for x in ((layer.attention.qkv, layer.attention.out) if attention_only else layer_linears(layer))
-        ]
+        own = [layer.attention.qkv, layer.attention.out] if attention_only else layer_linears(layer)
+        linears += [(x, weight_format) for x in own]
     if isinstance(spec, EncoderSpec):
         return linears
     linears.append((spec.lm_head, lm_head_format(weight_format)))
@@ -104,7 +100,7 @@ def packed_bytes(out_features: int, in_features: int, weight_format: str) -> int
     return sum(align_up(size) for size in cpu_kernels.packed_nbytes(out_features, in_features, weight_format).values())
 
 
-class InMemoryWeights:
+class InMemoryWeights(WeightStore):
     """All weights in one piece of memory, on huge pages where the system has them."""
 
     def __init__(self, spec: DecoderSpec | EncoderSpec, weight_format: str) -> None:
@@ -130,14 +126,6 @@ class InMemoryWeights:
         scale = base + starts["scale"] if "scale" in starts else 0
         nbytes = sum(cursors[part] - starts[part] for part in starts)
         yield PackedWeight(0, layer.out_features, base + starts["weight"], scale, nbytes)
-
-    def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
-        """Run the programs."""
-        for program in programs:
-            program.run()
-
-    def skip(self, first_segment: int) -> None:
-        """Nothing is being read."""
 
     def close(self) -> None:
         """Drop the memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,23 +17,13 @@ from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
-from thalweg.infer.models.spec import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    DecoderLayerSpec,
-    DecoderSpec,
-    EncoderSpec,
-    LinearSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    RopeTable,
-    length_unsupported_reason,
-)
+from thalweg.infer.models import spec as specs
+from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.precision import get_compute_dtype
-from thalweg.infer.quantization.pack import linear_packer, quantize_experts
-from thalweg.infer.runners.base import UNDESCRIBED, EncoderInput, ModelInput, RunnerRequest
+from thalweg.infer.quantization.modules import linear_packer, quantize_experts
+from thalweg.infer.runners import base
+from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
 
 _STORAGE_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
@@ -89,12 +79,11 @@ class TorchLayers:
         return y
 
     def _base_linear(self, layer: LinearSpec, x: Tensor) -> Tensor:
-        made = self._linears.get(id(layer))
         if not self._cache_weights:
             return self._make_linear(layer)(x)
-        if made is None:
-            made = self._linears[id(layer)] = self._make_linear(layer)
-        return made(x)
+        if id(layer) not in self._linears:
+            self._linears[id(layer)] = self._make_linear(layer)
+        return self._linears[id(layer)](x)
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return one of the model's tensors on our device, made once; the description keeps the key alive."""
@@ -103,7 +92,7 @@ class TorchLayers:
             moved = self._device_tensors[id(tensor)] = tensor.to(self.device, dtype or self.dtype)
         return moved
 
-    def _apply_rope(self, r: RopeTable, x: Tensor, positions: Tensor) -> Tensor:
+    def _apply_rope(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = (self._on_device(t, torch.float32)[positions][:, None].to(x.dtype) for t in (r.cos, r.sin))
         pairs = cos.shape[-1]
         rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -128,14 +117,9 @@ class TorchLayers:
         bias = self._position_bias(a, query_pos, key_pos)
         if not a.softcap and bias is None:
             needs_no_mask = not causal or (count == 1 and (not a.sliding_window or length <= a.sliding_window))
-            enable_gqa = a.num_heads != a.num_kv_heads
+            attn_mask, enable_gqa = None if needs_no_mask else mask, a.num_heads != a.num_kv_heads
             y = F.scaled_dot_product_attention(
-                q[None],
-                k[None],
-                v[None],
-                attn_mask=None if needs_no_mask else mask,
-                scale=a.scale,
-                enable_gqa=enable_gqa,
+                q[None], k[None], v[None], attn_mask=attn_mask, scale=a.scale, enable_gqa=enable_gqa
             )
             return y[0].transpose(0, 1)
         k, v = (t.repeat_interleave(a.num_heads // a.num_kv_heads, 0) for t in (k, v))
@@ -153,13 +137,13 @@ class TorchLayers:
             return self._on_device(a.alibi_slopes)[:, None, None] * (key_pos - query_pos)
         if a.relative_bias is None:
             return None
-        if id(a.relative_bias) not in self._relative_biases:
-            self._relative_biases[id(a.relative_bias)] = a.relative_bias.build_table(self.max_length).to(
-                self.device, self.dtype
-            )
-        return self._relative_biases[id(a.relative_bias)][:, self.max_length + key_pos - query_pos]
+        table = self._relative_biases.get(id(a.relative_bias))
+        if table is None:
+            table = a.relative_bias.build_table(self.max_length).to(self.device, self.dtype)
+            self._relative_biases[id(a.relative_bias)] = table
+        return table[:, self.max_length + key_pos - query_pos]
 
-    def _mlp(self, m: MLPSpec | MoESpec, x: Tensor) -> Tensor:
+    def _mlp(self, m: specs.MLPSpec | MoESpec, x: Tensor) -> Tensor:
         if isinstance(m, MoESpec):
             return self._moe(m, x)
         y = self._linear(m.up, x)
@@ -211,10 +195,18 @@ class TorchLayers:
             y = F.layer_norm(y, weight.shape, weight, self._on_device(n.bias, torch.float32), n.eps)
         return y.to(x.dtype)
 
-    def _add_attention(self, layer: DecoderLayerSpec, x: Tensor, attended: Tensor) -> Tensor:
-        """Add what attention gave to x."""
-        x = x + (attended if layer.post_attn_norm is None else self._norm(layer.post_attn_norm, attended))
-        return x if layer.attn_residual_norm is None else self._norm(layer.attn_residual_norm, x)
+    def _add_branch(self, x: Tensor, branch: Tensor, post_norm: NormSpec | None, norm: NormSpec | None) -> Tensor:
+        """Add what attention or MLP gave, behind its own norm, to x; then normalise x where the layer does."""
+        return self._norm(norm, x + self._norm(post_norm, branch))
+
+    def _project_qkv(self, a: AttentionSpec, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (T, heads, dim), normalised and rotated."""
+        qkv = self._linear(a.qkv, x).view(len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
+        q, k, v = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
+        q, k = self._norm(a.q_norm, q), self._norm(a.k_norm, k)
+        if a.rope is not None:
+            q, k = self._apply_rope(a.rope, q, positions), self._apply_rope(a.rope, k, positions)
+        return q, k, v
 
     def _embed(self, d: DecoderSpec | EncoderSpec, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the stack's input."""
@@ -223,7 +215,7 @@ class TorchLayers:
             x = x * torch.tensor(d.embed_scale, dtype=x.dtype, device=x.device)
         if d.position_embeddings is not None:
             x = x + self._on_device(d.position_embeddings)[positions]
-        return x if d.embed_norm is None else self._norm(d.embed_norm, x)
+        return self._norm(d.embed_norm, x)
 
     def encode_sequence(self, e: EncoderSpec, tokens: Sequence[int]) -> Tensor:
         """Return an encoder's last states (tokens, width) of one sequence."""
@@ -231,21 +223,12 @@ class TorchLayers:
         ids = torch.tensor(list(tokens), device=self.device)
         x = self._embed(e, ids, e.position_ids(ids))
         for layer in e.layers:
-            a = layer.attention
-            qkv = self._linear(a.qkv, self._norm(layer.attn_norm, x)).view(
-                len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim
-            )
-            q, k, v = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
-            if a.q_norm is not None:
-                q, k = self._norm(a.q_norm, q), self._norm(a.k_norm, k)
-            if a.rope is not None:
-                q, k = self._apply_rope(a.rope, q, positions), self._apply_rope(a.rope, k, positions)
-            x = self._add_attention(layer, x, self._linear(a.out, self._attend(a, q, k, v, 0, causal=False).flatten(1)))
+            q, k, v = self._project_qkv(layer.attention, self._norm(layer.attn_norm, x), positions)
+            attended = self._attend(layer.attention, q, k, v, 0, causal=False).flatten(1)
+            attended = self._linear(layer.attention.out, attended)
+            x = self._add_branch(x, attended, layer.post_attn_norm, layer.attn_residual_norm)
             inner = self._mlp(layer.mlp, self._norm(layer.mlp_norm, x))
-            x = self._norm(
-                layer.mlp_residual_norm,
-                x + (inner if layer.post_mlp_norm is None else self._norm(layer.post_mlp_norm, inner)),
-            )
+            x = self._add_branch(x, inner, layer.post_mlp_norm, layer.mlp_residual_norm)
         return self._norm(e.final_norm, x)
 
     def free(self) -> None:
@@ -298,7 +281,7 @@ class KVCacheTensor:
         return self._rows[indices].to(self._dtype)
 
 
-class TorchRunner(TorchLayers):
+class TorchRunner(TorchLayers, ModelRunner):
     """Runs a :class:`DecoderSpec` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
 
     Without ``cache_weights`` nothing of a linear layer outlives its product: the weights stay where the model has
@@ -313,10 +296,10 @@ class TorchRunner(TorchLayers):
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
         """Return why torch operators cannot run a model, or None."""
         if spec is None:
-            return UNDESCRIBED
+            return base.UNDESCRIBED
         if config.weight_offload and config.quantization:
             return f"{config.quantization} weights cannot be streamed through torch's operators"
-        return length_unsupported_reason(spec, config)
+        return specs.length_unsupported_reason(spec, config)
 
     @classmethod
     def build(cls, request: RunnerRequest) -> TorchRunner:
@@ -336,6 +319,7 @@ class TorchRunner(TorchLayers):
             cache_weights=in_memory,
             kv_cache_dtype=request.kv_cache_dtype,
             lora=request.lora,
+            comm=request.comm,
         )
 
     def __init__(
@@ -355,32 +339,15 @@ class TorchRunner(TorchLayers):
         comm: StageCommunicator | None = None,
     ) -> None:
         self.comm = comm
-        super().__init__(
-            dtype,
-            device,
-            max_length=max_length,
-            make_linear=make_linear,
-            cache_weights=cache_weights,
-            lora=lora,
-        )
+        extra: dict[str, Any] = {"make_linear": make_linear, "cache_weights": cache_weights, "lora": lora}
+        super().__init__(dtype, device, max_length=max_length, **extra)
         self.decoder = decoder
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_slots = num_slots
         num_positions = num_blocks * block_size
-        self._keys, self._values = (
-            [
-                KVCacheTensor(
-                    num_positions,
-                    a.num_kv_heads,
-                    a.head_dim,
-                    dtype=dtype,
-                    kv_cache_dtype=kv_cache_dtype,
-                    device=self.device,
-                )
-                for a in (x.attention for x in decoder.layers)
-            ]
-            for _ in range(2)
-        )
+        store: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "device": self.device}
+        shapes = [(num_positions, x.attention.num_kv_heads, x.attention.head_dim) for x in decoder.layers]
+        self._keys, self._values = ([KVCacheTensor(*shape, **store) for shape in shapes] for _ in range(2))
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
@@ -433,19 +400,13 @@ class TorchRunner(TorchLayers):
             for span, blocks in zip(batch.spans, batch.block_tables, strict=True)
         ]
         for index, layer in enumerate(d.layers):
-            normed = self._norm(layer.attn_norm, x)
-            attended = self._all_reduce(
-                self._attention(layer.attention, index, normed, positions, cache_indices, batch)
-            )
-            residual = x
-            x = self._add_attention(layer, x, attended)
+            normed, residual = self._norm(layer.attn_norm, x), x
+            attended = self._attention(layer.attention, index, normed, positions, cache_indices, batch)
+            x = self._add_branch(x, self._all_reduce(attended), layer.post_attn_norm, layer.attn_residual_norm)
             if layer.cross_attention is not None:
                 x = self._cross_attention(layer.cross_attention, layer.attention, index, x, batch)
-            inner = self._all_reduce(
-                self._mlp(layer.mlp, self._norm(layer.mlp_norm, residual if layer.parallel_residual else x))
-            )
-            x = x + (inner if layer.post_mlp_norm is None else self._norm(layer.post_mlp_norm, inner))
-            x = self._norm(layer.mlp_residual_norm, x)
+            inner = self._mlp(layer.mlp, self._norm(layer.mlp_norm, residual if layer.parallel_residual else x))
+            x = self._add_branch(x, self._all_reduce(inner), layer.post_mlp_norm, layer.mlp_residual_norm)
         return x
 
     def _all_reduce(self, partial: Tensor) -> Tensor:
@@ -469,7 +430,7 @@ class TorchRunner(TorchLayers):
                     self._values[index].write(cache_indices, kv[:, 1])
 
     def _cross_attention(
-        self, cross: CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, batch: ModelInput
+        self, cross: specs.CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, batch: ModelInput
     ) -> Tensor:
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
         cross_spec = replace(a, scale=cross.scale, sliding_window=0, softcap=0.0, alibi_slopes=None, relative_bias=None)
@@ -490,22 +451,11 @@ class TorchRunner(TorchLayers):
         return (starts[:, None] + torch.arange(block_size)).flatten()[:length].to(self.device)
 
     def _attention(
-        self,
-        a: AttentionSpec,
-        index: int,
-        x: Tensor,
-        positions: Tensor,
-        cache_indices: list[Tensor],
-        batch: ModelInput,
+        self, a: AttentionSpec, index: int, x: Tensor, positions: Tensor, cache_indices: list[Tensor], batch: ModelInput
     ) -> Tensor:
         if a.num_heads == 0:  # a rank that has experts alone
             return torch.zeros_like(x)
-        qkv = self._linear(a.qkv, x).view(len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
-        q, k, v = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
-        if a.q_norm is not None and a.k_norm is not None:
-            q, k = self._norm(a.q_norm, q), self._norm(a.k_norm, k)
-        if a.rope is not None:
-            q, k = self._apply_rope(a.rope, q, positions), self._apply_rope(a.rope, k, positions)
+        q, k, v = self._project_qkv(a, x, positions)
         keys, values = self._keys[index], self._values[index]
         out, offset = torch.empty_like(q), 0
         for span, indices in zip(batch.spans, cache_indices, strict=True):
@@ -528,7 +478,7 @@ class TorchRunner(TorchLayers):
         self._keys, self._values = [], []
 
 
-class TorchEncoder(TorchLayers):
+class TorchEncoder(TorchLayers, EncoderRunner):
     """Runs an :class:`EncoderSpec` in plain operators."""
 
     name: ClassVar[str] = "torch"
@@ -536,7 +486,7 @@ class TorchEncoder(TorchLayers):
     @staticmethod
     def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
         """Return why torch operators cannot run an encoder, or None."""
-        return UNDESCRIBED if spec is None else None
+        return base.UNDESCRIBED if spec is None else None
 
     @classmethod
     def build(cls, request: RunnerRequest) -> TorchEncoder:

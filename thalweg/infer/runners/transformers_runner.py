@@ -21,7 +21,7 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.modules import quantized_copy
-from thalweg.infer.runners.base import EncoderInput, ModelInput, RunnerRequest
+from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
 
 _DEFAULT_MAX_LENGTH = 2048  # the longest sequence of a model that names none, unless asked otherwise
 _MAX_LENGTH_KEYS = (
@@ -39,7 +39,7 @@ class _SlotState:
     cache: dict[str, Any] = field(default_factory=dict)
 
 
-class TransformersRunner:
+class TransformersRunner(ModelRunner):
     """Runs a live model; ``num_slots`` sequences of ``max_length`` at most."""
 
     name: ClassVar[str] = "transformers"
@@ -153,9 +153,6 @@ class TransformersRunner:
         state.cache = {name: out[name] for name in _CACHE_KEYS if out.get(name) is not None}
         return out
 
-    def argmax(self) -> None:
-        """It is not computed here: the sampler does it."""
-
     def free_slot(self, slot: int) -> None:
         """Drop the slot's cache."""
         self._slot_states.pop(slot, None)
@@ -168,7 +165,7 @@ class TransformersRunner:
         self._model = None
 
 
-class TransformersEncoder:
+class TransformersEncoder(EncoderRunner):
     """Runs a live encoder by its own code, one sequence at a time."""
 
     name: ClassVar[str] = "transformers"

@@ -28,20 +28,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from thalweg.serve.errors import (
-    ApiError,
-    BadRequest,
-    BodyTooLarge,
-    Forbidden,
-    HeadersTooLarge,
-    InvalidApiKey,
-    Overloaded,
-    RequestTimeout,
-    UnsupportedMediaType,
-)
+from thalweg.serve import errors
 
 HEADER_SECONDS = 10.0
 """From a connection's first moment, or a request's first byte, to the end of its headers."""
@@ -51,12 +42,7 @@ HEADER_BYTES = 32 * 1024
 UNREAD_BODY_SECONDS = 1.0
 """For what is left of a body that nobody wanted, after its answer."""
 MAX_CONNECTIONS = 1024
-_REASON_PHRASES = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    429: b"Too Many Requests",
-    431: b"Headers Too Large",
-}
+_REASON_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Headers Too Large"}
 PUBLIC_PATHS = frozenset({"/", "/health"})
 """Answered without a key: the page, which asks for one, and what a load balancer polls."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -73,9 +59,7 @@ class HardenedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._unread_body_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._header_bytes = 0
         self._in_headers = True
         self._upgrade_declined = False
@@ -88,15 +72,15 @@ class HardenedProtocol(HttpToolsProtocol):
             if hasattr(socket, "TCP_USER_TIMEOUT") and sock.family != getattr(socket, "AF_UNIX", None):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.write_seconds * 1000))
         if len(self.connections) > self.max_connections:
-            self._reject(Overloaded(1))
+            self._reject(errors.Overloaded(1))
         else:
-            self._start_header_timer()
+            self._start_timer("headers", self.header_seconds, self._on_header_timeout)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         if self._in_headers:
-            self._start_header_timer()
+            self._start_timer("headers", self.header_seconds, self._on_header_timeout)
             self._header_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
@@ -104,7 +88,7 @@ class HardenedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("")
         if self._in_headers and self._header_bytes > HEADER_BYTES and not self.transport.is_closing():
-            self._reject(HeadersTooLarge(f"the headers are larger than {HEADER_BYTES} bytes"))
+            self._reject(errors.HeadersTooLarge(f"the headers are larger than {HEADER_BYTES} bytes"))
 
     def _feed_parser(self, data: bytes) -> None:
         while True:
@@ -135,84 +119,70 @@ class HardenedProtocol(HttpToolsProtocol):
             self._upgrade_declined = True
             return
         self._in_headers = False
-        self._stop_header_timer()
+        self._stop_timer("headers")
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         if self._upgrade_declined:
             return
         super().on_message_complete()
-        self._stop_unread_body_timer()
+        self._stop_timer("unread body")
         self._in_headers, self._header_bytes = True, 0  # what comes now belongs to the next request
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
             # Any byte of it would end the keep-alive timer, and nothing would end the connection.
-            self._unread_body_timer = self.loop.call_later(self.unread_body_seconds, self.transport.close)
+            self._start_timer("unread body", self.unread_body_seconds, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         text = "this is not HTTP that the server understands: check request line, headers and body length"
-        self._reject(BadRequest(text, code="http"))
+        self._reject(errors.BadRequest(text, code="http"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+        self._start_timer("write", self.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_write_timer()
+        self._stop_timer("write")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_header_timer()
-        self._stop_write_timer()
-        self._stop_unread_body_timer()
+        for name in list(self._timers):
+            self._stop_timer(name)
         super().connection_lost(exc)
 
-    def _start_header_timer(self) -> None:
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.header_seconds, self._on_header_timeout)
+    def _start_timer(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
+        """Call ``callback`` unless the timer is stopped before; one that runs goes on."""
+        if name not in self._timers:
+            self._timers[name] = self.loop.call_later(seconds, callback)
 
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _stop_unread_body_timer(self) -> None:
-        if self._unread_body_timer is not None:
-            self._unread_body_timer.cancel()
-            self._unread_body_timer = None
+    def _stop_timer(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()
 
     def _on_header_timeout(self) -> None:
-        self._header_timer = None
+        self._timers.pop("headers", None)
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:  # a pipelined one: it can wait
-            self._start_header_timer()
+            self._start_timer("headers", self.header_seconds, self._on_header_timeout)
         elif self._header_bytes:
-            self._reject(RequestTimeout(f"the headers did not arrive in {self.header_seconds:g} s"))
+            self._reject(errors.RequestTimeout(f"the headers did not arrive in {self.header_seconds:g} s"))
         else:
             self.transport.close()
 
-    def _reject(self, error: ApiError) -> None:
+    def _reject(self, error: errors.ApiError) -> None:
         """Answer without the application and close; only between responses, or the answer would mix."""
-        self._stop_header_timer()
+        self._stop_timer("headers")
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             return
         body = json.dumps(error.body()).encode()
-        lines = [
-            b"HTTP/1.1 %d %s" % (error.status, _REASON_PHRASES[error.status]),
-            b"content-type: application/json",
-        ]
-        lines += [b"content-length: %d" % len(body), b"connection: close"]
-        lines += [f"{name.lower()}: {value}".encode() for name, value in error.headers.items()]
-        self.transport.write(b"\r\n".join([*lines, b"", body]))
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        lines = [f"HTTP/1.1 {error.status} {_REASON_PHRASES[error.status]}"]
+        lines += [f"{name.lower()}: {value}" for name, value in {**headers, **error.headers}.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
 
 
@@ -237,10 +207,7 @@ def tls_protocol_factory(
 ) -> Callable[..., asyncio.Protocol]:
     """Return what makes protocols for uvicorn, as ``http=``."""
 
-    def make(**fields: Any) -> HandshakeGuard:
-        return HandshakeGuard(protocol(**fields), context)
-
-    return make
+    return lambda **fields: HandshakeGuard(protocol(**fields), context)
 
 
 class HandshakeGuard(asyncio.Protocol):
@@ -251,7 +218,7 @@ class HandshakeGuard(asyncio.Protocol):
     def __init__(self, inner: HardenedProtocol, context: ssl.SSLContext) -> None:
         self._inner, self._context = inner, context
         self._buffered: list[bytes] = []
-        self._disconnects: list[Exception | None] = []
+        self._disconnected = False
         self._handshake_task: asyncio.Task[None] | None = None
         self.transport: asyncio.Transport | None = None
 
@@ -266,7 +233,7 @@ class HandshakeGuard(asyncio.Protocol):
             self._handshake_task = self._inner.loop.create_task(self._handshake(transport))
 
     async def _handshake(self, transport: asyncio.Transport) -> None:
-        if self._disconnects:
+        if self._disconnected:
             return
         try:
             secure: Any = await self._inner.loop.start_tls(
@@ -278,7 +245,7 @@ class HandshakeGuard(asyncio.Protocol):
             secure = None
         finally:
             self._inner.connections.discard(self)  # pyright: ignore[reportArgumentType]
-        if secure is None or self._disconnects:
+        if secure is None or self._disconnected:
             return
         secure.set_protocol(self._inner)
         self._inner.connection_made(secure)
@@ -291,7 +258,7 @@ class HandshakeGuard(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone before the other one took over."""
-        self._disconnects.append(exc)
+        self._disconnected = True
         self._inner.connections.discard(self)  # pyright: ignore[reportArgumentType]
 
     def shutdown(self) -> None:
@@ -316,11 +283,7 @@ class RequestGuard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: tuple[str, ...],
-        limits: BodyLimits,
-        on_response: Callable[[str, int], None],
+        self, app: ASGIApp, api_keys: tuple[str, ...], limits: BodyLimits, on_response: Callable[[str, int], None]
     ) -> None:
         self._app, self._limits, self._on_response = app, limits, on_response
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
@@ -348,8 +311,9 @@ class RequestGuard:
                 body = await self._read_body(headers, receive)
         except _Disconnected:
             return
-        except ApiError as error:
-            await _send_error(error, send_and_count)
+        except errors.ApiError as error:
+            headers = {**error.headers, "connection": "close"}  # the body may be unread
+            await JSONResponse(error.body(), error.status, headers)(scope, receive, send_and_count)
             return
         await self._app(scope, _replay_body(body, receive), send_and_count)
 
@@ -359,7 +323,7 @@ class RequestGuard:
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in LOCAL_HOSTS:
-            raise Forbidden("this server answers to localhost alone: start it with --api-key for other names")
+            raise errors.Forbidden("this server answers to localhost alone: start it with --api-key for other names")
 
     def _check_api_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._key_digests or path in PUBLIC_PATHS:
@@ -368,14 +332,14 @@ class RequestGuard:
         digest = hashlib.sha256(token.strip()).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._key_digests]  # all of them, whichever is right
         if scheme.lower() != b"bearer" or not any(matches):
-            raise InvalidApiKey(
+            raise errors.InvalidApiKey(
                 "send your API key as `Authorization: Bearer KEY`" if not token else "this API key is not valid"
             )
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         limit = self._limits.max_bytes
         length = headers.get(b"content-length", b"0")
-        too_big = int(length) > limit if length.isdigit() and len(length) < 20 else True
+        too_big = not (length.isdigit() and len(length) < 20 and int(length) <= limit)
         chunks, size, deadline = [], 0, time.monotonic() + self._limits.timeout_seconds
         while True:
             try:
@@ -383,12 +347,11 @@ class RequestGuard:
             except TimeoutError:
                 if too_big:
                     raise _body_too_large(limit) from None
-                raise RequestTimeout(f"the body did not arrive in {self._limits.timeout_seconds:g} s") from None
+                raise errors.RequestTimeout(f"the body did not arrive in {self._limits.timeout_seconds:g} s") from None
             if message["type"] == "http.disconnect":
                 raise _Disconnected
             size += len(message.get("body", b""))
-            if size > limit and not too_big:
-                too_big = True
+            too_big |= size > limit
             if too_big:  # read on for a moment: a client that is still sending would not see the answer
                 chunks.clear()
                 deadline = min(deadline, time.monotonic() + 1.0)
@@ -409,13 +372,13 @@ class _Disconnected(Exception):
 def _check_content_type(headers: dict[bytes, bytes]) -> None:
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json":
-        raise UnsupportedMediaType("send JSON with `Content-Type: application/json`")
+        raise errors.UnsupportedMediaType("send JSON with `Content-Type: application/json`")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise BadRequest("compressed bodies are not taken: send plain JSON", code="content_encoding")
+        raise errors.BadRequest("compressed bodies are not taken: send plain JSON", code="content_encoding")
 
 
-def _body_too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is larger than {limit} bytes: send less")
+def _body_too_large(limit: int) -> errors.BodyTooLarge:
+    return errors.BodyTooLarge(f"the body is larger than {limit} bytes: send less")
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
@@ -425,12 +388,3 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
         return pending.pop() if pending else await receive()
 
     return receive_replayed
-
-
-async def _send_error(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    headers["connection"] = "close"  # the body may be unread
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from thalweg.infer.config import EngineConfig
 from thalweg.serve.app import build_app
 from thalweg.serve.http.guard import BodyLimits, RequestGuard
+from thalweg.serve.openai.requests import load_chat_tokenizer
 from thalweg.serve.openai.responses import AppState
-from thalweg.serve.openai.tokenizer import load_chat_tokenizer
 from thalweg.serve.replicas.launcher import LOADER, EngineSpec, ProcessLauncher
 from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from thalweg.serve.client import iter_sse, post_json
 from thalweg.serve.errors import ApiError
+from thalweg.utils.processes import is_process_alive, process_start_time
 
 _DEFAULT_REST_PORT = 28080  # MII's
 
@@ -127,10 +128,7 @@ class Client:
         self._pid, self._start_time = pid, start_time
 
     def generate(
-        self,
-        prompts: str | Sequence[str],
-        streaming_fn: Callable[[list[Response]], None] | None = None,
-        **options: Any,
+        self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], None] | None = None, **options: Any
     ) -> list[Response]:
         """Return one response for each prompt; ``options`` are MII's (``max_new_tokens``, ``top_p``, ...).
 
@@ -148,7 +146,7 @@ class Client:
         """End the server and wait until it is gone."""
         if _signal_process(self._pid, self._start_time, signal.SIGTERM):
             deadline = time.monotonic() + 60
-            while time.monotonic() < deadline and _is_alive(self._pid, self._start_time):
+            while time.monotonic() < deadline and is_process_alive(self._pid, self._start_time):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(self._pid, os.WNOHANG)  # where it is our own child
                 time.sleep(0.02)
@@ -187,7 +185,7 @@ def register_deployment(name: str, url: str, key: str | None) -> None:
     tmp_path = path.with_suffix(f".{secrets.token_hex(4)}")
     with os.fdopen(os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         pid = os.getpid()
-        json.dump({"name": name, "url": url, "key": key, "pid": pid, "start_time": _start_time(pid)}, file)
+        json.dump({"name": name, "url": url, "key": key, "pid": pid, "start_time": process_start_time(pid)}, file)
     tmp_path.replace(path)
 
 
@@ -203,7 +201,7 @@ def _lookup_deployment(name: str) -> dict[str, Any] | None:
         record = json.loads(_registry_path(name).read_text())
     except (OSError, ValueError):
         return None
-    if _is_alive(record["pid"], record.get("start_time")):
+    if is_process_alive(record["pid"], record.get("start_time")):
         return record
     unregister_deployment(name, record["pid"])
     return None
@@ -215,33 +213,10 @@ def _registry_path(name: str) -> Path:
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
 
-def _start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since the machine did (proc(5), field 22); None without /proc."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return None
-
-
-def _is_alive(pid: int, start_time: int | None = None) -> bool:
-    """Whether the process runs: this one, and no later one to which its pid has passed."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's, so it is not the one that wrote the record
-        return start_time is None
-    if start_time is not None and _start_time(pid) not in (start_time, None):
-        return False
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
-
-
 def _signal_process(pid: int, start_time: int | None, number: int) -> bool:
     """Send a signal to the process if it is still the same one; returns whether it is."""
     if not hasattr(os, "pidfd_open"):
-        if _is_alive(pid, start_time):
+        if is_process_alive(pid, start_time):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
                 return True
@@ -251,7 +226,7 @@ def _signal_process(pid: int, start_time: int | None, number: int) -> bool:
     except ProcessLookupError:
         return False
     try:
-        if not _is_alive(pid, start_time):
+        if not is_process_alive(pid, start_time):
             return False
         signal.pidfd_send_signal(descriptor, number)
     except ProcessLookupError:

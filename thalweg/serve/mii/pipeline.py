@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import EngineCore, Request, RequestOutput
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Response
-from thalweg.serve.openai.requests import (
-    MiiRequest,
-    mii_sampling_params,
-    parse_body,
-)
-from thalweg.serve.replicas.launcher import LOADER
+from thalweg.serve.openai.requests import MiiRequest, mii_sampling_params, parse_body
+from thalweg.serve.replicas.launcher import EngineSpec
+
+if TYPE_CHECKING:
+    from thalweg.infer.engine.engine import LLMEngine
 
 
 def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> Any:
@@ -34,8 +33,7 @@ def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> 
         if options is not None:
             raise ValueError("EngineConfig is for language models: give a diffusion pipeline keywords")
         return importlib.import_module("thalweg.infer.init_inference").init_inference(model, **fields)
-    module, _, name = LOADER.partition(":")
-    engine = getattr(importlib.import_module(module), name)(model, options or EngineConfig(**fields))
+    engine: Any = EngineSpec(model, options or EngineConfig(**fields)).load()
     return EmbeddingPipeline(engine) if engine.metadata.kind == "encoder" else Pipeline(engine)
 
 
@@ -60,15 +58,12 @@ class EmbeddingPipeline:
 class Pipeline:
     """``pipe(["prompt"], max_new_tokens=64) -> [Response]``; all prompts run in one batch."""
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._num_calls = 0
 
     def __call__(
-        self,
-        prompts: str | Sequence[str],
-        streaming_fn: Callable[[list[Response]], None] | None = None,
-        **options: Any,
+        self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], None] | None = None, **options: Any
     ) -> list[Response]:
         """Return a response for each prompt.
 
@@ -110,24 +105,20 @@ class Pipeline:
         return Request(f"call{self._num_calls}-{index}", prompt, params)
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield each output with its prompt's index; outputs of requests that others have in the engine stay theirs."""
         engine, index_by_id = self.engine, {request.request_id: i for i, request in enumerate(requests)}
-        unfinished, added = set(index_by_id), []
+        added: list[str] = []
         try:
             for request in requests:
                 engine.add(request)
                 added.append(request.request_id)
-            while unfinished:
-                for output in engine.step():
-                    if output.request_id in index_by_id:  # an engine of our own may still work off what was left
-                        if output.finish_reason == "error":
-                            raise RuntimeError(f"the engine failed on a prompt: {output.error}")
-                        if output.finished:
-                            unfinished.discard(output.request_id)
-                        yield index_by_id[output.request_id], output
+            for output in engine.run_requests(added):
+                if output.finish_reason == "error":
+                    raise RuntimeError(f"the engine failed on a prompt: {output.error}")
+                yield index_by_id[output.request_id], output
         finally:
             for request_id in added:
-                if request_id in unfinished:
-                    engine.abort(request_id)
+                engine.abort(request_id)  # what has ended is unknown to it
 
 
 def _make_response(output: RequestOutput, text: str, prompt_length: int) -> Response:

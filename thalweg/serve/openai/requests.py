@@ -4,46 +4,46 @@ First pydantic models of OpenAI's fields and those that vLLM added to them: type
 finite, unknown fields refused with the nearest known one, since a typing error must not pass as a default.  Fields
 that change nothing here are accepted and named in ``IGNORED_FIELDS``.  Then their translation: prompts become tokens,
 fields SamplingParams; each fault is a 400 that names its field.
+
+Tokens to text is the engine's work (it must know stop strings); what the server needs of a tokenizer is encoding, a
+template, and how a token is spelled in a list of log-probabilities (:class:`ChatTokenizer`).  Encoding a long prompt
+takes a while and gives up the GIL, and a chat template is a program: both happen in a thread.  The tokenizer's Rust
+object is called directly, because the Python wrapper changes its state on every call and is not safe in two threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import importlib
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from thalweg.infer.types import InvalidParameter, ModelMetadata, Request, SamplingParams, StructuredOutput
+from thalweg.infer.types import InvalidParameter, ModelMetadata, SamplingParams, StructuredOutput
 from thalweg.serve.errors import ApiError, BadRequest, ContextLengthExceeded
-from thalweg.serve.openai.tokenizer import FALLBACK_STOP, ChatTokenizer, context_length_error
 from thalweg.serve.openai.tools import filter_allowed_tools, tool_choice_schema
+from thalweg.utils.log import get_logger
 
-IGNORED_FIELDS = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
-        "reasoning_effort",
-        "verbosity",
-        "modalities",
-        "prediction",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-    ]
-)
+_LOG = get_logger(__name__)
+IGNORED_FIELDS = frozenset({
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "reasoning_effort", "verbosity", "modalities", "prediction", "prompt_cache_options", "prompt_cache_retention",
+})  # fmt: skip
 """Fields of OpenAI's that are accepted and change nothing."""
 _NULL_ONLY_FIELDS = frozenset(["audio", "function_call", "functions", "moderation", "web_search_options"])
 """Fields of OpenAI's that would change something: taken as null alone, which some clients send for all."""
 
 _MAX_REPORTED_ERRORS = 3  # problems that a message names
 _MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS, _MAX_INPUTS = 128, 16, 256, 256, 2048
+_INLINE_CHARS = 2048  # characters that are encoded on the spot
+FALLBACK_STOP = "\nUser:"
+"""Where an answer ends that was asked for by the plain template."""
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt = str | list[TokenId]
@@ -247,18 +247,13 @@ def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
         return model_class.model_validate_json(body)
     except ValidationError as error:
         errors = _error_list(error)
-    if any(p["type"] == "extra_forbidden" and p["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for p in errors):
-        return _parse_without_ignored(model_class, body)
-    raise _to_api_error(model_class, errors)
-
-
-def _parse_without_ignored(model_class: type[ModelT], body: bytes) -> ModelT:
-    fields = from_json(body)
+    if not any(e["type"] == "extra_forbidden" and e["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for e in errors):
+        raise _to_api_error(model_class, errors)
+    known = model_class.model_fields.keys()
     accepted = {
         name: value
-        for name, value in fields.items()
-        if name in model_class.model_fields
-        or not (name in IGNORED_FIELDS or (name in _NULL_ONLY_FIELDS and value is None))
+        for name, value in from_json(body).items()
+        if name in known or not (name in IGNORED_FIELDS or (name in _NULL_ONLY_FIELDS and value is None))
     }
     try:
         return model_class.model_validate_json(json.dumps(accepted))
@@ -274,47 +269,182 @@ def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="json")
-    lines: list[str] = []
-    reported: set[str] = set()
-    for error in _most_specific(errors):
-        if len(lines) == _MAX_REPORTED_ERRORS:
-            lines.append("and more")
-            break
-        loc = [str(part) for part in error["loc"] if not _is_union_branch(part)]
+    lines: dict[str, str] = {}
+    for loc, error in _most_specific(errors):
         name = ".".join(loc)[:80] or "the body"
-        if name in reported:  # the other branches of a union
+        if name in lines:  # the other branches of a union
             continue
-        reported.add(name)
+        if len(lines) == _MAX_REPORTED_ERRORS:
+            lines[""] = "and more"
+            break
         if error["type"] == "extra_forbidden":
             suggestions = difflib.get_close_matches(loc[-1][:40], model_class.model_fields, 1) if len(loc) == 1 else []
-            lines.append(f"{name}: there is no such field{f'; did you mean {suggestions[0]}?' if suggestions else ''}")
+            hint = f"; did you mean {suggestions[0]}?" if suggestions else ""
+            lines[name] = f"{name}: there is no such field{hint}"
         else:
-            lines.append(f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
+            lines[name] = f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}"
     param = ".".join(str(part) for part in first["loc"][:1]) or None
-    return BadRequest("; ".join(lines), param and param[:80])
+    return BadRequest("; ".join(lines.values()), param and param[:80])
 
 
-def _most_specific(errors: list[Any]) -> list[Any]:
-    """Leave out "should be a string" of a field that is no string but something else that has a fault."""
-    locs = [tuple(str(item) for item in p["loc"] if not _is_union_branch(item)) for p in errors]
-    specific = [place for p, place in zip(errors, locs, strict=True) if not p["type"].endswith("_type")]
+def _most_specific(errors: list[Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """Leave out "should be a string" of a field that is no string but something else that has a fault.
+
+    Returns each error behind the field it belongs to.
+    """
+    located = [(tuple(str(part) for part in e["loc"] if not _is_union_branch(part)), e) for e in errors]
+    specific = [loc for loc, error in located if not error["type"].endswith("_type")]
     return [
-        p
-        for p, place in zip(errors, locs, strict=True)
-        if not p["type"].endswith("_type") or not any(place[: len(other)] == other[: len(place)] for other in specific)
+        (loc, error)
+        for loc, error in located
+        if not error["type"].endswith("_type") or not any(loc[: len(other)] == other[: len(loc)] for other in specific)
     ]
 
 
 def _is_union_branch(loc_item: object) -> bool:
     """Whether a part of a location is pydantic's name for a branch of a union, not a field."""
-    return isinstance(loc_item, str) and (
-        "[" in loc_item or loc_item in ("str", "int", "float", "bool", "dict", "none")
+    names = ("str", "int", "float", "bool", "dict", "none")
+    return isinstance(loc_item, str) and ("[" in loc_item or loc_item in names)
+
+
+def load_tokenizer(model: str, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a Hugging Face model's directory; None, with a warning, where it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        cause = (str(error) or type(error).__name__).strip().splitlines()[0]
+        _LOG.warning("%s has no tokenizer that can be read (%s): requests must send token ids", model, cause)
+        return None
+
+
+def load_chat_tokenizer(
+    model: str, loader: str, chat_template: str | None = None, trust_remote_code: bool = False
+) -> ChatTokenizer:
+    """Load the tokenizer of ``model``; a loader of engines may have a ``load_tokenizer`` beside it."""
+    module = importlib.import_module(loader.partition(":")[0])
+    custom_loader = getattr(module, "load_tokenizer", None)
+    tokenizer = custom_loader(model) if custom_loader is not None else load_tokenizer(model, trust_remote_code)
+    return ChatTokenizer(tokenizer, chat_template)
+
+
+class ChatTokenizer:
+    """A tokenizer as the endpoints use it; ``chat_template`` takes the place of the tokenizer's own."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self.hf_tokenizer = tokenizer
+        templates = chat_template or getattr(tokenizer, "chat_template", None)
+        templates_by_name = templates if isinstance(templates, dict) else {"default": templates}
+        self.chat_template: str | None = templates_by_name.get("default") or next(
+            iter(templates_by_name.values()), None
+        )
+        self._tool_template: str | None = templates_by_name.get("tool_use")
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        # One thread, so that a flood of long prompts takes one core.
+        self._executor = ThreadPoolExecutor(1, "thalweg-tokenizer")
+        self._token_texts: dict[int, tuple[str, list[int]]] = {}
+        self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the chat template says what to do with tools."""
+        return self._tool_template is not None or "tools" in (self.chat_template or "")
+
+    async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> list[int]:
+        """Return the tokens of ``text``; raises 400 when there must be more than ``max_tokens``."""
+        if self.hf_tokenizer is None:
+            raise BadRequest("this model has no tokenizer: send token ids", param)
+        if len(text) > max_tokens * self._max_token_chars:
+            raise context_length_error(f"at least {len(text) // self._max_token_chars}", max_tokens, param)
+        if len(text) <= _INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
+
+    async def render_chat(self, *args: Any) -> tuple[str, bool]:
+        """:meth:`apply_chat_template` in a thread: a template is a program, and a long conversation its input."""
+        if self.chat_template is None:
+            return self.apply_chat_template(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.apply_chat_template, *args)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._backend is not None:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        continue_final_message: bool,
+        template_kwargs: dict[str, Any],
+    ) -> tuple[str, bool]:
+        """Return the prompt of a conversation, and whether special tokens must be added to it.
+
+        ``template_kwargs`` go to the template; one that is a setting of ours is refused.
+        """
+        if self.chat_template is None:
+            return apply_fallback_template(messages, continue_final_message), True
+        try:
+            prompt = self.hf_tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self._tool_template if tools and self._tool_template else self.chat_template,
+                tokenize=False,
+                add_generation_prompt=not continue_final_message,
+                continue_final_message=continue_final_message,
+                **template_kwargs,
+            )
+        except Exception as error:  # templates refuse what they do not know by raising whatever they like
+            raise BadRequest(f"the model's chat template refuses this: {error}", "messages") from None
+        return prompt, False
+
+    def token_text(self, token: int) -> tuple[str, list[int]]:
+        """Return a token's text and its bytes, which may be a part of a character."""
+        if token not in self._token_texts:
+            if len(self._token_texts) > 200_000:
+                self._token_texts.clear()
+            self._token_texts[token] = self._decode_token(token)
+        return self._token_texts[token]
+
+    def _decode_token(self, token: int) -> tuple[str, list[int]]:
+        if self.hf_tokenizer is None:
+            return f"token_id:{token}", []
+        text = self.hf_tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        if "\ufffd" not in text:
+            return text, list(text.encode())
+        piece = self.hf_tokenizer.convert_ids_to_tokens(token) or ""
+        if len(piece) == 6 and piece.startswith("<0x"):
+            return text, [int(piece[3:5], 16)]
+        table = _byte_decoder()
+        return text, [table[c] for c in piece] if all(c in table for c in piece) else list(text.encode())
+
+
+def context_length_error(length: int | str, max_tokens: int, param: str) -> ContextLengthExceeded:
+    """Return the 400 of a prompt that leaves no room."""
+    return ContextLengthExceeded(
+        f"the prompt has {length} tokens, and there is room for {max_tokens} beside the answer: shorten it", param
     )
 
 
-def num_prompts(prompt: str | list[int] | list[Prompt]) -> int:
-    """How many prompts a ``prompt`` or ``input`` field holds."""
-    return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+def apply_fallback_template(messages: Sequence[dict[str, Any]], continue_final_message: bool) -> str:
+    """Return a conversation in plain words, for models without a chat template."""
+    names = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+    lines = [f"{names.get(m['role'], 'User')}: {m['content']}" for m in messages]
+    return "\n".join(lines if continue_final_message else [*lines, "Assistant:"])
+
+
+def _byte_decoder() -> dict[str, int]:
+    """The alphabet of byte-level tokenizers (GPT-2): which character stands for which byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def split_prompts(prompt: Any) -> list[Prompt]:
+    """Return the prompts that a ``prompt`` or ``input`` field holds: text, tokens, or a list of either."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
 async def tokenize_prompts(
@@ -325,35 +455,21 @@ async def tokenize_prompts(
     *,
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """Return the token ids of each prompt in a ``prompt`` field (text, tokens, or a list of either)."""
-    prompt_list = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    max_prompt_tokens = model_info.max_length - (model_info.kind == "causal")
-    return [
-        await _tokenize_prompt(each, tokenizer, model_info, max_prompt_tokens, param, add_special_tokens)
-        for each in prompt_list
-    ]
-
-
-async def _tokenize_prompt(
-    prompt: Prompt,
-    tokenizer: ChatTokenizer,
-    model_info: ModelMetadata,
-    max_prompt_tokens: int,
-    param: str,
-    add_special_tokens: bool,
-) -> list[int]:
-    tokens = (
-        await tokenizer.encode(prompt, add_special_tokens, max_prompt_tokens, param)
-        if isinstance(prompt, str)
-        else prompt
-    )
-    if not tokens:
-        raise BadRequest("the prompt is empty: send at least one token", param)
-    if len(tokens) > max_prompt_tokens:
-        raise context_length_error(len(tokens), max_prompt_tokens, param)
-    if max(tokens) >= model_info.vocab_size:
-        raise BadRequest(f"token {max(tokens)} is outside the vocabulary of {model_info.vocab_size}", param)
-    return tokens
+    """Return the token ids of each prompt in a ``prompt`` field."""
+    max_tokens = model_info.max_length - (model_info.kind == "causal")
+    tokenized = []
+    for each in split_prompts(prompt):
+        tokens = each
+        if isinstance(tokens, str):
+            tokens = await tokenizer.encode(tokens, add_special_tokens, max_tokens, param)
+        if not tokens:
+            raise BadRequest("the prompt is empty: send at least one token", param)
+        if len(tokens) > max_tokens:
+            raise context_length_error(len(tokens), max_tokens, param)
+        if max(tokens) >= model_info.vocab_size:
+            raise BadRequest(f"token {max(tokens)} is outside the vocabulary of {model_info.vocab_size}", param)
+        tokenized.append(tokens)
+    return tokenized
 
 
 def to_sampling_params(
@@ -362,28 +478,24 @@ def to_sampling_params(
     """Return the engine's parameters; raises 400 when they contradict each other."""
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options needs stream: true", "stream_options")
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    same = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
+            "min_tokens", "seed", "ignore_eos", "skip_special_tokens")  # fmt: skip
+    fields = {name: value for name in same if (value := getattr(request, name)) is not None}
     return make_sampling_params(
+        **fields,
         max_tokens=max_tokens,
-        min_tokens=request.min_tokens or 0,
-        n=request.n or 1,
-        temperature=_or_default(request.temperature, 1.0),
-        top_p=_or_default(request.top_p, 1.0),
-        top_k=max(_or_default(request.top_k, 0), 0),
-        min_p=_or_default(request.min_p, 0.0),
-        presence_penalty=_or_default(request.presence_penalty, 0.0),
-        frequency_penalty=_or_default(request.frequency_penalty, 0.0),
-        repetition_penalty=_or_default(request.repetition_penalty, 1.0),
+        top_k=max(request.top_k or 0, 0),
         logit_bias=_parse_logit_bias(request.logit_bias or {}, model_info),
-        seed=request.seed,
-        stop=tuple(stop),
+        stop=_stop_strings(request),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         include_stop=request.include_stop_str_in_output,
-        ignore_eos=request.ignore_eos,
-        skip_special_tokens=request.skip_special_tokens,
         logprobs=logprobs,
         structure=get_structured_output(request),
     )
+
+
+def _stop_strings(request: SamplingFields | MiiRequest) -> tuple[str, ...]:
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
 
 
 def make_sampling_params(**fields: Any) -> SamplingParams:
@@ -394,10 +506,8 @@ def make_sampling_params(**fields: Any) -> SamplingParams:
         raise BadRequest(str(error), error.param) from None
 
 
-def check_context_length(
-    prompt: list[int], max_tokens: int | None, model_info: ModelMetadata, param: str
-) -> int | None:
-    """Check ``max_tokens`` against the model's length; returns it."""
+def check_context_length(prompt: list[int], max_tokens: int | None, model_info: ModelMetadata, param: str) -> None:
+    """Check ``max_tokens`` against the model's length."""
     total = len(prompt) + (max_tokens or 1)
     if model_info.kind == "causal" and total > model_info.max_length:
         raise ContextLengthExceeded(
@@ -405,7 +515,6 @@ def check_context_length(
             f"{model_info.max_length}: ask for at most {model_info.max_length - len(prompt)}",
             param,
         )
-    return max_tokens
 
 
 def fit_max_tokens(
@@ -466,10 +575,7 @@ def chat_sampling_params(request: ChatRequest, model_info: ModelMetadata, tokeni
         request = request.model_copy(update={"stop": [FALLBACK_STOP]})
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     params = to_sampling_params(
-        request,
-        model_info,
-        max_tokens=max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        request, model_info, max_tokens=max_tokens, logprobs=(request.top_logprobs or 0) if request.logprobs else None
     )
     if request.tool_choice in (None, "none", "auto"):
         return params
@@ -523,40 +629,24 @@ def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info:
             f"{model_info.max_length}",
             "max_length",
         )
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    sampled: dict[str, Any] = {"temperature": 0.0}
+    if request.do_sample:
+        temperature = 1.0 if request.temperature is None else request.temperature
+        sampled = {"temperature": temperature, "top_p": request.top_p, "top_k": request.top_k or 0}
     return make_sampling_params(
+        **sampled,
         max_tokens=max_tokens,
         min_tokens=min(request.min_new_tokens, max_tokens),
-        temperature=_or_default(request.temperature, 1.0) if request.do_sample else 0.0,
-        top_p=request.top_p if request.do_sample else 1.0,
-        top_k=(request.top_k or 0) if request.do_sample else 0,
         ignore_eos=request.ignore_eos,
-        stop=tuple(stop),
+        stop=_stop_strings(request),
         seed=request.seed,
     )
 
 
-def make_engine_request(
-    prompt: list[int],
-    params: SamplingParams,
-    fields: SamplingFields | None = None,
-    adapter: str | None = None,
-) -> Request:
-    """Return an engine request; the pool names it."""
-    if fields is None:
-        return Request("", prompt, params, adapter=adapter)
-    return Request("", prompt, params, priority=fields.priority, cache_salt=fields.cache_salt, adapter=adapter)
-
-
 def _to_template_message(message: ChatMessage) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.text,
-    }
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
+    role = "system" if message.role == "developer" else message.role
+    fields: dict[str, Any] = {"role": role, "content": message.text}
+    fields |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     if message.tool_calls:
         fields["tool_calls"] = [_to_template_call(call) for call in message.tool_calls]
     if message.reasoning_content is not None:
@@ -580,7 +670,3 @@ def _parse_logit_bias(logit_bias: dict[str, float], model_info: ModelMetadata) -
             raise BadRequest(f"{key[:20]!r} is no token of this model", "logit_bias")
         bias[int(key)] = value
     return bias
-
-
-def _or_default(value: Any, default: Any) -> Any:
-    return default if value is None else value

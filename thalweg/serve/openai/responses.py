@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import math
 import secrets
@@ -27,23 +28,9 @@ from starlette.types import Receive, Scope, Send
 
 from thalweg.infer.types import ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
 from thalweg.serve.errors import ApiError, BadRequest, ModelNotFound
-from thalweg.serve.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    apply_allowed_tools,
-    chat_sampling_params,
-    check_context_length,
-    completion_sampling_params,
-    fit_max_tokens,
-    make_engine_request,
-    num_prompts,
-    tokenize_chat,
-    tokenize_prompts,
-)
-from thalweg.serve.openai.tokenizer import ChatTokenizer
+from thalweg.serve.openai import requests as api
 from thalweg.serve.openai.tools import ToolParser
-from thalweg.serve.replicas.pool import MAX_EMBED_PROMPTS, GenerationRequest, ReplicaPool, StepOutput
+from thalweg.serve.replicas.pool import MAX_EMBED_PROMPTS, ReplicaPool
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -57,7 +44,7 @@ class AppState:
     """What the endpoints share."""
 
     pool: ReplicaPool
-    tokenizer: ChatTokenizer
+    tokenizer: api.ChatTokenizer
     model_info: ModelMetadata
     model_name: str
     """The name under which clients ask for the model."""
@@ -134,7 +121,6 @@ class Answer:
     """
 
     num_sequences: int
-    end_marker = b"data: [DONE]\n\n"
 
     def __init__(self, app_state: AppState, stream: bool) -> None:
         self.app_state, self.streams, self.usage = app_state, stream, Usage()
@@ -157,31 +143,32 @@ class Answer:
 
     async def respond(self, receive: Receive) -> Response:
         """Generate and return the response; raises :class:`ApiError`, or ClientDisconnected."""
-        outputs = self.app_state.pool.submit(GenerationRequest(self.num_sequences, self._tokenize, self.streams))
+        pool = self.app_state.pool
+        outputs = pool.submit(self.num_sequences, self._tokenize, self.streams)
         if self.streams:
-            return await sse_response(self.app_state, receive, self.stream(outputs), self.end_marker)
+            items = self.stream(outputs)
+            first_item = await first_or_close(receive, items)
+            return SSEResponse(first_item, items, pool.metrics.count_cancelled, b"data: [DONE]\n\n")
         return JSONResponse(self.body(await run_until_disconnect(receive, self._collect(outputs))))
 
-    async def stream(self, outputs: AsyncGenerator[StepOutput]) -> AsyncGenerator[dict[str, Any]]:
+    async def stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a stream."""
         async with contextlib.aclosing(outputs):
-            async for step in outputs:
-                self.usage.add(step.output)
-                for chunk in self.chunks(step.prompt_index, step.output):
+            async for prompt_index, output in outputs:
+                self.usage.add(output)
+                for chunk in self.chunks(prompt_index, output):
                     yield chunk
         if (chunk := self.last_chunk()) is not None:
             yield chunk
 
-    async def _collect(self, outputs: AsyncGenerator[StepOutput]) -> list[list[SequenceResult]]:
+    async def _collect(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> list[list[SequenceResult]]:
         results: defaultdict[tuple[int, int], SequenceResult] = defaultdict(SequenceResult)
         async with contextlib.aclosing(outputs):
-            async for step in outputs:
-                self.usage.add(step.output)
-                results[step.prompt_index, step.output.index].add(step.output)
-        samples: defaultdict[int, list[SequenceResult]] = defaultdict(list)
-        for prompt_index, sample_index in sorted(results):
-            samples[prompt_index].append(results[prompt_index, sample_index])
-        return list(samples.values())
+            async for prompt_index, output in outputs:
+                self.usage.add(output)
+                results[prompt_index, output.index].add(output)
+        by_prompt = itertools.groupby(sorted(results), key=lambda key: key[0])
+        return [[results[key] for key in keys] for _, keys in by_prompt]
 
     async def _tokenize(self) -> list[Request]:
         requests = await self.make_requests()
@@ -194,8 +181,9 @@ class _OpenAIAnswer(Answer):
 
     chunk_object: str
 
-    def __init__(self, app_state: AppState, request: CompletionRequest | ChatRequest, prefix: str) -> None:
+    def __init__(self, app_state: AppState, request: api.CompletionRequest | api.ChatRequest, prefix: str) -> None:
         super().__init__(app_state, bool(request.stream))
+        self._request: Any = request
         self._adapter = app_state.resolve_adapter(request.model)
         self._tokenizer = app_state.tokenizer
         self._include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -208,8 +196,15 @@ class _OpenAIAnswer(Answer):
     def last_chunk(self) -> dict[str, Any] | None:
         if not self._include_usage:
             return None
-        usage = self.usage.to_dict()
-        return {**self._common_fields, "object": self.chunk_object, "choices": [], "usage": usage}
+        return self._body(self.chunk_object, [])
+
+    def _engine_request(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Return an engine request; the pool names it."""
+        fields = self._request
+        return Request("", prompt, params, fields.priority, self._adapter, fields.cache_salt)
+
+    def _body(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._common_fields, "object": object_name, "choices": choices, "usage": self.usage.to_dict()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self._include_usage else {}
@@ -221,10 +216,10 @@ class ChatCompletion(_OpenAIAnswer):
 
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, app_state: AppState, request: ChatRequest) -> None:
+    def __init__(self, app_state: AppState, request: api.ChatRequest) -> None:
         super().__init__(app_state, request, "chatcmpl")
-        self._request = request = apply_allowed_tools(request)
-        self._params = chat_sampling_params(request, app_state.model_info, app_state.tokenizer)
+        self._request = request = api.apply_allowed_tools(request)
+        self._params = api.chat_sampling_params(request, app_state.model_info, app_state.tokenizer)
         self.num_sequences = self._params.n
         self._parse_tool_calls = bool(request.tools) and request.tool_choice != "none"
         self._tool_call_forced = request.tool_choice not in (None, "none", "auto")
@@ -233,14 +228,12 @@ class ChatCompletion(_OpenAIAnswer):
 
     async def make_requests(self) -> list[Request]:
         model_info = self.app_state.model_info
-        prompt = await tokenize_chat(self._request, self._tokenizer, model_info)
-        check_context_length(prompt, self._params.max_tokens, model_info, "max_completion_tokens")
-        return [make_engine_request(prompt, self._params, self._request, self._adapter)]
+        prompt = await api.tokenize_chat(self._request, self._tokenizer, model_info)
+        api.check_context_length(prompt, self._params.max_tokens, model_info, "max_completion_tokens")
+        return [self._engine_request(prompt, self._params)]
 
     def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
-        choices = [self._choice(index, result) for index, result in enumerate(results[0])]
-        usage = self.usage.to_dict()
-        return {**self._common_fields, "object": "chat.completion", "choices": choices, "usage": usage}
+        return self._body("chat.completion", [self._choice(index, result) for index, result in enumerate(results[0])])
 
     def _choice(self, index: int, result: SequenceResult) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -315,22 +308,21 @@ class Completion(_OpenAIAnswer):
 
     chunk_object = "text_completion"
 
-    def __init__(self, app_state: AppState, request: CompletionRequest) -> None:
+    def __init__(self, app_state: AppState, request: api.CompletionRequest) -> None:
         super().__init__(app_state, request, "cmpl")
-        self._request = request
-        self._params = completion_sampling_params(request, app_state.model_info)
-        self.num_sequences = num_prompts(request.prompt) * self._params.n
+        self._params = api.completion_sampling_params(request, app_state.model_info)
+        self.num_sequences = len(api.split_prompts(request.prompt)) * self._params.n
         self._prompts: list[list[int]] = []
         self._lengths: dict[tuple[int, int], int] = {}  # characters of each sequence that were sent
 
     async def make_requests(self) -> list[Request]:
         model_info, request = self.app_state.model_info, self._request
-        self._prompts = await tokenize_prompts(
+        self._prompts = await api.tokenize_prompts(
             request.prompt, self._tokenizer, model_info, add_special_tokens=request.add_special_tokens
         )
-        params = [fit_max_tokens(prompt, self._params, request, model_info) for prompt in self._prompts]
+        params = [api.fit_max_tokens(prompt, self._params, request, model_info) for prompt in self._prompts]
         return [
-            make_engine_request(prompt, _with_prompt_seed(one, i), request, self._adapter)
+            self._engine_request(prompt, _with_prompt_seed(one, i))
             for i, (prompt, one) in enumerate(zip(self._prompts, params, strict=True))
         ]
 
@@ -344,14 +336,8 @@ class Completion(_OpenAIAnswer):
         choices = []
         for i, samples in enumerate(results):
             echo = self._echoed_prompt(i)
-            for s, result in enumerate(samples):
-                choices.append(self._choice(i, s, echo + result.text, len(echo), result))
-        return {
-            **self._common_fields,
-            "object": "text_completion",
-            "choices": choices,
-            "usage": self.usage.to_dict(),
-        }
+            choices += [self._choice(i, s, echo + result.text, len(echo), result) for s, result in enumerate(samples)]
+        return self._body("text_completion", choices)
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         key = prompt_index, output.index
@@ -364,9 +350,7 @@ class Completion(_OpenAIAnswer):
     def _echoed_prompt(self, index: int) -> str:
         if not self._request.echo:
             return ""
-        prompt = self._request.prompt
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            prompt = prompt[index]
+        prompt = api.split_prompts(self._request.prompt)[index]
         if isinstance(prompt, str):
             return prompt
         tokenizer = self._tokenizer.hf_tokenizer
@@ -395,14 +379,13 @@ class Completion(_OpenAIAnswer):
         """``tokens`` name those without an entry: a prompt's first, which nothing precedes."""
         columns: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for number, entry in enumerate(entries):
-            token_id = tokens[number] if entry is None else entry.token_id
+            token_id, logprob, top = tokens[number] if entry is None else entry.token_id, None, None
+            if entry is not None:
+                logprob = _clamp_logprob(entry.logprob)
+                top = {self._token_name(other): _clamp_logprob(value) for other, value in entry.top}
             columns["tokens"].append(self._token_name(token_id))
-            columns["token_logprobs"].append(None if entry is None else _clamp_logprob(entry.logprob))
-            columns["top_logprobs"].append(
-                None
-                if entry is None
-                else {self._token_name(other): _clamp_logprob(value) for other, value in entry.top}
-            )
+            columns["token_logprobs"].append(logprob)
+            columns["top_logprobs"].append(top)
             columns["text_offset"].append(offset)
             offset += len(self._tokenizer.token_text(token_id)[0])
         return columns
@@ -425,14 +408,14 @@ def _clamp_logprob(value: float) -> float:
     return value if math.isfinite(value) else MIN_LOGPROB
 
 
-async def create_embedding(app_state: AppState, request: EmbeddingRequest, http_request: HttpRequest) -> Response:
+async def create_embedding(app_state: AppState, request: api.EmbeddingRequest, http_request: HttpRequest) -> Response:
     """Answer ``/v1/embeddings``."""
     app_state.resolve_adapter(request.model)
     if request.dimensions is not None:
         raise BadRequest("dimensions is not supported: leave it out, and cut the vectors", "dimensions")
-    num_sequences = min(num_prompts(request.input), MAX_EMBED_PROMPTS, app_state.pool.limits.max_outstanding)
+    num_sequences = min(len(api.split_prompts(request.input)), MAX_EMBED_PROMPTS, app_state.pool.limits.max_outstanding)
     with app_state.pool.admit(num_sequences):
-        prompts = await tokenize_prompts(request.input, app_state.tokenizer, app_state.model_info, "input")
+        prompts = await api.tokenize_prompts(request.input, app_state.tokenizer, app_state.model_info, "input")
         rows = await run_until_disconnect(http_request.receive, app_state.pool.embed(prompts))
     total = sum(map(len, prompts))
     usage = json.dumps({"prompt_tokens": total, "total_tokens": total})
@@ -457,10 +440,8 @@ class ClientDisconnected(Exception):
 
 async def run_until_disconnect(receive: Receive, awaitable: Awaitable[T]) -> T:
     """Await ``awaitable``; cancel it, and raise :class:`ClientDisconnected`, when the client closes the connection."""
-    work_task, disconnect_task = (
-        asyncio.ensure_future(awaitable),
-        asyncio.ensure_future(_wait_for_disconnect(receive)),
-    )
+    work_task = asyncio.ensure_future(awaitable)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
         if work_task.done():
@@ -519,16 +500,13 @@ class SSEResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def sse_response(
-    app_state: AppState, receive: Receive, items: AsyncGenerator[Any], end_marker: bytes
-) -> SSEResponse:
-    """Wait for the first item, so that an error before it is an HTTP status, and make the response."""
+async def first_or_close(receive: Receive, items: AsyncGenerator[T]) -> T:
+    """Wait for the first item of a stream, so that an error before it is an HTTP status; an error closes it."""
     try:
-        first_item = await run_until_disconnect(receive, anext(items))
+        return await run_until_disconnect(receive, anext(items))
     except BaseException:
         await items.aclose()
         raise
-    return SSEResponse(first_item, items, app_state.pool.metrics.count_cancelled, end_marker)
 
 
 async def _send_chunk(send: Send, body: bytes) -> None:

@@ -8,6 +8,8 @@
   second death would mean that the request is the cause.
 - *Replacement*: a dead replica is started anew, with growing pauses while it keeps dying; one that has had
   work and made no step for ``stall_seconds`` makes ``/health`` fail, and is killed after twice that time.
+- *Metrics*: Prometheus histograms of latency and counters, in a registry of the server's own (no global state); the
+  engines' gauges are read from the last heartbeat when somebody asks for them.
 
 A :class:`Replica` lives once: ``starting`` (the engine loads), ``ready``, ``dead``; its successor is a new
 object.  Everything here runs on the server's event loop; only starting and ending a process leave it.
@@ -25,27 +27,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
-from thalweg.serve.engine_process import (
-    Message,
-    dump_request,
-    encode_frame,
-    load_model_info,
-    load_output,
-    load_stats,
-    read_message,
-)
-from thalweg.serve.errors import (
-    ApiError,
-    BadRequest,
-    DeadlineExceeded,
-    EngineFailed,
-    Overloaded,
-    ReplicaLost,
-    ShuttingDown,
-    Unavailable,
-)
-from thalweg.serve.metrics import Metrics
+from thalweg.serve import engine_process as wire
+from thalweg.serve import errors
 from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.utils.log import get_logger
 
@@ -59,6 +46,22 @@ MAX_EMBED_PROMPTS = 64
 """Prompts of one request that an engine embeds at a time; more need no more room in the queue."""
 _MAX_EMBED_TOKENS = 4096
 _READY_TIMEOUT = 30.0  # seconds that a retry waits for a replica to be ready
+
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+_E2E_LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_ENGINE_METRICS = (
+    (GaugeMetricFamily, "running", "Sequences that take part in steps", "running"),
+    (GaugeMetricFamily, "waiting", "Sequences queued in the engine", "waiting"),
+    (GaugeMetricFamily, "kv_blocks", "KV blocks there are", "kv_blocks"),
+    (GaugeMetricFamily, "kv_blocks_used", "KV blocks held by sequences", "kv_blocks_used"),
+    (GaugeMetricFamily, "kv_use_ratio", "Share of the KV blocks in use", "kv_use"),
+    (CounterMetricFamily, "engine_steps", "Steps", "steps"),
+    (CounterMetricFamily, "engine_prompt_tokens", "Prompt tokens admitted", "prompt_tokens"),
+    (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens from the prefix cache", "cached_tokens"),
+    (CounterMetricFamily, "preemptions", "Sequences preempted", "preemptions"),
+)
+"""What is shown of each replica's EngineStats."""
 
 EventCallback = Callable[[Any], None]
 """Takes what comes for a request: a RequestOutput, a list of embeddings, or the ApiError that ended it."""
@@ -76,26 +79,96 @@ class PoolLimits:
     """Time that a request may take from its admission; None: any."""
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """What one HTTP request asks of the engines.
+class ServerMetrics:
+    """Counts what one server does; ``pool`` is what stands behind it, and ``unit`` what that counts."""
 
-    ``num_sequences`` (prompts times n) is known at once, so that a full queue refuses it before ``tokenize``
-    does any work.  With ``stream`` outputs are passed on as they come; without, those of a prompt are kept until
-    all of its sequences have ended, so that a replica may be lost at any time before.
-    """
+    def __init__(self, pool: Any, unit: str) -> None:
+        self.registry = CollectorRegistry()
+        self._pool, self._unit = pool, unit
+        self._e2e_latency = self.histogram("request_seconds", "From arrival to the last token", _E2E_LATENCY_BUCKETS)
+        self._responses = self.counter("http_responses", "Responses", "path", "status")
+        self._cancelled = self.counter("cancelled", "Requests whose client left before the end")
+        self.registry.register(self)  # pyright: ignore[reportArgumentType]
 
-    num_sequences: int
-    tokenize: Callable[[], Awaitable[list[Request]]]
-    stream: bool = False
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Make a counter of this server's own."""
+        return Counter(f"thalweg_{name}", text, labels, registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        """Make a histogram of this server's own."""
+        return Histogram(f"thalweg_{name}", text, buckets=buckets, registry=self.registry)
+
+    def count_response(self, path: str, status: int) -> None:
+        """Count an HTTP response."""
+        self._responses.labels(path, status).inc()
+
+    def count_cancelled(self) -> None:
+        """Count a client that left."""
+        self._cancelled.inc()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the gauges of this moment, as a registry asks for them."""
+        pool, unit = self._pool, self._unit
+        yield GaugeMetricFamily("thalweg_outstanding", f"{unit} admitted, not ended", value=pool.num_outstanding)
+        yield GaugeMetricFamily("thalweg_outstanding_limit", "Beyond it: 429", value=pool.limits.max_outstanding)
+        yield GaugeMetricFamily("thalweg_replicas_ready", "Replicas that serve", value=len(pool.ready_replicas()))
+        yield GaugeMetricFamily("thalweg_healthy", "1 while /health is 200", value=pool.health()[0])
+
+    def by_replica(self, family: Any, name: str, text: str, value: Callable[[Any], float]) -> Any:
+        """Return a family with a number for each replica."""
+        metric = family(f"thalweg_{name}", text, labels=["replica"])
+        for replica in self._pool.replicas:
+            metric.add_metric([str(replica.index)], value(replica))
+        return metric
+
+    def render(self) -> bytes:
+        """Return the text form."""
+        return generate_latest(self.registry)
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """What one step of an engine added to a sequence of prompt ``prompt_index``."""
+class Metrics(ServerMetrics):
+    """Those of a server with engines."""
 
-    prompt_index: int
-    output: RequestOutput
+    def __init__(self, pool: ReplicaPool) -> None:
+        super().__init__(pool, "Sequences")
+        self._ttft = self.histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS)
+        self._itl = self.histogram("inter_token_latency_seconds", "From one token to the next", _ITL_BUCKETS)
+        self._finished = self.counter("finished", "Sequences by finish reason", "reason")
+        self._prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of requests that were started")
+        self._generated_tokens = self.counter("generated_tokens", "Tokens generated")
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the engines' gauges and counters too, by replica."""
+        yield from super().collect()
+        restarts = self._pool.num_restarts
+        yield CounterMetricFamily("thalweg_replica_restarts", "Replicas replaced", value=restarts)
+        for family, name, text, field in _ENGINE_METRICS:
+            yield self.by_replica(family, name, text, lambda replica, field=field: getattr(replica.stats, field))
+        yield self.by_replica(
+            GaugeMetricFamily, "no_progress_seconds", "Work, but no step", lambda replica: replica.stalled_seconds
+        )
+
+    def start_timer(self) -> Callable[[int, RequestOutput], None]:
+        """Begin to time a request that has just arrived; call the result with each output and its prompt's index."""
+        start, last_token_times = time.perf_counter(), dict[tuple[int, int], float]()
+
+        def record(prompt_index: int, output: RequestOutput) -> None:
+            now, key, num_tokens = time.perf_counter(), (prompt_index, output.index), len(output.token_ids)
+            if num_tokens:
+                self._generated_tokens.inc(num_tokens)
+                if key in last_token_times:
+                    for _ in range(num_tokens):  # tokens of one speculative step came together
+                        self._itl.observe((now - last_token_times[key]) / num_tokens)
+                else:
+                    self._ttft.observe(now - start)
+                    if output.index == 0:
+                        self._prompt_tokens.inc(output.num_prompt_tokens)
+                last_token_times[key] = now
+            if output.finish_reason is not None:
+                self._finished.labels(output.finish_reason).inc()
+                self._e2e_latency.observe(now - start)
+
+        return record
 
 
 class ReplicaPool:
@@ -107,7 +180,7 @@ class ReplicaPool:
         self.num_restarts = 0
         self.num_outstanding = 0
         self._start_replica = start_replica
-        self.replicas = [self._make_replica(index) for index in range(num_replicas)]
+        self.replicas = [Replica(i, start_replica, limits.start_seconds) for i in range(num_replicas)]
         self.metrics = Metrics(self)
         self._model_info: ModelMetadata | None = None
         self._supervisors: list[asyncio.Task[None]] = []
@@ -116,9 +189,6 @@ class ReplicaPool:
         self._num_crashes = [0] * num_replicas  # of each replica, one soon after the other
         self._inboxes: set[asyncio.Queue[Any]] = set()  # of the requests under way
         self._replica_ready = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
-
-    def _make_replica(self, index: int) -> Replica:
-        return Replica(index, self._start_replica, self.limits.start_seconds)
 
     async def start(self) -> ModelMetadata:
         """Start all replicas; returns the model's facts, or raises RuntimeError when one cannot start."""
@@ -147,7 +217,7 @@ class ReplicaPool:
     def abort_all(self) -> None:
         """End every stream with an error: the time for draining is over."""
         for inbox in self._inboxes:
-            inbox.put_nowait((None, ShuttingDown("the server is shutting down and had to stop this request")))
+            inbox.put_nowait((None, errors.ShuttingDown("the server is shutting down and had to stop this request")))
 
     def ready_replicas(self) -> list[Replica]:
         """The replicas that take requests."""
@@ -176,15 +246,15 @@ class ReplicaPool:
             Unavailable: replicas keep dying.
         """
         if self.draining:
-            raise ShuttingDown("the server is shutting down: use another one")
+            raise errors.ShuttingDown("the server is shutting down: use another one")
         if num_sequences > self.limits.max_outstanding:
-            raise BadRequest(
+            raise errors.BadRequest(
                 f"{num_sequences} sequences (prompts times n) in one request; this server takes "
                 f"{self.limits.max_outstanding}: split the request",
                 "n",
             )
         if self.num_outstanding + num_sequences > self.limits.max_outstanding:
-            raise Overloaded(self._retry_after(num_sequences))
+            raise errors.Overloaded(self._retry_after(num_sequences))
         self._check_crash_loop()
         self.num_outstanding += num_sequences
         try:
@@ -192,39 +262,46 @@ class ReplicaPool:
         finally:
             self.num_outstanding -= num_sequences
 
-    async def submit(self, request: GenerationRequest) -> AsyncGenerator[StepOutput]:
+    async def submit(
+        self, num_sequences: int, tokenize: Callable[[], Awaitable[list[Request]]], stream: bool
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Admit a request, tokenize it, and yield what the engines give until all of its sequences have ended.
+
+        Each item is a prompt's index and what one step added to one of its sequences.  ``num_sequences`` (prompts times
+        n) is known at once, so that a full queue refuses the request before ``tokenize`` does any work.  With
+        ``stream`` outputs are passed on as they come; without, those of a prompt are kept until all of its sequences
+        have ended, so that a replica may be lost at any time before.
 
         Closing the generator cancels what still runs.  Raises :class:`ApiError`, by class: what :meth:`admit` and
         ``tokenize`` raise; BadRequest for what the engine refuses; EngineFailed; ReplicaLost when the replica is
         lost and the request cannot be tried again; DeadlineExceeded; ShuttingDown.
         """
-        timer = self.metrics.start_timer()
-        with self.admit(request.num_sequences), self._open_inbox() as inbox:
+        record_output = self.metrics.start_timer()
+        with self.admit(num_sequences), self._open_inbox() as inbox:
             deadline = self._deadline()
-            attempts = [_Attempt(i, r, inbox) for i, r in enumerate(await request.tokenize())]
+            attempts = [_Attempt(i, r, inbox) for i, r in enumerate(await tokenize())]
             try:
                 for attempt in attempts:
                     await self._dispatch(attempt)
                 num_events = 0
-                while not all(attempt.num_unfinished == 0 for attempt in attempts):
+                while any(attempt.num_unfinished for attempt in attempts):
                     num_events += 1
                     if num_events % _YIELD_EVERY == 0:  # a queue that is never empty must not keep the loop from others
                         await asyncio.sleep(0)
                     attempt, event = await _next_event(inbox, deadline)
-                    if isinstance(event, ReplicaLost) and attempt.can_retry:
+                    if isinstance(event, errors.ReplicaLost) and attempt.can_retry:
                         attempt.reset()
                         await self._dispatch(attempt)
                         continue
-                    if isinstance(event, ApiError):
+                    if isinstance(event, errors.ApiError):
                         raise event
-                    timer.record_output(attempt.index, event)
+                    record_output(attempt.index, event)
                     if event.finish_reason == "error":
                         raise _engine_error(event)
                     if event.finished:
                         self._finish_times.append(time.monotonic())
-                    for output in attempt.receive(event, hold=not request.stream):
-                        yield StepOutput(attempt.index, output)
+                    for output in attempt.receive(event, hold=not stream):
+                        yield attempt.index, output
             finally:
                 for attempt in attempts:
                     attempt.abort()
@@ -251,7 +328,7 @@ class ReplicaPool:
                 replica.abort(request_id)
             if isinstance(answer, list):
                 return answer
-            if is_last_try or not isinstance(answer, ReplicaLost):
+            if is_last_try or not isinstance(answer, errors.ReplicaLost):
                 raise answer
         raise AssertionError
 
@@ -279,7 +356,7 @@ class ReplicaPool:
         while not (ready := self.ready_replicas()):
             self._check_crash_loop()
             if time.monotonic() > deadline:
-                raise Unavailable("no replica of the model is running; one is being started")
+                raise errors.Unavailable("no replica of the model is running; one is being started")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._replica_ready.wait(), 0.2)
         responsive = [replica for replica in ready if replica.stalled_seconds <= self.limits.stall_seconds]
@@ -287,7 +364,7 @@ class ReplicaPool:
 
     def _check_crash_loop(self) -> None:
         if not self.ready_replicas() and min(self._num_crashes) >= _MAX_CRASHES:
-            raise Unavailable(f"no replica of the model stays alive: {self.health()[1]}")
+            raise errors.Unavailable(f"no replica of the model stays alive: {self.health()[1]}")
 
     async def _supervise(self, index: int) -> None:
         """Watch one replica; replace it when it dies, whatever goes wrong in doing so."""
@@ -312,7 +389,7 @@ class ReplicaPool:
         await replica.stop(grace=2.0)
         await asyncio.sleep(_RESTART_BACKOFF[min(num_crashes, len(_RESTART_BACKOFF) - 1)])
         self.num_restarts += 1
-        self.replicas[index] = successor = self._make_replica(index)
+        self.replicas[index] = successor = Replica(index, self._start_replica, self.limits.start_seconds)
         try:
             await successor.start()
         except RuntimeError as error:  # the successor is dead now: it is replaced in its turn
@@ -424,7 +501,7 @@ class Replica:
     def add(self, request: Request, callback: EventCallback) -> None:
         """Hand over a request; what comes for it goes to ``callback``."""
         self._register(request.request_id, callback, request.params.n)
-        self._send({"type": "add", "request": dump_request(request)})
+        self._send({"type": "add", "request": wire.dump_request(request)})
 
     def embed(self, request_id: str, prompts: list[list[int]], callback: EventCallback) -> None:
         """Ask for embeddings; one list of rows goes to ``callback``."""
@@ -447,7 +524,7 @@ class Replica:
     def _register(self, request_id: str, callback: EventCallback, num_sequences: int) -> None:
         assert request_id not in self._callbacks
         if self.state != "ready":
-            raise ReplicaLost(self.reason)
+            raise errors.ReplicaLost(self.reason)
         self._callbacks[request_id] = callback, num_sequences
         self.num_outstanding += num_sequences
 
@@ -456,17 +533,17 @@ class Replica:
         self.num_outstanding -= num_sequences
         return callback
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         assert self._writer is not None
-        self._writer.write(encode_frame(message))
+        self._writer.write(wire.encode_frame(message))
 
     async def _read_loop(self, reader: asyncio.StreamReader, ready: asyncio.Future[None]) -> None:
         try:
-            while (message := await read_message(reader)) is not None:
+            while (message := await wire.read_message(reader)) is not None:
                 self._last_message_time = time.monotonic()
                 kind = message["type"]
                 if kind == "ready" and self.state == "starting":
-                    self.model_info, self.state = load_model_info(message["model"]), "ready"
+                    self.model_info, self.state = wire.METADATA.validate_python(message["model"]), "ready"
                     ready.set_result(None)
                 elif kind == "fatal":
                     if message["traceback"]:
@@ -482,17 +559,17 @@ class Replica:
             if not ready.done():
                 ready.set_exception(RuntimeError(self.reason))
 
-    def _handle_message(self, kind: str, message: Message) -> None:
+    def _handle_message(self, kind: str, message: wire.Message) -> None:
         if kind == "out":
-            for output in map(load_output, message["outputs"]):
+            for output in wire.OUTPUTS.validate_python(message["outputs"]):
                 if entry := self._callbacks.get(output.request_id):
                     entry[0](output)
                     if output.finished:
                         self._sequence_done(output.request_id)
         elif kind == "beat":
-            self._stalled_seconds, self.stats = message["stuck"], load_stats(message["stats"])
+            self._stalled_seconds, self.stats = message["stuck"], EngineStats(**message["stats"])
         elif (callback := self._unregister(message["id"])) is not None:
-            callback(BadRequest(message["error"]) if kind == "refused" else message["rows"])
+            callback(errors.BadRequest(message["error"]) if kind == "refused" else message["rows"])
 
     def _sequence_done(self, request_id: str) -> None:
         """A sequence of the request ended; with the last one the request is forgotten."""
@@ -520,7 +597,7 @@ class Replica:
         self.state, self.reason = "dead", reason
         callbacks, self._callbacks, self.num_outstanding = self._callbacks, {}, 0
         for callback, _ in callbacks.values():
-            callback(ReplicaLost(reason))
+            callback(errors.ReplicaLost(reason))
         if self._writer is not None:
             with contextlib.suppress(OSError, RuntimeError):
                 self._writer.close()
@@ -543,14 +620,14 @@ def _batch_prompts(prompts: list[list[int]]) -> Iterator[list[list[int]]]:
 async def _next_event(inbox: asyncio.Queue[Any], deadline: float | None) -> tuple[Any, Any]:
     """Return (attempt, event), the next one; raises what :meth:`ReplicaPool.abort_all` sends, or at the deadline."""
     if deadline is not None and asyncio.get_running_loop().time() >= deadline:
-        raise DeadlineExceeded
+        raise errors.DeadlineExceeded
     try:
         # Around this wait alone: the generator that waits here may be driven by another task each time.
         async with asyncio.timeout_at(deadline):
             attempt, event = await inbox.get()
     except TimeoutError:
-        raise DeadlineExceeded from None
-    if isinstance(event, ShuttingDown):
+        raise errors.DeadlineExceeded from None
+    if isinstance(event, errors.ShuttingDown):
         raise event
     return attempt, event
 
@@ -564,7 +641,7 @@ def _model_mismatch(model_info: ModelMetadata, replica: Replica) -> str:
     return f"replica {replica.index} has another model than the first ({', '.join(names)}): load the same in each"
 
 
-def _engine_error(output: RequestOutput) -> ApiError:
+def _engine_error(output: RequestOutput) -> errors.ApiError:
     if output.invalid_request:
-        return BadRequest(f"{output.error}: ask for a simpler one")
-    return EngineFailed(f"the engine failed on this request: {output.error}")
+        return errors.BadRequest(f"{output.error}: ask for a simpler one")
+    return errors.EngineFailed(f"the engine failed on this request: {output.error}")

@@ -26,22 +26,16 @@ import ssl
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httptools
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from thalweg.serve.errors import (
-    ApiError,
-    DeadlineExceeded,
-    Overloaded,
-    ReplicaLost,
-    ShuttingDown,
-    Unavailable,
-)
-from thalweg.serve.metrics import RouterMetrics
-from thalweg.serve.replicas.pool import PoolLimits
+from thalweg.serve.client import is_local
+from thalweg.serve.errors import ApiError, DeadlineExceeded, Overloaded, ReplicaLost, ShuttingDown, Unavailable
+from thalweg.serve.replicas.pool import TTFT_BUCKETS, PoolLimits, ServerMetrics
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -53,19 +47,7 @@ _START_TIMEOUT = 600.0  # seconds that the first replica may take to be ready
 _READY_TIMEOUT = 10.0  # seconds that a request waits for a replica to be ready
 _CONNECT_TIMEOUT = 5.0
 _MAX_BODY_BYTES = 2**28  # of a whole answer
-_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 _PASSED_HEADERS = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
-
-
-@dataclass(frozen=True)
-class ForwardedRequest:
-    """What a client asked for, as it came."""
-
-    method: str
-    target: str
-    """The path, quoted."""
-    body: bytes = b""
-    content_type: str = "application/json"
 
 
 @dataclass
@@ -149,14 +131,14 @@ class RemoteReplica:
             connection.abort()
 
     async def _fetch(self, target: str) -> ForwardedResponse:
-        async with self.connect(ForwardedRequest("GET", target)) as connection:
+        async with self.connect("GET", target) as connection:
             return await connection.response()
 
     @contextlib.asynccontextmanager
-    async def connect(self, request: ForwardedRequest) -> AsyncIterator[_Connection]:
+    async def connect(self, method: str, target: str, body: bytes = b"") -> AsyncIterator[_Connection]:
         """Send a request on a connection of its own, which is closed at the end: that cancels what still runs.
 
-        Raises OSError where the replica cannot be reached.
+        ``target``: the path, quoted.  Raises OSError where the replica cannot be reached.
         """
         parts = self._parts
         async with asyncio.timeout(_CONNECT_TIMEOUT):
@@ -167,14 +149,14 @@ class RemoteReplica:
             headers = {
                 "Host": parts.netloc,
                 "Connection": "close",
-                "Content-Type": request.content_type,
-                "Content-Length": str(len(request.body)),
+                "Content-Type": "application/json",
+                "Content-Length": str(len(body)),
             }
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
-            lines = [f"{request.method} {parts.path}{request.target} HTTP/1.1"]
+            lines = [f"{method} {parts.path}{target} HTTP/1.1"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
-            writer.write("\r\n".join([*lines, "", ""]).encode() + request.body)
+            writer.write("\r\n".join([*lines, "", ""]).encode() + body)
             yield connection
         finally:
             self._connections.remove(connection)
@@ -244,6 +226,40 @@ class _Connection:
             raise ReplicaLost(f"it does not speak HTTP: {error}") from None
 
 
+class RouterMetrics(ServerMetrics):
+    """Those of a server that forwards to others."""
+
+    def __init__(self, router: ReplicaRouter) -> None:
+        super().__init__(router, "Requests")
+        text = "From arrival to a replica's answer"
+        self._first_byte = self.histogram("time_to_first_byte_seconds", text, TTFT_BUCKETS)
+
+    @contextlib.contextmanager
+    def time_request(self) -> Iterator[Callable[[], None]]:
+        """Time one request; what is yielded is to be called when its answer begins."""
+        start, began = time.perf_counter(), []
+
+        def answer_begins() -> None:
+            began.append(time.perf_counter())
+            self._first_byte.observe(began[0] - start)
+
+        try:
+            yield answer_begins
+        finally:
+            if began:
+                self._e2e_latency.observe(time.perf_counter() - start)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the replicas' states too."""
+        yield from super().collect()
+        retries = self._pool.num_retries
+        yield CounterMetricFamily("thalweg_retries", "Requests given to another replica", value=retries)
+        up = "1 while it takes requests"
+        yield self.by_replica(GaugeMetricFamily, "replica_up", up, lambda replica: replica.state == "ready")
+        outstanding = "Requests it has"
+        yield self.by_replica(GaugeMetricFamily, "replica_outstanding", outstanding, lambda r: r.num_outstanding)
+
+
 class ReplicaRouter:
     """Forwards requests to ``urls``, which must all serve ``model``; ``limits`` count requests.
 
@@ -262,7 +278,7 @@ class ReplicaRouter:
         self._aborted = False
         self._expected: dict[str, Any] | None = None  # of each replica's model: what the first one said
         self._replica_ready = asyncio.Event()
-        exposed = [r.url for r in self.replicas if r.url.startswith("http://") and not _is_loopback(r.url)]
+        exposed = [r.url for r in self.replicas if r.url.startswith("http://") and not is_local(r.url)]
         if exposed:
             _LOG.warning("what passes to %s is not encrypted: use https, or a network of your own", ", ".join(exposed))
 
@@ -308,7 +324,7 @@ class ReplicaRouter:
             return False, f"no replica is running: {reasons}"
         return True, ""
 
-    async def submit(self, request: ForwardedRequest) -> AsyncGenerator[ForwardedResponse | bytes]:
+    async def submit(self, method: str, target: str, body: bytes) -> AsyncGenerator[ForwardedResponse | bytes]:
         """Yield the response of a replica, then what follows of a stream; closing the generator cancels the request.
 
         Raises :class:`ApiError`: ShuttingDown; Overloaded; Unavailable where no replica can be reached; ReplicaLost
@@ -324,7 +340,7 @@ class ReplicaRouter:
                 tried.add(replica.index)
                 replica.num_outstanding += 1
                 try:
-                    async with replica.connect(request) as connection:
+                    async with replica.connect(method, target, body) as connection:
                         response = await _before(deadline, connection.response())
                         if self._goes_elsewhere(replica, response, tried):
                             self.num_retries += 1
@@ -435,7 +451,3 @@ def _parse_url(url: str) -> tuple[urllib.parse.SplitResult, ssl.SSLContext | Non
     netloc = parts.netloc if parts.port else f"{parts.netloc}:{port}"
     context = ssl.create_default_context() if parts.scheme == "https" else None
     return urllib.parse.SplitResult(parts.scheme, netloc, path, "", ""), context
-
-
-def _is_loopback(url: str) -> bool:
-    return urllib.parse.urlsplit(url).hostname in _LOOPBACK_HOSTS
