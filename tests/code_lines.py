@@ -1,4 +1,4 @@
-"""Lines of code of each room of the package, without comments, docstrings and blank lines: ``python -m tests.code_lines``."""
+"""Lines of code by room, without comments, docstrings and blank lines: ``python -m tests.code_lines``."""
 
 from __future__ import annotations
 
