@@ -6,6 +6,7 @@ import pytest
 
 from tests.dist.pipeline_parity import PipelineCase
 from tests.dist.test_pipeline_engine import check
+from tests.marks import nightly
 
 pytest.importorskip("transformers")
 AT_4 = [
@@ -16,9 +17,11 @@ AT_4 = [
 AT_8 = [PipelineCase("llama", 2, tp=2, stage=stage, num_micro_batches=2) for stage in (1, 3)]
 
 
-def test_pipelines_with_tensor_and_expert_ranks():
-    check(4, AT_4)
+@pytest.mark.parametrize("every", [2, nightly(1)])
+def test_pipelines_with_tensor_and_expert_ranks(every):
+    check(4, AT_4[::every])
 
 
+@pytest.mark.nightly
 def test_all_three_axes():
     check(8, AT_8)
