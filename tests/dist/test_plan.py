@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.nn.transformer import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=64, block_size=32)
@@ -195,7 +196,10 @@ def _around_the_limit(rank, world_size, widths, room, zero):
     return limit, found
 
 
-@pytest.mark.parametrize(("tier", "num_sizes", "step"), [("none", 30, 32), ("all", 10, 192)])
+@pytest.mark.parametrize(
+    ("tier", "num_sizes", "step"),
+    [("none", 11, 96), ("all", 6, 336), nightly("none", 30, 32), nightly("all", 10, 192)],
+)
 def test_rows_21_22_sizes_around_a_limit_none_exceeds_it(tmp_path, tier, num_sizes, step):
     # Each size in a process of its own would be purer and thirty times the imports.
     widths = [64 + i * step for i in range(num_sizes)]
