@@ -24,6 +24,7 @@ from tests.dist.zeropp_support import (
     wide_gpt,
 )
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 ALL = FEATURE_SETS["all"]
 
@@ -166,7 +167,7 @@ def _bits(tensors):
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", ["hpZ", "qwZ hpZ", "all MiCS", "LoCo all"])
+@pytest.mark.parametrize("name", [nightly("hpZ"), "qwZ hpZ", nightly("all MiCS"), "LoCo all"])
 def test_checkpoints_hold_logical_tensors_and_a_resumed_run_has_the_same_bits(name, tmp_path):
     for same, goes_on, _ in (ranks := run_ranks(_checkpoint, 4, str(tmp_path), FEATURE_SETS[name])):
         assert same
@@ -215,7 +216,7 @@ def _with_offload(rank, world, layout):
     return failures
 
 
-@pytest.mark.parametrize("layout", ["1 + 1", "2 + 2"])
+@pytest.mark.parametrize("layout", ["1 + 1", nightly("2 + 2")])
 def test_every_mix_together_with_offload(layout):
     for failures in run_ranks(_with_offload, len(LAYOUTS[layout]), layout, timeout=200):
         assert failures == []
