@@ -6,8 +6,10 @@ share) and for all others on several workers.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,6 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         seconds = durations.load()["shared"]
         items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), durations.MARGIN_SECONDS))
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """A config's "log_level" is of the whole process: the next test begins with what the package has by itself."""
+    yield
+    logging.getLogger("thalweg").setLevel(logging.INFO)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -42,6 +42,7 @@ from thalweg.checkpoint import (
     save_snapshot,
 )
 from thalweg.checkpoint.format.direct_writer import BUFFER_BYTES, SMALL_FILE_BYTES, DirectWriter
+from thalweg.utils.processes import process_start_time
 
 torch.set_num_threads(1)
 
@@ -232,7 +233,7 @@ def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
     dead = tmp_path / f".saving-{host}-999999999-5-{'0' * 16}"
     reused_pid = tmp_path / f".saving-{host}-1-3-{'1' * 16}"
     mine = tmp_path / f".saving-{owner}-{'2' * 16}"
-    alive = tmp_path / f".saving-{host}-{os.getppid()}-{directory._process_start_time(os.getppid())}-{'3' * 16}"
+    alive = tmp_path / f".saving-{host}-{os.getppid()}-{process_start_time(os.getppid())}-{'3' * 16}"
     elsewhere = tmp_path / f".saving-otherhost-1-{started}-{'4' * 16}"
     for path in (dead, reused_pid, mine, alive, elsewhere):
         path.mkdir()
