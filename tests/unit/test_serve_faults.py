@@ -273,7 +273,7 @@ def test_a_pid_that_has_passed_to_another_process_is_left_alone(
             deployment.Client("river", url, None, bystander.pid, fields["start_time"]).terminate_server()
             time.sleep(0.1)
             assert bystander.poll() is None
-            own = deployment._start_time(bystander.pid)
+            own = deployment.process_start_time(bystander.pid)
             deployment.Client("river", url, None, bystander.pid, own).terminate_server()
             bystander.wait(5)  # control: the same process is ended, or this raises TimeoutExpired
         finally:
