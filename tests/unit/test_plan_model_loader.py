@@ -98,7 +98,7 @@ class Reads(torch.nn.Module):
 
 
 def test_a_model_that_does_not_run_on_shapes_is_an_error_in_words() -> None:
-    with pytest.raises(ValueError, match=r"Reads does not run on shapes alone with 0 \[2, 4\] float32"):
+    with pytest.raises(ValueError, match=r"Reads cannot run under fake tensors with 0 \[2, 4\] float32"):
         thalweg.plan(Reads(), {"train_micro_batch_size_per_gpu": 2}, batch=torch.ones(2, 4), device="h100")
 
 

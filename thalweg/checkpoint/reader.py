@@ -290,9 +290,7 @@ class Checkpoint:
         if unused:
             requested = [name for name, _ in tensors]
             text = format_list([_with_close_matches(name, requested) for name in unused])
-            raise CheckpointMismatchError(
-                f"the checkpoint holds what was not asked for: {text}; load with strict=False to leave it out"
-            )
+            raise CheckpointMismatchError(f"unexpected checkpoint keys: {text}; load with strict=False to ignore them")
 
     def _plan_reads(self, tensors: list[tuple[str, torch.Tensor]]) -> list[_ReadItem]:
         items: dict[tuple[str, int], _ReadItem] = {}

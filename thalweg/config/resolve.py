@@ -160,7 +160,7 @@ def _resolve_auto(path: str, default: Any, context: ResolveContext) -> tuple[Any
     block, _, name = path.rpartition(".")
     scheduler_type = get_by_path(context.config, "scheduler.type")
     if block == "scheduler.params" and name in REQUIRED_PARAMS.get(scheduler_type, ()):
-        return ConfigProblem(path, AUTO, f"a value: nobody else can know {name}")
+        return ConfigProblem(path, AUTO, f'a value: "auto" is not supported here; set {name}')
     return default, "default"
 
 

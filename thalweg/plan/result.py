@@ -139,9 +139,9 @@ class Plan:
         if self.tiers.get("host") or self.tiers.get("disk"):
             words = {"host": "on the host", "disk": "on disk", "disk_read": "read", "disk_written": "written"}
             offloaded = [f"{words[key]} {format_bytes(value)}" for key, value in self.tiers.items() if value]
-            lines.append(f"outside of it, of each rank (read and written: in a step): {', '.join(offloaded)}")
+            lines.append(f"offloaded per rank (read and written: in a step): {', '.join(offloaded)}")
         if self.not_counted:
-            lines.append(f"NOT COUNTED, so that these bytes are a bound: {', '.join(self.not_counted)}")
+            lines.append(f"not modelled, so these figures are upper bounds: {', '.join(self.not_counted)}")
         lines.append(format_verdict(self))
         return "\n".join(lines)
 
@@ -164,7 +164,7 @@ def format_byte_table(per_rank: MemoryBreakdown, limit: int | None = None, per_h
 def format_verdict(plan: Plan) -> str:
     """One line: fits or not, and what would."""
     if plan.fits is None and plan.not_counted:
-        return "fits: unknown, as not everything that makes it smaller is counted"
+        return "fits: unknown, as some memory-saving options are not modelled"
     if plan.fits is None:
         return "fits: unknown, as no limit was given"
     if plan.fits:

@@ -235,7 +235,7 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
         )
     except RuntimeError as error:
         raise ValueError(
-            f"rank {info.rank} on {hostname}: {names['rank']}=0 went away before all ranks had come; its error says why"
+            f"rank {info.rank} on {hostname}: {names['rank']}=0 exited during rendezvous; see its error"
         ) from error
     return store
 

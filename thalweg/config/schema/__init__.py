@@ -40,7 +40,7 @@ from thalweg.config.schema.base import (
 from thalweg.config.schema.unsupported import UNREAD_BLOCKS
 from thalweg.config.schema.zero import ONLY_ALL_GATHER
 
-_SAYS_WHEN = "says when the mean is divided, not what it is"
+_SAYS_WHEN = "it affects the order of division only, not the result"
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 

@@ -247,7 +247,7 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> 
             running.remove(node)
             if "gone" in message:
                 reason = node.failure_reason(message["gone"])
-                text = f"thalweg run: host {node.host.name} is gone: its line broke ({reason})\n"
+                text = f"thalweg run: host {node.host.name} is gone: SSH connection lost ({reason})\n"
                 ended = JobResult(1, text, is_certain=False)
             else:
                 ended = JobResult(message["ended"], message["report"], message["is_certain"])

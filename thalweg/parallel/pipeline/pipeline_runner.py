@@ -52,8 +52,8 @@ class PipelineRunner:
     """Runs windows on this rank; ``make_schedule(count)`` makes the schedule of so many micro-batches."""
 
     unsupported_message = (
-        "this engine runs stages of a pipeline, which take turns over a whole window of micro-batches: call "
-        "engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
+        "with pipelines, call engine.train_batch(data_iter) or engine.eval_batch(data_iter): the stages run all "
+        "micro-batches of a step together"
     )
 
     def __init__(

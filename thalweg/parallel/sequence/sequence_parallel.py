@@ -120,8 +120,8 @@ class SequenceParallelAttention:
         high = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MAX)
         if not torch.allclose(low, high, rtol=1e-9):
             raise ValueError(
-                "the ranks that share a sequence were given different batches: deal rows out over the ranks "
-                "of other sequences alone (training_data= given to initialize() is dealt so)"
+                "ranks that share a sequence must get identical batches, and these were given different batches: "
+                "pass training_data= to initialize(), or let the sampler count only the ranks of other sequences"
             )
 
     def attend(

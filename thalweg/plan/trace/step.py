@@ -308,8 +308,8 @@ def _explain_model_errors(model: nn.Module, input_spec: InputSpec) -> Iterator[N
         )
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(
-            f"{type(model).__name__} does not run on shapes alone with {inputs} ({why}): give batch=, one "
-            "micro-batch of tensors as it takes them; what looks at values to decide cannot be planned"
+            f"{type(model).__name__} cannot run under fake tensors with {inputs} ({why}): pass batch=, one "
+            "micro-batch of tensors as the model takes them; a model that branches on values cannot be planned"
         ) from error
 
 

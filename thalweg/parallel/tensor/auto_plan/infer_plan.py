@@ -77,7 +77,7 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
             trace = trace_modules(model, inputs)
             pairs = _drop_failing(model, trace, _find_pairs(model, trace, world_size), world_size)
     except RuntimeError as error:
-        _log.warning("%s could not be looked at: %s", type(model).__name__, error)
+        _log.warning("could not trace %s: %s", type(model).__name__, error)
         return None
     plan = TpPlan(f"the graph of {type(model).__name__}'s linear layers")
     for pair in pairs:
@@ -93,7 +93,7 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
     if pairs:
         add_vocab_parallel(plan, model, world_size)
         replicated = [p.name for p in trace.linear_ops if p.name not in plan.layers]
-        _log.info("%s: %d pairs of layers are cut, %s stay whole", plan.source, len(pairs), replicated or "none")
+        _log.info("%s: sharded %d layer pairs; replicated: %s", plan.source, len(pairs), replicated or "none")
     return plan if pairs else None
 
 
