@@ -27,12 +27,5 @@ class UnserializableStateError(CheckpointError, ValueError):
 
 
 ERRORS_BY_NAME: dict[str, type[CheckpointError]] = {
-    cls.__name__: cls
-    for cls in (
-        CheckpointError,
-        CheckpointNotFoundError,
-        CorruptCheckpointError,
-        CheckpointMismatchError,
-        UnserializableStateError,
-    )
+    cls.__name__: cls for cls in (CheckpointError, *CheckpointError.__subclasses__())
 }

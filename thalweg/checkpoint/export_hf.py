@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,11 @@ def export_hf(
     if config is None:
         state = checkpoint.state
         config = state.get("hf_config") or state.get("thalweg", {}).get("hf_config")
-    with closing(_HfExportWriter(io or FileSystem(), Path(out_dir), weights, max_shard_bytes)) as writer:
-        writer.prepare_directory()
-        for weight in writer.weights:
-            writer.write(weight, weight.fetch())
-        writer.finish(_config_with_dtype(config, weights))
+    export = _HfExport(io or FileSystem(), Path(out_dir), _split_into_files(weights, max_shard_bytes))
+    export.prepare_directory()
+    with export.no_leftovers():
+        export.write(export.fetch_all())
+        export.publish(config)
     return Path(out_dir)
 
 
@@ -115,123 +115,106 @@ def save_16bit(
         _ExportTensor(name, _target_dtype(stored, dtype), shape, fetch)
         for name, stored, shape, fetch in iter_full_tensors(tensors, naming)
     ]
-    writer = _HfExportWriter(io or FileSystem(), directory, weights, max_shard_bytes)
-    with closing(writer):
-        _gather_and_write(writer, ranks, module, f"saving weights to {directory}")
-    return directory
-
-
-def _gather_and_write(writer: _HfExportWriter, ranks: RankGroup, module: nn.Module, operation: str) -> None:
-    is_writer = ranks.rank == 0
-    ranks.all_or_raise(operation, lambda: writer.prepare_directory() if is_writer else None)
-    failure: list[Exception] = []
-    for weight in writer.weights:
-        full = weight.fetch()
-        if is_writer and not failure:
-            try:
-                writer.write(weight, full)
-            except Exception as error:  # the peers are still gathering: tell them at the end
-                failure.append(error)
+    export = _HfExport(io or FileSystem(), directory, _split_into_files(weights, max_shard_bytes))
+    operation, is_writer = f"saving weights to {directory}", ranks.rank == 0
+    ranks.all_or_raise(operation, lambda: export.prepare_directory() if is_writer else None)
+    values, failure = export.fetch_all(), None
+    if is_writer:
+        try:
+            export.write(values)
+        except Exception as error:  # the peers are still gathering: tell them at the end
+            failure = error
+    for _ in values:
+        pass
 
     def finish() -> None:
-        with closing(writer):  # no left-overs by the time the peers hear of a failure
-            if failure:
-                raise failure[0]
+        with export.no_leftovers():
+            if failure is not None:
+                raise failure
             if is_writer:
-                writer.finish(_config_with_dtype(get_hf_config(module), writer.weights))
+                export.publish(get_hf_config(module))
 
     ranks.all_or_raise(operation, finish)
+    return directory
 
 
 def _target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
     return requested if requested is not None and stored.is_floating_point else stored
 
 
-def _config_with_dtype(config: Mapping[str, Any] | None, weights: list[_ExportTensor]) -> dict[str, Any] | None:
-    if config is None:
-        return None
-    floating = next((w.dtype for w in weights if w.dtype.is_floating_point), None)
-    dtype_entry = {} if floating is None else {"dtype": DTYPE_NAMES[floating]}
-    return {**{k: v for k, v in config.items() if k != "torch_dtype"}, **dtype_entry}
+@dataclass(frozen=True)
+class _HfExport:
+    """Weights on their way into the ``files`` of ``directory``, each an ordered list by its name."""
 
+    io: FileSystem
+    directory: Path
+    files: dict[str, list[_ExportTensor]]
 
-class _HfExportWriter:
-    """Writes weights one by one, in the order of ``weights``, into one file or several."""
-
-    def __init__(self, io: FileSystem, directory: Path, weights: list[_ExportTensor], max_shard_bytes: float) -> None:
-        if max_shard_bytes <= 0:
-            raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
-        self.io, self.directory = io, directory
-        self.files = list(_split_into_files(weights, max_shard_bytes))
-        self.weights = [weight for members in self.files for weight in members]
-        self.file_names = (
-            [_SINGLE_FILE_NAME]
-            if len(self.files) == 1
-            else [f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors" for i in range(len(self.files))]
-        )
-        self._shard_writer: ShardWriter | None = None
-        self._remaining: list[_ExportTensor] = []
-        self._num_started = 0
-
-    def close(self) -> None:
-        """Close the file being written, if any, and remove what was not given its name."""
-        if self._shard_writer is not None:
-            self._shard_writer.close()
-        if self._num_started:
-            self._remove_temp_files()
-
-    def _remove_temp_files(self) -> None:
-        for name in self.io.listdir(self.directory):
-            if name.startswith(".exporting-"):
-                self.io.remove(self.directory / name)
+    def fetch_all(self) -> Iterator[torch.Tensor]:
+        """The values of all weights, in the order of the files."""
+        return (weight.fetch() for members in self.files.values() for weight in members)
 
     def prepare_directory(self) -> None:
         """Make the directory and clear what an export that died has left there."""
         make_directories(self.io, self.directory)
         self._remove_temp_files()
 
-    def write(self, weight: _ExportTensor, value: torch.Tensor) -> None:
-        """Append the next weight."""
-        if not self._remaining:
-            self._remaining = list(self.files[self._num_started])
-            entries = [TensorEntry(w.name, DTYPE_NAMES[w.dtype], w.shape) for w in self._remaining]
-            self._shard_writer = ShardWriter(self.io, self._temp_path(self.file_names[self._num_started]), entries)
-            self._num_started += 1
-        assert self._shard_writer is not None and self._remaining.pop(0) is weight
-        self._shard_writer.write(weight.name, value.to(weight.dtype))
-        if not self._remaining:
-            self._shard_writer.finish()
-            self._shard_writer.close()
+    @contextmanager
+    def no_leftovers(self) -> Iterator[None]:
+        """Remove what a failure has kept from getting its name."""
+        try:
+            yield
+        except BaseException:
+            self._remove_temp_files()
+            raise
 
-    def finish(self, config: Mapping[str, Any] | None) -> None:
+    def write(self, values: Iterator[torch.Tensor]) -> None:
+        """Write the files under hidden names, one weight after the other."""
+        for name, members in self.files.items():
+            entries = [TensorEntry(weight.name, DTYPE_NAMES[weight.dtype], weight.shape) for weight in members]
+            with closing(ShardWriter(self.io, self._temp_path(name), entries)) as shard:
+                for weight in members:
+                    shard.write(weight.name, next(values).to(weight.dtype))
+                shard.finish()
+
+    def publish(self, config: Mapping[str, Any] | None) -> None:
         """Give all files their names, and remove those of an earlier export that do not belong any more."""
         extra: dict[str, bytes] = {}
+        weights = [weight for members in self.files.values() for weight in members]
         if len(self.files) > 1:
-            weight_map = {
-                w.name: name for name, members in zip(self.file_names, self.files, strict=True) for w in members
-            }
-            total = sum(weight.nbytes for weight in self.weights)
+            weight_map = {weight.name: name for name, members in self.files.items() for weight in members}
+            total = sum(weight.nbytes for weight in weights)
             extra[_INDEX_FILE_NAME] = _to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
         if config is not None:
+            config = {key: value for key, value in config.items() if key != "torch_dtype"}
+            if floating := sorted((w.name, DTYPE_NAMES[w.dtype]) for w in weights if w.dtype.is_floating_point):
+                config["dtype"] = floating[0][1]
             extra["config.json"] = _to_json_bytes(config)
         for name, data in extra.items():
             write_file(self.io, self._temp_path(name), data)
-        for name in self.file_names:
+        for name in self.files:
             self.io.rename(self._temp_path(name), self.directory / name)
         for name in self.io.listdir(self.directory):
-            weights = name.startswith("model") and name.endswith(".safetensors") and name not in self.file_names
-            if weights or (name == _INDEX_FILE_NAME and name not in extra):
+            stale = name.startswith("model") and name.endswith(".safetensors") and name not in self.files
+            if stale or (name == _INDEX_FILE_NAME and name not in extra):
                 self.io.remove(self.directory / name)
         for name in extra:
             self.io.rename(self._temp_path(name), self.directory / name)
         self.io.fsync_dir(self.directory)
 
+    def _remove_temp_files(self) -> None:
+        for name in self.io.listdir(self.directory):
+            if name.startswith(".exporting-"):
+                self.io.remove(self.directory / name)
+
     def _temp_path(self, name: str) -> Path:
         return self.directory / f".exporting-{name}"
 
 
-def _split_into_files(weights: list[_ExportTensor], max_shard_bytes: float) -> Iterator[list[_ExportTensor]]:
+def _split_into_files(weights: list[_ExportTensor], max_shard_bytes: float) -> dict[str, list[_ExportTensor]]:
     """Weights in files of at most ``max_shard_bytes`` bytes (one weight may exceed it), each in an aligned order."""
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
     files: list[list[_ExportTensor]] = [[]]
     size = 0
     for weight in weights:
@@ -240,8 +223,11 @@ def _split_into_files(weights: list[_ExportTensor], max_shard_bytes: float) -> I
             size = 0
         files[-1].append(weight)
         size += weight.nbytes
-    for members in files:
-        yield sorted(members, key=lambda w: (-w.dtype.itemsize, w.name))
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = names if len(files) > 1 else [_SINGLE_FILE_NAME]
+    return {
+        name: sorted(file, key=lambda w: (-w.dtype.itemsize, w.name)) for name, file in zip(names, files, strict=True)
+    }
 
 
 def _to_json_bytes(value: Mapping[str, Any]) -> bytes:

@@ -22,6 +22,7 @@ from thalweg.checkpoint.errors import CheckpointMismatchError, UnserializableSta
 from thalweg.checkpoint.format.dtypes import DTYPES
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
+from thalweg.zero.full_state_dict import make_dtensor
 
 # How an optimiser computes, not what it has learnt: the running job's choice stands.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -97,14 +98,7 @@ def _to_dtensor_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
     """A state tensor; where an optimiser keeps the plain local shard, the DTensor that it is a part of."""
     if not isinstance(parameter, DTensor) or _tensor_kind(value, parameter) != "shard":
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return make_dtensor(value, parameter.placements, parameter)
 
 
 @dataclass

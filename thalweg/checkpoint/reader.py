@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,8 @@ class Corruption:
     reason: str
 
 
-@dataclass(frozen=True)
-class _ReadItem:
-    """One piece that this rank needs, and the places in live tensors that it fills."""
-
-    name: str
-    chunk: ChunkRecord
-    targets: list[tuple[TensorChunk, TensorChunk, torch.Tensor]] = field(default_factory=list)
-    """(what of the piece, the live local tensor's own box in global indices, that tensor)"""
+# What of a piece fills which place: (the common box, the origin of a live local tensor, that tensor).
+_Target = tuple[TensorChunk, tuple[int, ...], torch.Tensor]
 
 
 class Checkpoint:
@@ -146,10 +140,10 @@ class Checkpoint:
             raise CheckpointMismatchError(f"{name} has shape {list(full.size)}; {box} lies outside it")
         pieces = [(piece, overlap) for piece in record.pieces if (overlap := piece.chunk.intersect(box))]
         if len(pieces) == 1 and pieces[0][0].chunk == box:
-            return self._get_reader(pieces[0][0]).read_chunk(name, pieces[0][0], record.dtype)
+            return self._read_chunk(name, pieces[0][0])
         out = torch.empty(box.size, dtype=DTYPES[record.dtype])
         for piece, overlap in pieces:
-            values = self._get_reader(piece).read_chunk(name, piece, record.dtype)
+            values = self._read_chunk(name, piece)
             out[overlap.slices(box.offset)] = values[overlap.slices(piece.offset)]
         return out
 
@@ -186,7 +180,7 @@ class Checkpoint:
         def verify_item(item: tuple[str, ChunkRecord]) -> Corruption | None:
             name, piece = item
             try:
-                self._get_reader(piece).verify_chunk(name, piece, self.manifest.tensors[name].dtype)
+                self._read_chunk(name, piece, keep=False)
             except CorruptCheckpointError as error:
                 return Corruption(piece.file, name, str(error))
             return None
@@ -236,18 +230,24 @@ class Checkpoint:
         missing = set(matched[ranks.rank]["missing"])
         if ranks.rank == 0 and matched[0]["cast"]:
             _log.warning("%s: cast to another dtype: %s", self.path, format_list(matched[0]["cast"]))
-        read_items: list[_ReadItem] = []
+        targets: dict[tuple[str, ChunkRecord], list[_Target]] = {}
 
         def check() -> None:
-            read_items.extend(self._plan_reads([(name, t) for name, t in pairs if name not in missing]))
+            targets.update(self._plan_reads([(name, t) for name, t in pairs if name not in missing]))
             if not self._verified:
-                self._map_concurrently(
-                    read_items,
-                    lambda w: self._get_reader(w.chunk).verify_chunk(w.name, w.chunk, self._get_dtype(w.name)),
-                )
+                self._map_concurrently(targets, lambda piece: self._read_chunk(*piece, keep=False))
+
+        def load(piece: tuple[str, ChunkRecord]) -> None:
+            values = self._read_chunk(*piece)
+            with torch.no_grad():
+                for overlap, origin, local in targets[piece]:
+                    target = local[overlap.slices(origin)]
+                    target.copy_(values[overlap.slices(piece[1].offset)])
+                    if release is not None:
+                        release(target)
 
         ranks.all_or_raise(operation, check)
-        ranks.all_or_raise(operation, lambda: self._map_concurrently(read_items, lambda w: self._load_item(w, release)))
+        ranks.all_or_raise(operation, lambda: self._map_concurrently(targets, load))
         return sorted(missing)
 
     def _match_request(self, tensors: list[tuple[str, torch.Tensor]], strict: bool) -> dict[str, list[str]]:
@@ -292,43 +292,26 @@ class Checkpoint:
             text = format_list([_with_close_matches(name, requested) for name in unused])
             raise CheckpointMismatchError(f"unexpected checkpoint keys: {text}; load with strict=False to ignore them")
 
-    def _plan_reads(self, tensors: list[tuple[str, torch.Tensor]]) -> list[_ReadItem]:
-        items: dict[tuple[str, int], _ReadItem] = {}
+    def _plan_reads(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[tuple[str, ChunkRecord], list[_Target]]:
+        """The pieces that this rank needs, each with the places in live tensors that it fills."""
+        targets: dict[tuple[str, ChunkRecord], list[_Target]] = {}
         for name, tensor in tensors:
-            stored = self.manifest.resolve_alias(name)
-            local = local_tensor(tensor)
-            for local_chunk in local_chunks(name, tensor):
-                origin = tuple(
-                    g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True)
-                )
-                for index, piece in enumerate(self.manifest.tensors[stored].pieces):
-                    overlap = piece.chunk.intersect(local_chunk.chunk)
-                    if overlap is not None:
-                        item = items.setdefault((stored, index), _ReadItem(stored, piece))
-                        item.targets.append((overlap, TensorChunk(origin, tuple(local.shape)), local))
-        return list(items.values())
+            stored, local = self.manifest.resolve_alias(name), local_tensor(tensor)
+            for chunk, origin in local_chunks(name, tensor):
+                for piece in self.manifest.tensors[stored].pieces:
+                    if overlap := piece.chunk.intersect(chunk):
+                        targets.setdefault((stored, piece), []).append((overlap, origin, local))
+        return targets
 
-    def _load_item(self, item: _ReadItem, release: Callable[[torch.Tensor], None] | None) -> None:
-        values = self._get_reader(item.chunk).read_chunk(item.name, item.chunk, self._get_dtype(item.name))
-        with torch.no_grad():
-            for overlap, origin, local in item.targets:
-                target = local[overlap.slices(origin.offset)]
-                target.copy_(values[overlap.slices(item.chunk.offset)])
-                if release is not None:
-                    release(target)
-
-    def _map_concurrently(self, items: Sequence[Any], action: Callable[[Any], Any]) -> list[Any]:
+    def _map_concurrently(self, items: Collection[Any], action: Callable[[Any], Any]) -> list[Any]:
         """``action`` on each item, on several threads where there is enough to read for that to pay."""
         if sum(record.size for record in self.manifest.files.values()) < SMALL_FILE_BYTES:
             return [action(item) for item in items]
         with ThreadPoolExecutor(_NUM_READ_THREADS) as pool:
             return list(pool.map(action, items))
 
-    def _get_reader(self, chunk: ChunkRecord) -> ShardReader:
-        return self._shard_readers[chunk.file]
-
-    def _get_dtype(self, name: str) -> str:
-        return self.manifest.tensors[name].dtype
+    def _read_chunk(self, name: str, chunk: ChunkRecord, *, keep: bool = True) -> torch.Tensor:
+        return self._shard_readers[chunk.file].read_chunk(name, chunk, self.manifest.tensors[name].dtype, keep=keep)
 
     def _resolve_name(self, name: str) -> str:
         resolved = self.manifest.resolve_alias(name)

@@ -77,15 +77,6 @@ class _WriteItem:
     key: str
 
 
-@dataclass(frozen=True)
-class _EncodedSnapshot:
-    """A snapshot encoded: every tensor this rank can write, and the two trees as JSON."""
-
-    tensors: dict[str, torch.Tensor]
-    state: Any
-    per_rank: Any
-
-
 def save_snapshot(
     checkpoint_dir: str | Path,
     tag: str,
@@ -110,19 +101,21 @@ def save_snapshot(
     checkpoint_dir = Path(checkpoint_dir)
     ranks = RankGroup.from_group(group)
     tag = str(tag)
-    encoded: list[_EncodedSnapshot] = []
+    encoded: list[tuple[dict[str, torch.Tensor], Any]] = []
     temporary: list[Path] = []
 
     def prepare() -> dict[str, Any]:
         directory.check_tag(tag)
-        _check_keep_latest_k(keep_latest_k)
-        encoded.append(_encode_snapshot(snapshot, ranks.rank))
+        if keep_latest_k is not None and (type(keep_latest_k) is not int or keep_latest_k < 1):
+            raise CheckpointMismatchError(f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on")
+        tensors, state, per_rank = _encode_snapshot(snapshot, ranks.rank)
+        encoded.append((tensors, state))
         inventory: dict[str, Any] = {
             "tag": tag,
-            "tensors": list(_describe_tensors(encoded[0].tensors)),
+            "tensors": list(_describe_tensors(tensors)),
             "aliases": dict(snapshot.aliases),
             "unsynced": sorted(snapshot.rank_local),
-            "state": encoded[0].per_rank,
+            "state": per_rank,
         }
         if ranks.rank == 0:
             temporary_dir, inventory["sequence"] = directory.start_save(io, checkpoint_dir, tag, epoch)
@@ -135,15 +128,23 @@ def save_snapshot(
         inventories = ranks.all_or_raise(operation, prepare)
         path = checkpoint_dir / inventories[0]["temporary"]
         plan, records = _plan_writes(inventories)
-        written = ranks.all_or_raise(
-            operation, lambda: _write_shards(io, path, plan, encoded[0].tensors, ranks, snapshot.release)
-        )
+        tensors, state = encoded[0]
+        written = ranks.all_or_raise(operation, lambda: _write_shards(io, path, plan, tensors, ranks, snapshot.release))
 
         def commit() -> str:
             if ranks.rank != 0:
                 return ""
-            head = _build_head(tag, step, epoch, ranks.world_size, inventories[0]["sequence"])
-            manifest = _build_manifest(head, encoded[0].state, inventories, plan, records, written)
+            created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            head = ManifestHead(
+                tag=tag,
+                step=int(step),
+                epoch=epoch,
+                world=ranks.world_size,
+                sequence=inventories[0]["sequence"],
+                created=created,
+                writer=f"thalweg {thalweg.__version__}",
+            )
+            manifest = _build_manifest(head, state, inventories, plan, records, written)
             return str(directory.commit(io, checkpoint_dir, path, manifest, save_latest=save_latest))
 
         public = Path(ranks.all_or_raise(operation, commit)[0])
@@ -157,13 +158,6 @@ def save_snapshot(
     return Path(final_paths[0])
 
 
-def _check_keep_latest_k(keep_latest_k: int | None) -> None:
-    if keep_latest_k is not None and (
-        isinstance(keep_latest_k, bool) or not isinstance(keep_latest_k, int) or keep_latest_k < 1
-    ):
-        raise CheckpointMismatchError(f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on")
-
-
 def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int | None, public: Path) -> str:
     try:
         public = directory.finalize_tag(io, checkpoint_dir, tag)
@@ -174,7 +168,8 @@ def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int
     return str(public)
 
 
-def _encode_snapshot(snapshot: Snapshot, rank: int) -> _EncodedSnapshot:
+def _encode_snapshot(snapshot: Snapshot, rank: int) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """Every tensor that this rank can write, and the two trees as JSON."""
     tensors = dict(snapshot.tensors)
     for name, tensor in tensors.items():
         if not name or name == "__metadata__":
@@ -193,12 +188,12 @@ def _encode_snapshot(snapshot: Snapshot, rank: int) -> _EncodedSnapshot:
     for name in from_state.keys() | from_rank.keys():
         if name in tensors:
             raise UnserializableStateError(f"{name} names both a tensor and a value in the state")
-    return _EncodedSnapshot({**tensors, **from_state, **from_rank}, state, per_rank)
+    return {**tensors, **from_state, **from_rank}, state, per_rank
 
 
 def _describe_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Any]]:
     for name, tensor in tensors.items():
-        chunks = [[list(p.chunk.offset), list(p.chunk.size)] for p in local_chunks(name, tensor)]
+        chunks = [[list(chunk.offset), list(chunk.size)] for chunk, _ in local_chunks(name, tensor)]
         yield [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), chunks]
 
 
@@ -256,14 +251,9 @@ def _assign_writers(
         writer = min(owners, key=lambda rank: (bytes_per_rank[rank], rank))
         bytes_per_rank[writer] += nbytes
         assigned.append((name, piece, writer))
-    return list(_make_write_items(sorted(assigned), records, world_size))
-
-
-def _make_write_items(
-    assigned: list[tuple[str, TensorChunk, int]], records: dict[str, TensorRecord], world_size: int
-) -> Iterator[_WriteItem]:
     used_keys: set[tuple[str, str]] = set()
-    for name, box, writer in assigned:
+    items = []
+    for name, box, writer in sorted(assigned):
         first = name.partition("/")[0]
         kind = first if first in ("model", "optim") else "state"
         file = f"shard-{writer:05d}-of-{world_size:05d}.{kind}.safetensors"
@@ -271,7 +261,8 @@ def _make_write_items(
         while (file, key) in used_keys:
             key += "'"
         used_keys.add((file, key))
-        yield _WriteItem(name, box, writer, file, key)
+        items.append(_WriteItem(name, box, writer, file, key))
+    return items
 
 
 def _write_shards(
@@ -302,30 +293,16 @@ def _write_shards(
                 values = _read_local_chunk(pieces[entry.key], tensors[pieces[entry.key].name])
                 writer.write(entry.key, values)
                 release(values)
-            written = writer.finish()
-        results[file] = {"record": written.record.model_dump(), "digests": written.digests}
+            record, digests = writer.finish()
+        results[file] = {"record": record.model_dump(), "digests": digests}
     return results
 
 
 def _read_local_chunk(item: _WriteItem, tensor: torch.Tensor) -> torch.Tensor:
-    for local_chunk in local_chunks(item.name, tensor):
-        if local_chunk.chunk.intersect(item.chunk) == item.chunk:
-            origin = tuple(g - own for g, own in zip(local_chunk.chunk.offset, local_chunk.local_offset, strict=True))
+    for chunk, origin in local_chunks(item.name, tensor):
+        if chunk.intersect(item.chunk) == item.chunk:
             return local_tensor(tensor)[item.chunk.slices(origin)]
     raise AssertionError(f"{item.name} has no {item.chunk} here")
-
-
-def _build_head(tag: str, step: int, epoch: int, world_size: int, sequence: int) -> ManifestHead:
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return ManifestHead(
-        tag=tag,
-        step=int(step),
-        epoch=epoch,
-        world=world_size,
-        sequence=sequence,
-        created=created,
-        writer=f"thalweg {thalweg.__version__}",
-    )
 
 
 def _build_manifest(

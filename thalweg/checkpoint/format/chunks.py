@@ -48,14 +48,6 @@ class TensorChunk:
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.offset, origin, self.size, strict=True))
 
 
-@dataclass(frozen=True)
-class LocalChunk:
-    """A box of the global tensor, and where it begins in this rank's local tensor."""
-
-    chunk: TensorChunk
-    local_offset: tuple[int, ...]
-
-
 def full_chunk(shape: Iterable[int]) -> TensorChunk:
     """The box of an entire tensor."""
     size = tuple(int(n) for n in shape)
@@ -67,10 +59,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def local_chunks(name: str, tensor: torch.Tensor) -> list[LocalChunk]:
-    """The non-empty pieces that this rank holds of ``tensor``; a plain tensor is one whole piece."""
+def local_chunks(name: str, tensor: torch.Tensor) -> list[tuple[TensorChunk, tuple[int, ...]]]:
+    """The non-empty pieces that this rank holds of ``tensor`` (a plain one is one whole piece), each with the *origin*
+    from which ``TensorChunk.slices`` counts its place in the local tensor."""
     if not isinstance(tensor, DTensor):
-        return [LocalChunk(full_chunk(tensor.shape), (0,) * tensor.dim())] if tensor.numel() else []
+        return [(full_chunk(tensor.shape), (0,) * tensor.dim())] if tensor.numel() else []
     if tensor.device_mesh.get_coordinate() is None:
         return []
     per_dim = _local_intervals(name, tensor)
@@ -82,19 +75,17 @@ def local_chunks(name: str, tensor: torch.Tensor) -> list[LocalChunk]:
             f"{expected_shape}, but the local tensor has {local_shape}; redistribute it to Shard or Replicate"
         )
     chunks = []
-    for combination in itertools.product(*[_with_local_offsets(spans) for spans in per_dim]):
-        chunk = TensorChunk(tuple(s for s, _, _ in combination), tuple(e - s for s, e, _ in combination))
-        if chunk.numel:
-            chunks.append(LocalChunk(chunk, tuple(local for _, _, local in combination)))
+    for combination in itertools.product(*map(_with_origins, per_dim)):
+        starts, sizes, origin = zip(*combination, strict=True) if combination else ((), (), ())
+        if math.prod(sizes):
+            chunks.append((TensorChunk(starts, sizes), origin))
     return chunks
 
 
-def _with_local_offsets(spans: list[Interval]) -> list[tuple[int, int, int]]:
-    result, position = [], 0
-    for start, stop in spans:
-        result.append((start, stop, position))
-        position += stop - start
-    return result
+def _with_origins(spans: list[Interval]) -> list[tuple[int, int, int]]:
+    """(start, size, origin) of each span of a concatenation."""
+    ends = itertools.accumulate((stop - start for start, stop in spans), initial=0)
+    return [(start, stop - start, start - position) for (start, stop), position in zip(spans, ends, strict=False)]
 
 
 def _local_intervals(name: str, tensor: DTensor) -> list[list[Interval]]:

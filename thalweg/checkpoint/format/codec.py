@@ -79,6 +79,12 @@ _CODECS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any],
 }
 _BUILTIN_CONVERTERS: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 _ENCODERS_BY_TYPE = {cls: (name, codec[1]) for name, codec in _CODECS.items() for cls in codec[0]}
+_DECODERS: dict[str, Callable[[Any], Any]] = {name: codec[2] for name, codec in _CODECS.items()} | {
+    **{cls.__name__: cls for cls in (tuple, set, frozenset, dict)},
+    "bytes": _base64_decode,
+    "float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
+    "int": lambda text: int(text, 16),
+}
 
 
 def encode_tree(tree: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -111,9 +117,7 @@ class _TreeEncoder:
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
-        if value is None or kind is bool:
-            return value
-        if kind is str:
+        if value is None or kind in (bool, str):
             return value
         if kind is int:
             return value if value.bit_length() < 4096 else _make_tagged("int", hex(value))
@@ -229,24 +233,13 @@ def _decode_tagged(name: Any, node: dict[str, Any], load_tensor: TensorLoader) -
     value = node["v"]
     if name == "tensor":
         return load_tensor(value)
-    if name == "bytes":
-        return _base64_decode(value)
     if name == "bytes_tensor":
         return load_tensor(value).numpy().tobytes()
-    if name == "float":
-        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value]
-    if name == "int":
-        return int(value, 16)
     if name == "numpy":
         return _decode_numpy_scalar(_parse_numpy_dtype(node["dtype"]), _base64_decode(value))
     if name == "ndarray":
         return _decode_ndarray(node, load_tensor)
-    if name in ("tuple", "set", "frozenset"):
-        items = [decode_tree(item, load_tensor) for item in value]
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](items)
-    if name == "dict":
-        return {decode_tree(key, load_tensor): decode_tree(item, load_tensor) for key, item in value}
-    return _CODECS[name][2](decode_tree(value, load_tensor))
+    return _DECODERS[name](decode_tree(value, load_tensor))
 
 
 def _parse_numpy_dtype(name: str) -> numpy.dtype:

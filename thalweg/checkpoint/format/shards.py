@@ -49,14 +49,6 @@ def sort_for_alignment(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return sorted(entries, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))
 
 
-@dataclass(frozen=True)
-class ShardWriteResult:
-    """What a finished shard is committed with: the file's record and each key's sha256."""
-
-    record: FileRecord
-    digests: dict[str, str]
-
-
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The values of a tensor as host bytes in row-major order (a view where it already is that)."""
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -102,12 +94,12 @@ class ShardWriter:
         self._writer.append(data, digest.update)
         self._digests[key] = digest.hexdigest()
 
-    def finish(self) -> ShardWriteResult:
-        """Flush to the disk and return the checksums."""
+    def finish(self) -> tuple[FileRecord, dict[str, str]]:
+        """Flush to the disk; returns what the shard is committed with: its record and each key's sha256."""
         assert not self._remaining, self._remaining
         self._write_header()
         self._writer.finish()
-        return ShardWriteResult(self._record, self._digests)
+        return self._record, self._digests
 
     def close(self) -> None:
         """Let go of the file, finished or not."""
@@ -143,30 +135,26 @@ class ShardReader:
         with self._open_file() as handle:
             self._load_header(handle)
 
-    def verify_chunk(self, name: str, chunk: ChunkRecord, dtype: str) -> None:
-        """Read a piece without keeping it; raise ``CorruptCheckpointError`` if a byte has changed."""
-        with self._open_file() as handle:
-            start, nbytes = self._locate(name, chunk, dtype, handle)
-            buffer = memoryview(bytearray(min(nbytes, READ_BLOCK_BYTES)))
-            digest = hashlib.sha256()
-            for position in range(0, nbytes, READ_BLOCK_BYTES):
-                block = buffer[: min(READ_BLOCK_BYTES, nbytes - position)]
-                self._read_and_hash(name, handle, block, start + position, digest)
-        self._check_digest(name, chunk, digest.hexdigest())
+    def read_chunk(self, name: str, chunk: ChunkRecord, dtype: str, *, keep: bool = True) -> torch.Tensor:
+        """The checked values of a piece as a CPU tensor of ``chunk.size``; without ``keep`` they are only checked.
 
-    def read_chunk(self, name: str, chunk: ChunkRecord, dtype: str) -> torch.Tensor:
-        """The checked values of a piece as a CPU tensor of ``chunk.size``."""
+        Raises:
+            CorruptCheckpointError: a byte has changed.
+        """
         with self._open_file() as handle:
             start, nbytes = self._locate(name, chunk, dtype, handle)
-            flat = torch.empty(nbytes, dtype=torch.uint8)
-            view = flat.numpy().data
-            digest = hashlib.sha256()
+            flat = torch.empty(nbytes if keep else min(nbytes, READ_BLOCK_BYTES), dtype=torch.uint8)
+            view, digest = flat.numpy().data, hashlib.sha256()
             for position in range(0, nbytes, READ_BLOCK_BYTES):
-                self._read_and_hash(
-                    name, handle, view[position : position + READ_BLOCK_BYTES], start + position, digest
-                )
-        self._check_digest(name, chunk, digest.hexdigest())
-        return flat.view(DTYPES[dtype]).view(chunk.size)
+                block = view[position : position + READ_BLOCK_BYTES] if keep else view[: nbytes - position]
+                self._read_and_hash(name, handle, block, start + position, digest)
+        if digest.hexdigest() != chunk.sha256:
+            location = f" at offset {list(chunk.offset)}" if any(chunk.offset) else ""
+            raise CorruptCheckpointError(
+                f"{self.path}: tensor {name}{location} has changed since it was saved "
+                f"(sha256 {digest.hexdigest()[:12]}, committed {chunk.sha256[:12]})"
+            )
+        return flat.view(DTYPES[dtype]).view(chunk.size) if keep else flat
 
     def _read_and_hash(self, name: str, handle: int, view: memoryview, offset: int, digest: hashlib._Hash) -> None:
         try:
@@ -176,14 +164,6 @@ class ShardReader:
         if done < view.nbytes:
             raise CorruptCheckpointError(f"{self.path}: the file ends inside tensor {name}")
         digest.update(view)
-
-    def _check_digest(self, name: str, chunk: ChunkRecord, actual: str) -> None:
-        if actual != chunk.sha256:
-            location = f" at offset {list(chunk.offset)}" if any(chunk.offset) else ""
-            raise CorruptCheckpointError(
-                f"{self.path}: tensor {name}{location} has changed since it was saved "
-                f"(sha256 {actual[:12]}, committed {chunk.sha256[:12]})"
-            )
 
     def _locate(self, name: str, chunk: ChunkRecord, dtype: str, handle: int) -> tuple[int, int]:
         """Where in the file a piece begins, and its bytes."""

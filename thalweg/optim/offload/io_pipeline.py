@@ -91,7 +91,7 @@ class ParamStep:
 
 
 class IoRange(NamedTuple):
-    """Bytes that move together between the file and a buffer."""
+    """Bytes that move together between the file and a buffer (or another place in the file)."""
 
     file_offset: int
     buffer_offset: int
@@ -116,6 +116,12 @@ class ParamSlice:
         nbytes = (self.stop - self.start) * step_tensor.tensor.itemsize
         return buffer[offset : offset + nbytes].view(step_tensor.tensor.dtype)
 
+    def subslice(self, start: int, stop: int) -> ParamSlice:
+        """A part of it, where its operands lie."""
+        step_tensors, skipped = self.param_step.step_tensors, start - self.start
+        offsets = {name: at + skipped * step_tensors[name].tensor.itemsize for name, at in self.buffer_offsets.items()}
+        return ParamSlice(self.param_step, start, stop, offsets)
+
 
 @dataclass
 class IoChunk:
@@ -125,18 +131,6 @@ class IoChunk:
     reads: list[IoRange]
     writes: list[IoRange]
 
-    def begin_read(self, swap: SwapFile, buffer: Tensor) -> IoFuture:
-        """Fill the buffer."""
-        return combine_futures(
-            swap.read(s.file_offset, buffer[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in self.reads
-        )
-
-    def begin_write(self, swap: SwapFile, buffer: Tensor) -> IoFuture:
-        """Store what has changed."""
-        return combine_futures(
-            swap.write(s.file_offset, buffer[s.buffer_offset : s.buffer_offset + s.nbytes]) for s in self.writes
-        )
-
 
 def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_elements: int) -> list[IoChunk]:
     """Cut ``param_steps``, in their order, into chunks of at most ``buffer_bytes`` and ``max_elements``.
@@ -144,101 +138,80 @@ def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_e
     Raises:
         ValueError: not even ``ALIGN_ELEMENTS`` elements of an item fit a buffer.
     """
-    chunks: list[list[ParamSlice]] = [[]]
-    bytes_left, elements_left = buffer_bytes, max_elements
-    for param_step in param_steps:
-        start = 0
-        while True:
-            num_elements = _max_elements_that_fit(param_step, param_step.numel - start, bytes_left, elements_left)
-            if num_elements is None:
-                if not chunks[-1]:
-                    raise ValueError(
-                        f"buffers of {buffer_bytes} bytes are too small for this optimiser: it needs at "
-                        f"least {param_step.buffer_bytes(ALIGN_ELEMENTS)}; raise buffer_size"
-                    )
-                chunks.append([])
-                bytes_left, elements_left = buffer_bytes, max_elements
-                continue
-            chunks[-1].append(ParamSlice(param_step, start, start + num_elements))
-            bytes_left -= param_step.buffer_bytes(num_elements)
-            start, elements_left = start + num_elements, elements_left - num_elements
-            if start >= param_step.numel:
-                break
-    return [_build_chunk(pieces) for pieces in chunks if pieces]
+    whole = (ParamSlice(param_step, 0, param_step.numel) for param_step in param_steps)
+    return [_build_chunk(slices) for slices in _cut(whole, max_elements, buffer_bytes)]
 
 
-def _max_elements_that_fit(param_step: ParamStep, num_elements: int, bytes_left: int, elements_left: int) -> int | None:
-    if num_elements <= elements_left and param_step.buffer_bytes(num_elements) <= bytes_left:
-        return num_elements
-    unit_bytes = param_step.buffer_bytes(ALIGN_ELEMENTS)
-    num_units = min(elements_left // ALIGN_ELEMENTS, bytes_left // unit_bytes if unit_bytes else elements_left)
-    return min(num_units * ALIGN_ELEMENTS, num_elements) if num_units > 0 else None
-
-
-def _build_chunk(slices: list[ParamSlice]) -> IoChunk:
-    ranges = []
-    for piece in slices:
-        for name, step_tensor in piece.param_step.step_tensors.items():
-            if step_tensor.file_offset is not None and piece.stop > piece.start:
-                size = step_tensor.tensor.itemsize
-                nbytes = round_up((piece.stop - piece.start) * size)
-                ranges.append((step_tensor.file_offset + piece.start * size, nbytes, piece, name, step_tensor))
-    # In the order of the file, so that neighbours there are neighbours in the buffer.
-    ranges.sort(key=lambda r: r[0])
-    reads: list[IoRange] = []
-    writes: list[IoRange] = []
-    buffer_offset = 0
-    for offset, nbytes, piece, name, step_tensor in ranges:
-        piece.buffer_offsets[name] = buffer_offset
-        if step_tensor.read:
-            _append_or_merge(reads, IoRange(offset, buffer_offset, nbytes))
-        if step_tensor.write:
-            shadow, home = step_tensor.shadow_offset, step_tensor.file_offset
-            shift = 0 if shadow is None or home is None else shadow - home
-            _append_or_merge(writes, IoRange(offset + shift, buffer_offset, nbytes))
-        buffer_offset += nbytes
-    return IoChunk(slices, reads, writes)
-
-
-def _append_or_merge(io_ranges: list[IoRange], io_range: IoRange) -> None:
-    file_offset, buffer_offset, nbytes = io_range
-    if io_ranges:
-        last = io_ranges[-1]
-        if (last.file_offset + last.nbytes, last.buffer_offset + last.nbytes) == (file_offset, buffer_offset):
-            io_ranges[-1] = IoRange(last.file_offset, last.buffer_offset, last.nbytes + nbytes)
-            return
-    io_ranges.append(io_range)
-
-
-def split_into_batches(slices: Sequence[ParamSlice], max_elements: int) -> list[list[ParamSlice]]:
+def split_into_batches(slices: Iterable[ParamSlice], max_elements: int) -> list[list[ParamSlice]]:
     """Cut the pieces of a chunk further, into batches of about ``max_elements`` that stay in the cache."""
-    split: list[list[ParamSlice]] = [[]]
-    elements_left = max_elements
+    return _cut(slices, max_elements, 1 << 62)
+
+
+def _cut(slices: Iterable[ParamSlice], max_elements: int, max_bytes: int) -> list[list[ParamSlice]]:
+    groups: list[list[ParamSlice]] = [[]]
+    bytes_left, elements_left = max_bytes, max_elements
     for piece in slices:
-        start = piece.start
+        start, buffer_bytes = piece.start, piece.param_step.buffer_bytes
         while True:
-            num_remaining = piece.stop - start
-            whole_units = elements_left // ALIGN_ELEMENTS * ALIGN_ELEMENTS
-            num_elements = num_remaining if num_remaining <= elements_left else min(whole_units, num_remaining)
-            if num_elements <= 0 < num_remaining:
-                split.append([])
-                elements_left = max_elements
-                continue
-            split[-1].append(_subslice(piece, start, start + num_elements))
+            num_elements = piece.stop - start
+            if num_elements > elements_left or buffer_bytes(num_elements) > bytes_left:
+                unit_bytes = buffer_bytes(ALIGN_ELEMENTS)
+                num_units = min(elements_left // ALIGN_ELEMENTS, bytes_left // unit_bytes if unit_bytes else 1 << 62)
+                num_elements = min(num_units * ALIGN_ELEMENTS, num_elements)
+                if num_elements == 0:
+                    if not groups[-1]:
+                        raise ValueError(
+                            f"buffers of {max_bytes} bytes are too small for this optimiser: it needs at "
+                            f"least {unit_bytes}; raise buffer_size"
+                        )
+                    groups.append([])
+                    bytes_left, elements_left = max_bytes, max_elements
+                    continue
+            groups[-1].append(piece.subslice(start, start + num_elements))
+            bytes_left -= buffer_bytes(num_elements)
             start, elements_left = start + num_elements, elements_left - num_elements
             if start >= piece.stop:
                 break
-    return [batch for batch in split if batch]
+    return [group for group in groups if group]
 
 
-def _subslice(param_slice: ParamSlice, start: int, stop: int) -> ParamSlice:
-    if (start, stop) == (param_slice.start, param_slice.stop):
-        return param_slice
-    buffer_offsets = {
-        name: offset + (start - param_slice.start) * param_slice.param_step.step_tensors[name].tensor.itemsize
-        for name, offset in param_slice.buffer_offsets.items()
-    }
-    return ParamSlice(param_slice.param_step, start, stop, buffer_offsets)
+def _build_chunk(slices: list[ParamSlice]) -> IoChunk:
+    operands = [
+        (step_tensor.file_offset + piece.start * step_tensor.tensor.itemsize, piece, name, step_tensor)
+        for piece in slices
+        for name, step_tensor in piece.param_step.step_tensors.items()
+        if step_tensor.file_offset is not None and piece.stop > piece.start
+    ]
+    # In the order of the file, so that neighbours there are neighbours in the buffer.
+    operands.sort(key=lambda operand: operand[0])
+    reads, writes, buffer_offset = [], [], 0
+    for offset, piece, name, step_tensor in operands:
+        piece.buffer_offsets[name] = buffer_offset
+        nbytes = round_up((piece.stop - piece.start) * step_tensor.tensor.itemsize)
+        if step_tensor.read:
+            reads.append(IoRange(offset, buffer_offset, nbytes))
+        if step_tensor.write:
+            shadow, home = step_tensor.shadow_offset, step_tensor.file_offset
+            shift = 0 if shadow is None or home is None else shadow - home
+            writes.append(IoRange(offset + shift, buffer_offset, nbytes))
+        buffer_offset += nbytes
+    return IoChunk(slices, merge_adjacent(reads), merge_adjacent(writes))
+
+
+def merge_adjacent(io_ranges: Iterable[IoRange]) -> list[IoRange]:
+    """Make one range of those that follow one another in both places."""
+    merged: list[IoRange] = []
+    for io_range in io_ranges:
+        last = merged[-1] if merged else IoRange(-1, -1, 0)
+        if (last.file_offset + last.nbytes, last.buffer_offset + last.nbytes) == io_range[:2]:
+            merged[-1] = last._replace(nbytes=last.nbytes + io_range.nbytes)
+        else:
+            merged.append(io_range)
+    return merged
+
+
+def _start_transfers(transfer: Callable[[int, Tensor], IoFuture], io_ranges: list[IoRange], buffer: Tensor) -> IoFuture:
+    return combine_futures(transfer(at, buffer[start : start + nbytes]) for at, start, nbytes in io_ranges)
 
 
 ChunkFn = Callable[[IoChunk, Tensor], None]
@@ -276,7 +249,7 @@ class IoPipeline:
     def _start_readahead(self, chunks: Sequence[IoChunk]) -> None:
         self._discard_prefetched()
         for turn, chunk in enumerate(chunks):
-            self._prefetched.append((chunk, chunk.begin_read(self._swap, self._ring[turn])))
+            self._prefetched.append((chunk, _start_transfers(self._swap.read, chunk.reads, self._ring[turn])))
 
     def _discard_prefetched(self) -> None:
         prefetched, self._prefetched = self._prefetched, []
@@ -302,7 +275,7 @@ class IoPipeline:
         def start_read(turn: int) -> None:
             if turn < len(chunks) and turn not in reads:
                 self._timed_wait(writes[turn % depth])
-                reads[turn] = chunks[turn].begin_read(swap, ring[turn])
+                reads[turn] = _start_transfers(swap.read, chunks[turn].reads, ring[turn])
 
         try:
             for turn in range(depth - 1):
@@ -310,7 +283,7 @@ class IoPipeline:
             for turn, chunk in enumerate(chunks):
                 self._timed_wait(reads.pop(turn))
                 chunk_fn(chunk, ring[turn])
-                writes[turn % depth] = chunk.begin_write(swap, ring[turn])
+                writes[turn % depth] = _start_transfers(swap.write, chunk.writes, ring[turn])
                 start_read(turn + depth - 1)
             for future in writes:
                 self._timed_wait(future)

@@ -67,7 +67,7 @@ from torch import Tensor
 from thalweg.optim.accumulation import AccumulationWindow, StepListener, StepResult
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
 from thalweg.optim.norms import PartialNorm, compute_partial_norm
-from thalweg.optim.offload.io_pipeline import ParamStep
+from thalweg.optim.offload.io_pipeline import IoRange, ParamStep, merge_adjacent
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import InMemoryStep
 from thalweg.storage_io.allocator import PAGE, round_up
@@ -126,12 +126,12 @@ class DoubleBufferedStep:
         """
         items, self._uncommitted = self._uncommitted, []
         ranges = sorted(
-            (operand.file_offset, operand.shadow_offset, operand.padded_bytes)
+            IoRange(operand.file_offset, operand.shadow_offset, operand.padded_bytes)
             for item in items
             for operand in item.step_tensors.values()
             if operand.file_offset is not None and operand.shadow_offset is not None
         )
-        for first, second, nbytes in _merge_adjacent(ranges):
+        for first, second, nbytes in merge_adjacent(ranges):
             self._swap.swap_ranges(first, second, nbytes)
         self._nvme_step.publish_state(items)
 
@@ -172,19 +172,6 @@ def double_buffer_bytes(
     on_disk = [p for p in trainable_params(optimizer) if swap.locate(to_local(p)) is not None]
     written = [to_local(p) for p in on_disk] + [compute_copies[p] for p in on_disk if p in compute_copies]
     return optimizer_state_bytes(optimizer) + sum(round_up(tensor.nbytes) for tensor in written)
-
-
-def _merge_adjacent(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(first, second, bytes) of ranges that follow one another in both places, made one."""
-    merged: list[tuple[int, int, int]] = []
-    for first, second, nbytes in ranges:
-        if merged:
-            last_first, last_second, size = merged[-1]
-            if last_first + size == first and last_second + size == second:
-                merged[-1] = last_first, last_second, size + nbytes
-                continue
-        merged.append((first, second, nbytes))
-    return merged
 
 
 BUFFER_BYTES = 16 << 20
