@@ -20,6 +20,7 @@ from thalweg.comm.quantization import BlockQuantizer
 from thalweg.plan.spec.run_spec import INTER_NODE, INTRA_NODE, RunSpec
 from thalweg.plan.trace.fsdp_events import UnitInfo
 from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace
+from thalweg.zero.policy import is_quantized
 from thalweg.zero.storage.cross_host_sync import DELTA_QUANTIZER
 
 ByKey = dict[str, int]
@@ -103,7 +104,7 @@ def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collecti
         # Stage 3 frees a unit after its forward and gathers it again; the root's stays.
         if policy.reshards_after_use and unit.name != "" and unit.is_trainable:
             raw_row_bytes = unit.gather_bytes // num_shards
-            regathers_in_node = run_spec.traffic_policy.hpz_group_size > 1
+            regathers_in_node = run_spec.zero.zero_hpz_partition_size > 1
             yield _Collective(
                 "all_gather",
                 unit.gather_bytes,
@@ -119,10 +120,8 @@ def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec
     total = 0
     for param_spec in (trace.param_specs[name] for name in unit.param_names):
         numel = prod(param_spec.padded_shape)
-        is_quantized = run_spec.traffic_policy.quantizes(
-            len(param_spec.shape), param_spec.name not in trace.frozen_params
-        )
-        total += codec.num_bytes(numel) if is_quantized else numel * param_spec.compute_dtype.itemsize
+        in_few_bits = is_quantized(run_spec.zero, len(param_spec.shape), param_spec.name not in trace.frozen_params)
+        total += codec.num_bytes(numel) if in_few_bits else numel * param_spec.compute_dtype.itemsize
     return total
 
 
@@ -130,7 +129,7 @@ def _gradient_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec) -> 
     """Bytes of the gradients of one rank's rows, inside a host and between hosts."""
     raw_bytes = unit.reduce_bytes // run_spec.num_shards
     in_one_memory = run_spec.storage_kind == "shared" and not run_spec.is_hierarchical
-    if not run_spec.traffic_policy.quantized_gradients or in_one_memory:
+    if not run_spec.zero.zero_quantized_gradients or in_one_memory:
         return raw_bytes, raw_bytes
     encoded_bytes: Counter[BlockQuantizer] = Counter()
     itemsize = run_spec.precision.reduce_dtype.itemsize
@@ -154,9 +153,9 @@ def _link_bytes(collective: _Collective, run_spec: RunSpec) -> tuple[int, int]:
             else collective.intra_row_bytes
         ), 0
     is_hierarchical = run_spec.is_hierarchical or (
-        collective.kind == "reduce_scatter" and run_spec.traffic_policy.quantized_gradients
+        collective.kind == "reduce_scatter" and run_spec.zero.zero_quantized_gradients
     )
-    if is_hierarchical or run_spec.traffic_policy.two_level_gather:
+    if is_hierarchical or run_spec.zero.mics_hierarchical_params_gather:
         return factor * (ranks_per_node - 1) * num_nodes * collective.intra_row_bytes, factor * (
             num_nodes - 1
         ) * collective.inter_row_bytes

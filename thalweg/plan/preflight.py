@@ -137,7 +137,9 @@ class Preflight:
         run_spec = run_spec_from_config(self._config, topology, build_shard_options(model, self._config))
         resident_specs = resident_params(build_param_specs(model, run_spec), model, run_spec)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        state_itemsize = 0 if run_spec.optimizer_offload.device == "nvme" else _optimizer_bytes_per_element(run_spec)
+        state_itemsize = (
+            0 if run_spec.zero.offload_optimizer.device == "nvme" else _optimizer_bytes_per_element(run_spec)
+        )
         # A split layer's part is no larger than this; what stays whole is left out of the least.
         in_memory_specs = {
             name: param_spec for name, param_spec in resident_specs.items() if not run_spec.master_on_disk(param_spec)

@@ -33,9 +33,10 @@ from thalweg.comm.collectives.reducer import GradDivisor, GradientMemory, Reduce
 from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryRing
 from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
 from thalweg.comm.topology import HostTopology
+from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
-from thalweg.zero.policy import CommPolicy, ZeroPolicy
+from thalweg.zero.policy import ZeroPolicy, is_quantized
 from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
 from thalweg.zero.storage.cross_host_sync import CrossHostSync
 
@@ -118,7 +119,7 @@ class CollectivesSpec:
     mesh: DeviceMesh
     device: torch.device
     policy: ZeroPolicy
-    comm_policy: CommPolicy
+    zero: ZeroOptimization
     param_specs: Mapping[str, ParamSpec]
     replicate: bool
     unit_bytes: int
@@ -138,9 +139,9 @@ class CollectivesSpec:
     ) -> Collectives:
         """The collectives of these ranks, with what is the same for every choice."""
         messages = dict(option_messages or {})
-        if self.comm_policy.error_feedback is not None and not self.comm_policy.quantized_gradients:
+        if self.zero.zeropp_loco_param is not None and not self.zero.zero_quantized_gradients:
             messages["zeropp_loco_param.err_beta"] = "idle: zero_quantized_gradients, which it corrects, is off"
-        if self.comm_policy.two_level_gather and self.replicas is None:
+        if self.zero.mics_hierarchical_params_gather and self.replicas is None:
             messages["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
         return Collectives(
             "wire" if self.shards_on_host else storage_kind,
@@ -199,7 +200,7 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
     if spec.all_replicas_agree(hosts is not None) and spec.device.type == "cpu":
         assert hosts is not None
         keeps_unsharded = not spec.replicate and (
-            not spec.policy.reshards_after_use or spec.comm_policy.hpz_group_size > 1
+            not spec.policy.reshards_after_use or spec.zero.zero_hpz_partition_size > 1
         )
         # Gathers may be wider than reductions (frozen parameters, fp32 under a 16-bit reduction).
         slot_bytes = spec.unit_bytes if keeps_unsharded else 2 * spec.root_bytes
@@ -224,18 +225,14 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
             make_reducer=lambda name, group, options: shared_memory.SharedMemoryAllReduce(ring, name, options),
             uses_all_reduce=True,
         )
-    comm_policy, messages = spec.comm_policy, {}
-    if comm_policy.hpz_group_size > 1:
+    zero, messages = spec.zero, {}
+    if zero.zero_hpz_partition_size > 1:
         messages["zero_hpz_partition_size"] = (
             "free on one host: parameters lie once in memory that its ranks share; nothing is ever gathered"
         )
-    idle = {
-        "zero_quantized_weights": comm_policy.quantized_weights,
-        "zero_quantized_nontrainable_weights": comm_policy.quantized_frozen_weights,
-        "zero_quantized_gradients": comm_policy.quantized_gradients and spec.replicas is None,
-    }
-    for name in (name for name, on in idle.items() if on):
-        messages[name] = "nothing travels between ranks that share one host's memory, so nothing is rounded"
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if getattr(zero, name) and (name != "zero_quantized_gradients" or spec.replicas is None):
+            messages[name] = "nothing travels between ranks that share one host's memory, so nothing is rounded"
     return spec.build(
         "shared",
         messages,
@@ -247,7 +244,7 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
 def _build_hierarchical(
     spec: CollectivesSpec, arena: SharedMemoryArena, hosts: HostGroups, slot_bytes: int, keeps_unsharded: bool
 ) -> Collectives:
-    ring, rank, comm_policy = SharedMemoryRing(arena, slot_bytes), spec.mesh.get_local_rank(), spec.comm_policy
+    ring, rank, zero = SharedMemoryRing(arena, slot_bytes), spec.mesh.get_local_rank(), spec.zero
     if spec.replicate:
         return spec.build(
             "private",
@@ -259,7 +256,7 @@ def _build_hierarchical(
         name: str, group: FSDPGroupHandle, options: ReduceOptions
     ) -> hierarchical.HierarchicalReduceScatter:
         all_to_all = None
-        if comm_policy.quantized_gradients:
+        if zero.zero_quantized_gradients:
             all_to_all = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
         return hierarchical.HierarchicalReduceScatter(hosts, ring, rank, name, options, all_to_all)
 
@@ -269,10 +266,10 @@ def _build_hierarchical(
             for name, param_spec in spec.param_specs.items()
             # Integers are somebody's codes already.
             if param_spec.compute_dtype.is_floating_point
-            and comm_policy.quantizes(len(param_spec.shape), param_spec.requires_grad)
+            and is_quantized(zero, len(param_spec.shape), param_spec.requires_grad)
         )
         messages = {}
-        if comm_policy.hpz_group_size > 1:
+        if zero.zero_hpz_partition_size > 1:
             messages["zero_hpz_partition_size"] = (
                 f"the {hosts.num_local_ranks} ranks of a host share one copy of the parameters, "
                 "which crosses to other hosts once an update"
@@ -290,13 +287,13 @@ def _build_hierarchical(
         "wire",
         make_reducer=make_reduce_scatter,
         make_all_gather=lambda name, group: hierarchical.HierarchicalAllGather(
-            hosts, gather_ring, rank, name, spec.ledger, _weight_format_fn(comm_policy, group)
+            hosts, gather_ring, rank, name, spec.ledger, _weight_format_fn(zero, group)
         ),
     )
 
 
 def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None = None) -> Collectives:
-    comm_policy, size, cpu = spec.comm_policy, spec.mesh.size(), spec.device.type == "cpu"
+    zero, size, cpu = spec.zero, spec.mesh.size(), spec.device.type == "cpu"
     async_reduction = AsyncReduction() if cpu and size > 1 and spec.replicas is None else None
     # Of its own, as the thread's collectives and the main thread's come in no common order.
     reduce_group = spec.group if async_reduction is None else hierarchical.make_subgroup(range(size), spec.group)
@@ -310,16 +307,16 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
             async_reduction=async_reduction,
         )
     make_reducer = None
-    if comm_policy.quantized_gradients or cpu or spec.replicas is not None:
+    if zero.zero_quantized_gradients or cpu or spec.replicas is not None:
         make_reducer = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
-    stays_on_gpus = spec.policy.reshards_after_use and comm_policy.hpz_group_size < size
+    stays_on_gpus = spec.policy.reshards_after_use and zero.zero_hpz_partition_size < size
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
-    shares_groups = comm_policy.quantized_gradients and hosts is not None
+    shares_groups = zero.zero_quantized_gradients and hosts is not None
     return spec.build(
         "wire",
         make_reducer=make_reducer,
         make_all_gather=_choose_wire_all_gather(spec, topology, hosts),
-        hpz_group_size=comm_policy.hpz_group_size if stays_on_gpus else 1,
+        hpz_group_size=zero.zero_hpz_partition_size if stays_on_gpus else 1,
         async_reduction=None if shares_groups else async_reduction,
     )
 
@@ -328,8 +325,8 @@ def _choose_wire_all_gather(
     spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None
 ) -> AllGatherFactory | None:
     """None for FSDP2's own."""
-    ledger, comm_policy, size = spec.ledger, spec.comm_policy, spec.mesh.size()
-    if comm_policy.two_level_gather and hosts is not None:
+    ledger, zero, size = spec.ledger, spec.zero, spec.mesh.size()
+    if zero.mics_hierarchical_params_gather and hosts is not None:
         topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
         return lambda name, group: quantized.TwoLevelAllGather(
             hosts.intra_host_group,
@@ -338,11 +335,11 @@ def _choose_wire_all_gather(
             hosts.ranks_by_local_rank,
             name,
             ledger,
-            _weight_format_fn(comm_policy, group),
+            _weight_format_fn(zero, group),
         )
-    if comm_policy.quantized_weights or comm_policy.quantized_frozen_weights:
+    if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
         return lambda name, group: quantized.QuantizedAllGather(
-            name, ledger, topology, _weight_format_fn(comm_policy, group), size
+            name, ledger, topology, _weight_format_fn(zero, group), size
         )
     if spec.device.type == "cpu":
         return lambda name, group: wire.WireAllGather(name, ledger, topology)
@@ -358,7 +355,7 @@ def _make_wire_reducer(
     group: FSDPGroupHandle,
     options: ReduceOptions,
 ) -> Reducer:
-    if not spec.comm_policy.quantized_gradients:
+    if not spec.zero.zero_quantized_gradients:
         return wire.AllToAllReduceScatter(name, options, wire.AllToAllReduce(reduce_group, topology))
     if hosts is None:
         return wire.AllToAllReduceScatter(name, options, _make_gradient_all_to_all(spec, reduce_group, topology, group))
@@ -371,21 +368,21 @@ def _make_wire_reducer(
 def _make_gradient_all_to_all(
     spec: CollectivesSpec, process_group: dist.ProcessGroup, topology: HostTopology, group: FSDPGroupHandle
 ) -> quantized.QuantizedAllToAllReduce:
-    given = spec.comm_policy.error_feedback
-    error_feedback = None if given is None else quantized.ErrorFeedback(*given)
+    loco = spec.zero.zeropp_loco_param
+    error_feedback = None if loco is None else quantized.ErrorFeedback(loco.err_beta, loco.reset_T)
     return quantized.QuantizedAllToAllReduce(
         process_group, topology, _gradient_format_fn(group), error_feedback, spec.divisor
     )
 
 
-def _weight_format_fn(comm_policy: CommPolicy, group: FSDPGroupHandle) -> PayloadFormatFn:
+def _weight_format_fn(zero: ZeroOptimization, group: FSDPGroupHandle) -> PayloadFormatFn:
     """The codes of a unit's shards: each parameter for itself; another buffer goes as it is."""
 
     def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
         segments = [
             (
                 prod(param.padded_shape),
-                comm_policy.quantizes(param.sharded_param.ndim, param.sharded_param.requires_grad),
+                is_quantized(zero, param.sharded_param.ndim, param.sharded_param.requires_grad),
             )
             for param in group.params
         ]
@@ -423,7 +420,7 @@ def _make_payload_format(
 
 def _check_hpz_groups(spec: CollectivesSpec, topology: HostTopology) -> None:
     """Refuse hpZ's groups of consecutive ranks where one would lie on two hosts."""
-    size = spec.comm_policy.hpz_group_size
+    size = spec.zero.zero_hpz_partition_size
     if size <= 1:
         return
     groups = [topology.host_ids[start : start + size] for start in range(0, len(topology.host_ids), size)]

@@ -22,7 +22,7 @@ def single_rank_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def build_mics_mesh(mesh: DeviceMesh, shard_group_size: int) -> DeviceMesh | None:
     """Copies x shards where groups of ``shard_group_size`` ranks shard by themselves (MiCS), else None."""
-    return None if shard_group_size in (0, 1, mesh.size()) else split_data_mesh(mesh, shard_group_size)
+    return None if shard_group_size <= 1 or shard_group_size == mesh.size() else split_data_mesh(mesh, shard_group_size)
 
 
 def make_layout_fn(

@@ -9,9 +9,8 @@ from torch import nn
 
 from thalweg.config import Config, ModelSize
 from thalweg.utils.dtypes import parse_dtype
-from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
+from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.shard import ShardOptions
-from thalweg.zero.storage.nvme import build_offload_policy
 from thalweg.zero.units import UnitPolicy, num_parameters
 
 
@@ -63,27 +62,11 @@ def build_shard_options(model: nn.Module, config: Config) -> ShardOptions:
     )
     return ShardOptions(
         policy=ZeroPolicy(zero.stage),
+        zero=zero,
         precision=precision,
         unit_policy=unit_policy,
         sum_gradients=config.gradient_allreduce_op == "sum",
         fp32_modules=_find_fp32_modules(model, config, precision),
-        comm_policy=build_comm_policy(config),
-        offload_policy=build_offload_policy(config),
-    )
-
-
-def build_comm_policy(config: Config) -> CommPolicy:
-    """What of ZeRO++ and MiCS the config asks for."""
-    zero = config.zero_optimization
-    loco = zero.zeropp_loco_param
-    return CommPolicy(
-        quantized_weights=zero.zero_quantized_weights,
-        quantized_frozen_weights=zero.zero_quantized_nontrainable_weights,
-        quantized_gradients=zero.zero_quantized_gradients,
-        error_feedback=None if loco is None else (loco.err_beta, loco.reset_T),
-        hpz_group_size=zero.zero_hpz_partition_size,
-        mics_group_size=max(0, zero.mics_shard_size),
-        two_level_gather=zero.mics_hierarchical_params_gather,
     )
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from thalweg.config.schema.zero import ZeroOptimization
+
 
 @dataclass(frozen=True)
 class ZeroPolicy:
@@ -33,30 +35,11 @@ class ZeroPolicy:
         return self.stage >= 3
 
 
-@dataclass(frozen=True)
-class CommPolicy:
-    """What travels between ranks and how far: ZeRO++ (arXiv 2306.10209) and MiCS (arXiv 2205.00119).
-
-    ``quantized_weights``: gathered in 8 bits (qwZ); ``quantized_frozen_weights``: only those that do not
-    train; ``quantized_gradients``: reduced in 4 bits between hosts (qgZ), with error feedback of
-    ``error_feedback = (decay, steps between resets)`` (LoCo).  ``hpz_group_size``: ranks of a host
-    among which gathered parameters stay for the backward pass (hpZ), 1 for none.
-    ``mics_group_size``: ranks among which states are sharded, groups being replicas of each other
-    (MiCS), 0 for all; ``two_level_gather``: gathers in such a group cross each link once.
-    """
-
-    quantized_weights: bool = False
-    quantized_frozen_weights: bool = False
-    quantized_gradients: bool = False
-    error_feedback: tuple[float, int] | None = None
-    hpz_group_size: int = 1
-    mics_group_size: int = 0
-    two_level_gather: bool = False
-
-    def quantizes(self, ndim: int, requires_grad: bool) -> bool:
-        """Whether a parameter is gathered in few bits; norms and biases never are: few bytes, sensitive."""
-        is_enabled = self.quantized_weights or (self.quantized_frozen_weights and not requires_grad)
-        return is_enabled and ndim >= 2
+def is_quantized(zero: ZeroOptimization, ndim: int, requires_grad: bool) -> bool:
+    """Whether a parameter is gathered in few bits (qwZ, arXiv 2306.10209); norms and biases never are: few bytes,
+    sensitive."""
+    is_on = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not requires_grad)
+    return is_on and ndim >= 2
 
 
 @dataclass(frozen=True)

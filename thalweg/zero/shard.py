@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thalweg.comm import CommsLog
+from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
@@ -33,7 +34,7 @@ from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
 from thalweg.zero.meshes import build_mics_mesh, make_layout_fn, single_rank_mesh
-from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
+from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.storage.base import (
     FSDPStorage,
     ParameterStorage,
@@ -42,7 +43,7 @@ from thalweg.zero.storage.base import (
     ShardStorage,
     max_unit_grad_bytes,
 )
-from thalweg.zero.storage.nvme import NvmeStorage, ParamOffloadPolicy, ParamPaging, build_param_paging
+from thalweg.zero.storage.nvme import NvmeStorage, ParamPaging, build_param_paging, get_offload_messages, shards_on_host
 from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 
@@ -55,13 +56,12 @@ class ShardOptions:
     """How to shard: stage, dtypes, units, and how gradients are averaged."""
 
     policy: ZeroPolicy
+    zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     precision: Precision = field(default_factory=Precision)
     unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
     sum_gradients: bool = False
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
-    comm_policy: CommPolicy = field(default_factory=CommPolicy)
-    offload_policy: ParamOffloadPolicy = field(default_factory=ParamOffloadPolicy)
 
 
 class BackwardTracker:
@@ -123,7 +123,7 @@ class ShardedModel:
         self.module, self.options, self.device, self.groups = module, options, device, groups
         self.ledger: CommsLog = collectives.ledger
         self.paging = paging
-        self.option_messages = collectives.option_messages | options.offload_policy.get_option_messages(device)
+        self.option_messages = collectives.option_messages | get_offload_messages(options.zero, device)
         self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.divisor
         self._world_size = mesh.size()
         self._storages, self._shard_storages, self._other_params = storages, shard_storages, other_params
@@ -303,31 +303,32 @@ def shard_model(
     named_params = dict(model.named_parameters())
     if not named_params:
         raise ValueError("the model has no parameters: there is nothing to train")
-    sharded, mics_size = options.policy.shards_optimizer_states, options.comm_policy.mics_group_size
+    zero, sharded = options.zero, options.policy.shards_optimizer_states
+    pages_params, mics_size = zero.offload_param.device == "nvme", zero.mics_shard_size
     mics_mesh = build_mics_mesh(mesh, mics_size) if sharded else None
     shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
     param_specs = _build_param_specs(named_params, options, 1 if replicate else shard_mesh.size())
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
-    units = blocks if options.offload_policy.uses_nvme or tp_layout is not None else with_large_leaves(model, blocks)
-    on_host = options.offload_policy.shards_on_host(device)
-    quantized_gradients, reduce_dtype = options.comm_policy.quantized_gradients, options.precision.reduce_dtype
+    units = blocks if pages_params or tp_layout is not None else with_large_leaves(model, blocks)
+    on_host = shards_on_host(zero, device.type == "cpu")
+    reduce_dtype = options.precision.reduce_dtype
     spec = CollectivesSpec(
         shard_mesh,
         device,
         options.policy,
-        options.comm_policy,
+        zero,
         param_specs,
         replicate=replicate,
         unit_bytes=max_unit_grad_bytes(param_specs, units, reduce_dtype),
         root_bytes=max_unit_grad_bytes(param_specs, blocks, reduce_dtype),
         output_dtype=options.precision.master_dtype,
         timeout=options.timeout,
-        replicas=None if mics_mesh is None else build_replica_sum(mics_mesh, device, quantized_gradients),
+        replicas=None if mics_mesh is None else build_replica_sum(mics_mesh, device, zero.zero_quantized_gradients),
         ledger=ledger or CommsLog(),
         shards_on_host=on_host,
-        overlaps=not options.offload_policy.uses_nvme,  # units are read while a gather would begin early
+        overlaps=not pages_params,  # units are read while a gather would begin early
     )
     collectives = build_collectives(spec)
     kind, arena = collectives.storage_kind, collectives.arena
@@ -337,7 +338,7 @@ def shard_model(
     paging = build_param_paging(
         param_specs,
         units,
-        options.offload_policy,
+        zero,
         options.fp32_modules,
         rank,
         kind,
@@ -422,10 +423,8 @@ def _apply_fully_shard(
     ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
     common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     if on_host:  # a mapped shard cannot be pinned, and need not: it is not what is copied
-        offload_policy = options.offload_policy
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(
-            pin_memory=offload_policy.pin_memory and not offload_policy.uses_nvme
-        )
+        section = options.zero.offload_param
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(section.pin_memory and section.device != "nvme")
     for name in options.fp32_modules:
         fully_shard(model.get_submodule(name), mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
     for name, module in units.items():

@@ -13,9 +13,8 @@ their state.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
+from thalweg.config.schema.zero import OffloadOptimizer
 from thalweg.optim.accumulation import AccumulationWindow, StepCallbacks
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam
 from thalweg.optim.dtensor_local import to_local
@@ -52,29 +52,21 @@ _BUFFER_BYTES = 32 << 20
 _MIN_BUFFER_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class OptimizerOffloadPolicy:
-    """Where the optimiser's state rests; ``num_buffers`` of ``buffer_elements`` (at most) pass it on.  On NVMe
-    that is the state of at least ``ratio`` of the elements.
+def buffer_ring_args(section: OffloadOptimizer) -> tuple[int, int]:
+    """Buffers that pass state on from and to NVMe, and bytes of each."""
+    size = min(_BUFFER_BYTES, max(1, section.buffer_size) * 4)
+    return max(2, section.buffer_count), max(size, _MIN_BUFFER_BYTES)
 
-    ``step_in_backward``: updates may run within the backward pass, since nothing later in a step (clipping) can change
-    them; ``in_place``: nor is it likely that they must be taken back (as with a loss scale).
+
+def may_step_in_backward(config: Config, *, on_cpu: bool) -> bool:
+    """Whether updates may run within the backward pass, of ranks that compute on the CPU or not.
+
+    Nothing later in a step (clipping) can then change them; nor, in place on the host, is it likely that they must be
+    taken back (as with a loss scale).
     """
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    folder: str = ""
-    num_buffers: int = 4
-    buffer_elements: int = 100_000_000
-    pin: bool = True
-    ratio: float = 1.0
-    step_in_backward: bool = False
-    in_place: bool = False
-
-    @property
-    def buffer_ring_args(self) -> tuple[int, int]:
-        """Buffers, and bytes of each."""
-        size = min(_BUFFER_BYTES, max(1, self.buffer_elements) * 4)
-        return max(2, self.num_buffers), max(size, _MIN_BUFFER_BYTES)
+    if config.gradient_clipping > 0 or not on_cpu:  # gradients on their way from a GPU arrive when the pass is over
+        return False
+    return config.zero_optimization.offload_optimizer.device == "nvme" or not config.fp16.enabled
 
 
 def build_engine_optimizer(
@@ -87,9 +79,8 @@ def build_engine_optimizer(
     pipeline_peers: TiedWeights | None = None,
 ) -> EngineOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
-    policy = offload_policy_from_config(config, on_cpu=sharded.device.type == "cpu")
-    build_strategy = partial(_build_step_strategy, inner, policy, window, sharded, replicate_group)
-    ranks = replicate_group if policy.device == "nvme" else None
+    build_strategy = partial(_build_step_strategy, inner, config, window, sharded, replicate_group)
+    ranks = replicate_group if config.zero_optimization.offload_optimizer.device == "nvme" else None
     strategy, swap = all_ranks_or_raise(build_strategy, "a swap file for its optimiser state", ranks)
     if isinstance(strategy, StepInBackward):
         sharded.add_reduction_callbacks(strategy.before_reduce, strategy.after_reduce)
@@ -102,26 +93,9 @@ def build_engine_optimizer(
     )
 
 
-def offload_policy_from_config(config: Config, *, on_cpu: bool) -> OptimizerOffloadPolicy:
-    """The tier that a config asks for, of ranks that compute on the CPU or not."""
-    section = config.zero_optimization.offload_optimizer
-    # Gradients on their way from a GPU arrive when the backward pass is over.
-    must_wait = config.gradient_clipping > 0 or not on_cpu
-    return OptimizerOffloadPolicy(
-        device=section.device,
-        folder=section.nvme_path or "",
-        num_buffers=section.buffer_count,
-        buffer_elements=section.buffer_size,
-        pin=section.pin_memory,
-        ratio=section.ratio,
-        step_in_backward=not must_wait,
-        in_place=not must_wait and not config.fp16.enabled,
-    )
-
-
 def _build_step_strategy(
     optimizer: torch.optim.Optimizer,
-    policy: OptimizerOffloadPolicy,
+    config: Config,
     window: AccumulationWindow,
     sharded: ShardedModel,
     group: dist.ProcessGroup | None,
@@ -133,13 +107,15 @@ def _build_step_strategy(
     """
     swap, compute_copies = sharded.swap, sharded.get_compute_copies()
     elementwise, new_swap = is_elementwise(optimizer), None
-    on_disk = policy.device == "nvme"
-    in_memory_params = _params_with_state_in_memory(optimizer, policy.ratio) if on_disk else frozenset()
+    section = config.zero_optimization.offload_optimizer
+    steps_early = may_step_in_backward(config, on_cpu=sharded.device.type == "cpu")
+    on_disk = section.device == "nvme"
+    in_memory_params = _params_with_state_in_memory(optimizer, section.ratio) if on_disk else frozenset()
     if on_disk:
         size = optimizer_state_bytes if elementwise else _max_state_bytes
         needed = size(optimizer, in_memory_params) + grad_offload_bytes(optimizer)
         if swap is None:
-            swap = new_swap = SwapFile(policy.folder, needed, capacity=needed + OPTIMIZER_CAPACITY_BYTES)
+            swap = new_swap = SwapFile(section.nvme_path or "", needed, capacity=needed + OPTIMIZER_CAPACITY_BYTES)
         else:
             swap.extend(needed)
     where: dict[str, Any] = {"state_in_memory": not on_disk, "in_memory_params": in_memory_params}
@@ -147,13 +123,13 @@ def _build_step_strategy(
     if swap is None:
         strategy = InMemoryStep(optimizer)
     elif elementwise:
-        strategy = NvmeStep(optimizer, swap, BufferRing(*policy.buffer_ring_args, pin=policy.pin), **where)
+        strategy = NvmeStep(optimizer, swap, BufferRing(*buffer_ring_args(section), pin=section.pin_memory), **where)
     else:
         strategy = MmapStep(optimizer, swap, step_together=isinstance(optimizer, ZenFlowAdam), **where)
-    in_place = policy.device == "cpu" and policy.in_place and elementwise
+    in_place = section.device == "cpu" and steps_early and elementwise
     grad_offload = GradOffload(swap) if on_disk and swap is not None else None
     double_buffered = None
-    if on_disk and policy.step_in_backward and isinstance(strategy, NvmeStep):
+    if on_disk and steps_early and isinstance(strategy, NvmeStep):
         double_buffered = _make_double_buffered_step(strategy, optimizer)
     if in_place or grad_offload is not None:
         strategy = StepInBackward(

@@ -138,7 +138,7 @@ class GradientBuffers:
         run_spec = self._run_spec
         block = self._output_pool.acquire(unit.sharded_grad_bytes)
         if run_spec.updates_in_backward and last:
-            if run_spec.optimizer_offload.device == "cpu":  # the update is done before the backward pass goes on
+            if run_spec.zero.offload_optimizer.device == "cpu":  # the update is done before the backward pass goes on
                 block.in_use = False
                 return
             self._pending_updates.append(block)

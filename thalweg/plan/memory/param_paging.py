@@ -16,6 +16,7 @@ import torch
 
 from thalweg.optim.offload.io_pipeline import ParamStep, StepTensor, split_into_chunks
 from thalweg.optim.offload.nvme_step import CHUNK_ELEMENTS
+from thalweg.optim.offload.policy import buffer_ring_args
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.storage_io.allocator import round_up
@@ -85,7 +86,7 @@ class PagedParams:
             self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
         barrier = _no_barrier if shared else None
         paged_units = cast(list[PagedUnit], list(self.units.values()))
-        self.pager = Pager(paged_units, run_spec.param_offload.max_units_in_memory, barrier)
+        self.pager = Pager(paged_units, run_spec.zero.offload_param.buffer_count, barrier)
 
     def apply_mark(self, verb: str, name: str) -> None:
         """``open``, ``close`` or ``prefetch`` of one unit."""
@@ -133,7 +134,7 @@ def plan_streamed_update(
     updates: Sequence[Sequence[tuple[ParamSpec, DiskOperands]]], state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> StreamedUpdate:
     """What the updates of a step (each a list of parameters) move through the ring of buffers."""
-    depth, size = run_spec.optimizer_offload.buffer_ring_args
+    depth, size = buffer_ring_args(run_spec.zero.offload_optimizer)
     touched_bytes, result = [0] * depth, StreamedUpdate()
     for members in updates:
         items = [_make_param_step(param_spec, where, state_dtypes) for param_spec, where in members]

@@ -200,7 +200,7 @@ class _Replay:
 
     def _heap_left_by_first_update(self) -> int:
         """What the heap of the updating thread keeps of the state it has made, before that is written."""
-        if not (self.run_spec.updates_in_backward and self.run_spec.optimizer_offload.device == "nvme"):
+        if not (self.run_spec.updates_in_backward and self.run_spec.zero.offload_optimizer.device == "nvme"):
             return 0
         dtypes = self.trace.state_dtypes
         state_sizes = (
@@ -211,7 +211,7 @@ class _Replay:
 
     def _update_events(self, first: bool) -> list[TraceEvent]:
         events = self.trace.first_update_events if first else self.trace.later_update_events
-        runs_elsewhere = self.run_spec.states_on_host or self.run_spec.optimizer_offload.device == "nvme"
+        runs_elsewhere = self.run_spec.states_on_host or self.run_spec.zero.offload_optimizer.device == "nvme"
         if runs_elsewhere and self.run_spec.elementwise_optimizer:  # made, kept and worked on elsewhere
             return [event for event in events if event[0] == 0]
         return events
@@ -255,7 +255,7 @@ class _Replay:
     # What rests on a disk
 
     def _get_disk_operands(self, name: str, param_spec: ParamSpec) -> DiskOperands:
-        on_disk, paged = self.run_spec.optimizer_offload.device == "nvme", name in self.disk_params
+        on_disk, paged = self.run_spec.zero.offload_optimizer.device == "nvme", name in self.disk_params
         master = paged or self.run_spec.master_on_disk(param_spec)
         return DiskOperands(master, on_disk and not self.run_spec.updates_in_backward, on_disk, copy=paged)
 
@@ -270,7 +270,9 @@ class _Replay:
 
     def _plan_streamed_update(self) -> StreamedUpdate:
         run_spec = self.run_spec
-        if not run_spec.elementwise_optimizer or not (run_spec.optimizer_offload.device == "nvme" or self.disk_params):
+        if not run_spec.elementwise_optimizer or not (
+            run_spec.zero.offload_optimizer.device == "nvme" or self.disk_params
+        ):
             return StreamedUpdate()
         updates = [
             [(param_spec, self._get_disk_operands(name, param_spec)) for name, param_spec in members]
@@ -290,7 +292,7 @@ class _Replay:
                 paged and param_spec.master_dtype != param_spec.compute_dtype
             ):
                 total += round_up(numel * param_spec.master_dtype.itemsize)
-        if self.run_spec.optimizer_offload.device == "nvme":
+        if self.run_spec.zero.offload_optimizer.device == "nvme":
             for _, param_spec in (pair for members in self._trained_by_unit() for pair in members):
                 sizes = [param_spec.master_dtype.itemsize, *(dtype.itemsize for dtype in self.trace.state_dtypes)]
                 total += sum(round_up(prod(param_spec.padded_shape) * size) for size in sizes)
@@ -307,9 +309,9 @@ class _Replay:
             shard_bytes(s) for name, s in self.trace.param_specs.items() if name not in self.disk_params
         )
         total += sum(unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable)
-        if self.run_spec.optimizer_offload.device != "nvme":
+        if self.run_spec.zero.offload_optimizer.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
             total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members)
         packed_sizes = sorted((page.packed_bytes for page in self.paged_params.units.values()), reverse=True)
-        largest = packed_sizes[: self.run_spec.param_offload.max_units_in_memory]
+        largest = packed_sizes[: self.run_spec.zero.offload_param.buffer_count]
         return total + sum(largest) + self.streamed_update.buffer_bytes

@@ -12,14 +12,15 @@ from thalweg.activation_checkpointing import ActivationCheckpointPolicy
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.config.schema.training import Optimizer, Tiling
+from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
-from thalweg.optim.offload.policy import OptimizerOffloadPolicy, offload_policy_from_config
+from thalweg.optim.offload.policy import may_step_in_backward
 from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
-from thalweg.zero.policy import CommPolicy, Precision, ZeroPolicy
+from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.shard import ShardOptions
 from thalweg.zero.storage.base import ParamSpec, StorageKind
-from thalweg.zero.storage.nvme import ParamOffloadPolicy, prefers_low_memory
+from thalweg.zero.storage.nvme import prefers_low_memory, shards_on_host
 from thalweg.zero.units import UnitPolicy
 
 INTRA_NODE, INTER_NODE = "inside a node", "between nodes"
@@ -67,9 +68,8 @@ class RunSpec:
     optimizer_params: dict[str, Any] = field(default_factory=dict)
     autocast_dtype: Any = None
     linear_kernels: str = "auto"
-    traffic_policy: CommPolicy = field(default_factory=CommPolicy)
-    param_offload: ParamOffloadPolicy = field(default_factory=ParamOffloadPolicy)
-    optimizer_offload: OptimizerOffloadPolicy = field(default_factory=OptimizerOffloadPolicy)
+    zero: ZeroOptimization = field(default_factory=ZeroOptimization)
+    may_step_in_backward: bool = False
     activation_offload: str = "none"
     low_memory: bool = False
     elementwise_optimizer: bool = True
@@ -91,10 +91,10 @@ class RunSpec:
     @property
     def num_shards(self) -> int:
         """Into how many pieces states are cut: one a rank, or one a rank of a group (MiCS)."""
-        world, group = self.topology.world_size, self.traffic_policy.mics_group_size
+        world, group = self.topology.world_size, self.zero.mics_shard_size
         if not self.zero_policy.shards_optimizer_states:
             return 1
-        return world if group in (0, world) else group
+        return world if group <= 0 or group == world else group
 
     @property
     def num_replica_groups(self) -> int:
@@ -112,7 +112,7 @@ class RunSpec:
     @property
     def states_on_host(self) -> bool:
         """Whether a GPU's shards lie in host memory and are copied to it as they are gathered."""
-        return not self.on_cpu and (self.param_offload.device != "none" or self.optimizer_offload.device != "none")
+        return shards_on_host(self.zero, self.on_cpu)
 
     @property
     def storage_kind(self) -> StorageKind:
@@ -123,7 +123,7 @@ class RunSpec:
             return "private"
         if not self.on_cpu:
             return "wire"
-        keeps_unsharded = not self.zero_policy.reshards_after_use or self.traffic_policy.hpz_group_size > 1
+        keeps_unsharded = not self.zero_policy.reshards_after_use or self.zero.zero_hpz_partition_size > 1
         return "shared" if self.shard_topology.num_nodes == 1 or (self.is_hierarchical and keeps_unsharded) else "wire"
 
     @property
@@ -148,18 +148,18 @@ class RunSpec:
     @property
     def grads_on_disk(self) -> bool:
         """Whether gradients rest in the swap file until the update."""
-        return self.on_cpu and self.optimizer_offload.device == "nvme"
+        return self.on_cpu and self.zero.offload_optimizer.device == "nvme"
 
     def master_on_disk(self, param_spec: ParamSpec) -> bool:
         """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/storage/nvme.py``)."""
         has_separate_master = (
             param_spec.requires_grad
             and param_spec.master_dtype != param_spec.compute_dtype
-            and self.optimizer_offload.device == "nvme"
+            and self.zero.offload_optimizer.device == "nvme"
         )
         return (
             has_separate_master
-            and not self.param_offload.uses_nvme
+            and self.zero.offload_param.device != "nvme"
             and not self.is_hierarchical
             and self.storage_kind != "wire"
         )
@@ -167,15 +167,9 @@ class RunSpec:
     @property
     def updates_in_backward(self) -> bool:
         """Whether a unit is updated within the backward pass, its gradients gone at once."""
-        early = (
-            self.optimizer_offload.in_place
-            if self.optimizer_offload.device == "cpu"
-            else self.optimizer_offload.step_in_backward
-        )
-        possible = self.optimizer_offload.device == "cpu" or (
-            self.optimizer_offload.device == "nvme" and self.param_offload.uses_nvme
-        )
-        return self.on_cpu and possible and early and self.elementwise_optimizer
+        where = self.zero.offload_optimizer.device
+        possible = where == "cpu" or (where == "nvme" and self.zero.offload_param.device == "nvme")
+        return self.on_cpu and possible and self.may_step_in_backward and self.elementwise_optimizer
 
 
 def run_spec_from_config(config: Config, topology: RankTopology, options: ShardOptions) -> RunSpec:
@@ -200,9 +194,8 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: ShardO
         optimizer_params=_optimizer_params(config),
         autocast_dtype=autocast,
         linear_kernels=config.cpu_kernels,
-        traffic_policy=options.comm_policy,
-        param_offload=options.offload_policy,
-        optimizer_offload=offload_policy_from_config(config, on_cpu=topology.device == "cpu"),
+        zero=options.zero,
+        may_step_in_backward=may_step_in_backward(config, on_cpu=topology.device == "cpu"),
         activation_offload=_activation_offload_device(config),
         low_memory=prefers_low_memory(config),
         elementwise_optimizer=_is_elementwise(config),

@@ -159,7 +159,7 @@ class FsdpEventSource:
         self.uses_collectives = run_spec.storage_kind == "wire"
         self.paged_units: frozenset[str] = frozenset()
         self.reshards_after_forward = (
-            self.uses_collectives or run_spec.param_offload.uses_nvme
+            self.uses_collectives or run_spec.zero.offload_param.device == "nvme"
         ) and run_spec.zero_policy.reshards_after_use
         compute = run_spec.precision.compute_dtype
         self.cast_dtype = compute if compute != torch.float32 else None

@@ -91,7 +91,7 @@ def trace_step(
     recorder.linear_kernels = run_spec.linear_kernels if run_spec.on_cpu else "torch"
     blocks = find_units(model, run_spec.unit_policy)
     apply_fake_sp(model, run_spec.sp_size, list(blocks.values()), ledger)
-    stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.param_offload.uses_nvme
+    stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.zero.offload_param.device == "nvme"
     units = blocks if stragglers_in_root else with_large_leaves(model, blocks)
     offload_recorder = (
         OffloadRecorder(recorder) if run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec) else None
@@ -157,13 +157,13 @@ def shard_bytes(param_spec: ParamSpec) -> int:
 
 def resident_params(param_specs: dict[str, ParamSpec], model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
     """Those of ``param_specs`` that are not read from a disk when they are used."""
-    if not run_spec.param_offload.uses_nvme:
+    if run_spec.zero.offload_param.device != "nvme":
         return param_specs
     units = find_units(model, run_spec.unit_policy)
     members: dict[str, list[ParamSpec]] = {}
     for name, param_spec in param_specs.items():
         members.setdefault(_find_unit(name, run_spec.fp32_modules, units), []).append(param_spec)
-    paged = select_paged_units(members, run_spec.param_offload, run_spec.fp32_modules)
+    paged = select_paged_units(members, run_spec.zero.offload_param, run_spec.fp32_modules)
     paged_names = {param_spec.name for unit in paged for param_spec in members[unit]}
     return {name: param_spec for name, param_spec in param_specs.items() if name not in paged_names}
 
@@ -203,9 +203,9 @@ def _install_unit_hooks(
         if name in param_specs:
             by_unit[unit_of_param].append((name, parameter))
     by_unit = {name: members for name, members in by_unit.items() if members}
-    if source.run_spec.param_offload.uses_nvme:
+    if source.run_spec.zero.offload_param.device == "nvme":
         specs_by_unit = {name: [param_specs[key] for key, _ in members] for name, members in by_unit.items()}
-        paged = select_paged_units(specs_by_unit, source.run_spec.param_offload, source.run_spec.fp32_modules)
+        paged = select_paged_units(specs_by_unit, source.run_spec.zero.offload_param, source.run_spec.fp32_modules)
         source.paged_units = frozenset(paged)
     for unit_name, members in by_unit.items():
         info = _build_unit_info(unit_name, [param_specs[name] for name, _ in members], source.run_spec)

@@ -63,6 +63,7 @@ from torch import Tensor
 from thalweg.comm.collectives.shared_memory import SharedMemoryArena
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
+from thalweg.config.schema.zero import OffloadParam, ZeroOptimization
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
@@ -76,67 +77,29 @@ WRITE_CHUNK_BYTES = 16 << 20
 OPTIMIZER_CAPACITY_BYTES = 1 << 40
 
 
-@dataclass(frozen=True)
-class ParamOffloadPolicy:
-    """The parameters' tier.
-
-    ``folder``: where the swap file goes; ``max_units_in_memory``: units that may be in memory at once beside the
-    root, which is in use throughout (at least 2); ``resident_numel``: elements of this rank's shards that never
-    leave memory; ``pin_memory``: page-lock what a GPU copies from; ``optimizer_device``: where the optimiser's state
-    is (of ``optimizer_ratio`` of the elements), which takes the masters along (below ``optimizer_folder`` on NVMe).
-    """
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    folder: str = "."
-    max_units_in_memory: int = 5
-    resident_numel: int = 0
-    pin_memory: bool = True
-    optimizer_device: Literal["none", "cpu", "nvme"] = "none"
-    optimizer_folder: str = "."
-    optimizer_ratio: float = 1.0
-
-    def shards_on_host(self, device: torch.device) -> bool:
-        """Whether shards lie in host memory and are copied to ``device`` as they are gathered."""
-        return device.type != "cpu" and (self.device != "none" or self.optimizer_device != "none")
-
-    @property
-    def uses_nvme(self) -> bool:
-        """Whether units come from a swap file."""
-        return self.device == "nvme"
-
-    def get_option_messages(self, device: torch.device) -> dict[str, str]:
-        """What the tiers come to on ``device``, where a user may think of something else."""
-        messages = {}
-        if device.type == "cpu" and self.device == "cpu":
-            messages["offload_param.device"] = (
-                "no effect: the parameters of a rank that computes on the CPU are in host memory already; "
-                "nvme takes them out of it"
-            )
-        if device.type == "cpu" and self.optimizer_device == "cpu":
-            messages["offload_optimizer.device"] = (
-                "state is in host memory already; updates run within the backward pass where they may, so "
-                "that the gradients of all units never exist at once"
-            )
-        if self.optimizer_device == "cpu" and self.optimizer_ratio < 1:
-            messages["offload_optimizer.ratio"] = (
-                "no effect: all of the state is on the host; on nvme the rest of it stays in memory"
-            )
-        return messages
+def shards_on_host(zero: ZeroOptimization, on_cpu: bool) -> bool:
+    """Whether shards lie in host memory and are copied to a GPU as they are gathered."""
+    return not on_cpu and (zero.offload_param.device != "none" or zero.offload_optimizer.device != "none")
 
 
-def build_offload_policy(config: Config) -> ParamOffloadPolicy:
-    """The tier that a config asks for."""
-    section = config.zero_optimization.offload_param
-    return ParamOffloadPolicy(
-        device=section.device,
-        folder=section.nvme_path or "",
-        max_units_in_memory=section.buffer_count,
-        resident_numel=section.max_in_cpu,
-        pin_memory=section.pin_memory,
-        optimizer_device=config.zero_optimization.offload_optimizer.device,
-        optimizer_folder=config.zero_optimization.offload_optimizer.nvme_path or "",
-        optimizer_ratio=config.zero_optimization.offload_optimizer.ratio,
-    )
+def get_offload_messages(zero: ZeroOptimization, device: torch.device) -> dict[str, str]:
+    """What the tiers come to on ``device``, where a user may think of something else."""
+    messages = {}
+    if device.type == "cpu" and zero.offload_param.device == "cpu":
+        messages["offload_param.device"] = (
+            "no effect: the parameters of a rank that computes on the CPU are in host memory already; "
+            "nvme takes them out of it"
+        )
+    if device.type == "cpu" and zero.offload_optimizer.device == "cpu":
+        messages["offload_optimizer.device"] = (
+            "state is in host memory already; updates run within the backward pass where they may, so "
+            "that the gradients of all units never exist at once"
+        )
+    if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.ratio < 1:
+        messages["offload_optimizer.ratio"] = (
+            "no effect: all of the state is on the host; on nvme the rest of it stays in memory"
+        )
+    return messages
 
 
 def prefers_low_memory(config: Config) -> bool:
@@ -145,20 +108,38 @@ def prefers_low_memory(config: Config) -> bool:
     return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device)
 
 
-@dataclass(frozen=True)
-class PackedParam:
-    """One parameter's place in its packed unit.
+class PagedShardStorage(ShardStorage):
+    """A storage whose shard is a view of the swap file.
 
-    ``packed_shard``: its bytes there, compute dtype; ``dest_rows``: this rank's rows of the unsharded parameter,
-    where that is not the packed shard itself; ``master_shard``: the master, where that is other bytes of the
-    file; ``file_offset``: of the packed shard; ``version()`` counts writes to the master.
+    ``packed_shard``: this rank's rows as they are read, in the compute dtype; ``dest_rows``: this rank's rows of the
+    unsharded parameter, where those are not the packed shard itself; ``compute_offset``: where the rows lie in the
+    file beside the master (at ``master_offset``), if they do.
     """
 
-    packed_shard: Tensor
-    dest_rows: Tensor | None
-    master_shard: Tensor | None
-    file_offset: int
-    version: Callable[[], int]
+    def __init__(
+        self,
+        spec: ParamSpec,
+        rank: int,
+        swap: SwapFile,
+        ring: BufferRing,
+        master_offset: int,
+        unsharded: Tensor | None,
+        packed_shard: Tensor,
+        dest_rows: Tensor | None = None,
+        compute_offset: int | None = None,
+    ) -> None:
+        super().__init__(spec, rank, swap.view(master_offset, spec.padded_shape, spec.master_dtype), unsharded)
+        self.packed_shard, self.dest_rows, self.compute_offset = packed_shard, dest_rows, compute_offset
+        self._swap, self._ring, self._places = swap, ring, {master_offset: spec.master_dtype}
+        if compute_offset is not None:
+            self.compute_copy = swap.view(compute_offset, spec.padded_shape, spec.compute_dtype)
+            self._places[compute_offset] = spec.compute_dtype
+
+    def load_full(self, full: Tensor) -> None:
+        """Set this rank's rows from the full value, past the page cache."""
+        for offset, dtype in self._places.items():
+            self._swap.write_through(offset, self.local_rows(full), dtype, self._ring)
+        self._ring.release_memory()
 
 
 class PagedUnit:
@@ -172,7 +153,7 @@ class PagedUnit:
         file_offset: int,
         memory_offset: int,
         nbytes: int,
-        params: Sequence[PackedParam],
+        params: Sequence[PagedShardStorage],
     ) -> None:
         self.name, self.swap, self.params = name, swap, params
         self.phase: PagingPhase = "out"
@@ -236,14 +217,14 @@ class PagedUnit:
     def rewrite_stale(self) -> None:
         """Cast masters that somebody has written to into the packed shards in the file."""
         for i, param in enumerate(self.params):
-            if param.master_shard is None or param.version() == self._versions[i]:
+            if param.compute_offset is None or param.version() == self._versions[i]:
                 continue
             with torch.no_grad():
-                param.packed_shard.copy_(param.master_shard)
-            self.swap.write(param.file_offset, param.packed_shard).wait()
+                param.packed_shard.copy_(param.shard)
+            self.swap.write(param.compute_offset, param.packed_shard).wait()
             self._versions[i] = param.version()
-            if (master_offset := self.swap.locate(param.master_shard)) is not None:
-                self.swap.trim(master_offset, param.master_shard.nbytes)
+            if (master_offset := self.swap.locate(param.shard)) is not None:
+                self.swap.trim(master_offset, param.shard.nbytes)
 
 
 class Pager:
@@ -408,34 +389,11 @@ class NvmeStorage(ParameterStorage):
         self.paging.swap.close()
 
 
-class PagedShardStorage(ShardStorage):
-    """A storage whose shard is a view of the swap file."""
-
-    def __init__(
-        self,
-        spec: ParamSpec,
-        rank: int,
-        shard: Tensor,
-        unsharded: Tensor | None,
-        compute_copy: Tensor | None,
-        write_rows: Callable[[Tensor], None],
-        packed_shard: Tensor,
-    ) -> None:
-        super().__init__(spec, rank, shard, unsharded)
-        self.compute_copy = compute_copy
-        self.packed_shard = packed_shard  # this rank's rows as they are read
-        self._write_rows = write_rows
-
-    def load_full(self, full: Tensor) -> None:
-        """Set this rank's rows from the full value, past the page cache."""
-        self._write_rows(self.local_rows(full))
-
-
 def select_paged_units(
-    units: dict[str, list[ParamSpec]], offload: ParamOffloadPolicy, resident_units: Iterable[str] = ()
+    units: dict[str, list[ParamSpec]], section: OffloadParam, resident_units: Iterable[str] = ()
 ) -> list[str]:
-    """Names of the units to page, in order; ``resident_units`` and what ``resident_numel`` has room for are not."""
-    budget, names = offload.resident_numel, [name for name in units if name not in set(resident_units)]
+    """Names of the units to page, in order; ``resident_units`` and what ``max_in_cpu`` has room for are not."""
+    budget, names = section.max_in_cpu, [name for name in units if name not in set(resident_units)]
     eviction_order = [name for name in names if name == ""] + [name for name in reversed(names) if name != ""]
     for name in eviction_order:
         size = sum(prod(spec.padded_shape) for spec in units[name])
@@ -446,45 +404,75 @@ def select_paged_units(
     return names
 
 
-def build_unit_paging(
+def build_param_paging(
     param_specs: dict[str, ParamSpec],
     units: Iterable[str],
-    offload: ParamOffloadPolicy,
+    zero: ZeroOptimization,
+    resident_modules: Sequence[str],
+    rank: int,
+    storage_kind: StorageKind,
+    arena: SharedMemoryArena | None,
+    several_hosts: bool,
+    group: dist.ProcessGroup | None,
+) -> ParamPaging | None:
+    """What of ``param_specs`` rests on a disk: whole units but for ``resident_modules``, or masters; collective over
+    ``group``.  ``several_hosts``: their copies of the parameters are kept the same, which masters on disk do not
+    go with.
+
+    Raises:
+        ValueError: on all ranks, if one of them cannot make its swap file.
+    """
+    where = rank, storage_kind, arena
+    if zero.offload_param.device == "nvme":
+        build = partial(_build_unit_paging, param_specs, [*resident_modules, *units], zero, resident_modules, *where)
+    elif zero.offload_optimizer.device == "nvme" and not several_hosts:
+        build = partial(_build_nvme_masters, param_specs, zero, *where)
+    else:
+        return None
+    return all_ranks_or_raise(build, "a swap file for its parameters", group)
+
+
+def _make_swap_file(folder: str | None, num_bytes: int) -> tuple[SwapFile, BufferRing]:
+    """The file, and the ring that values are written through, so that nothing is mapped or cached meanwhile.
+
+    Raises:
+        ValueError: the folder cannot be used, or its disk is too small.
+    """
+    swap = SwapFile(folder or "", num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
+    return swap, BufferRing(2, WRITE_CHUNK_BYTES)
+
+
+def _build_unit_paging(
+    param_specs: dict[str, ParamSpec],
+    names: Sequence[str],
+    zero: ZeroOptimization,
     resident_modules: Sequence[str],
     rank: int,
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> ParamPaging | None:
-    """The paging of the units that do not stay in memory, or None; ``resident_modules`` always do.
-
-    Raises:
-        ValueError: the folder cannot be used, or its disk is too small.
-    """
-    if not offload.uses_nvme:
-        return None
-    names = [*resident_modules, *units]
-    specs_by_unit: dict[str, list[ParamSpec]] = {}
+    """The paging of the units (of ``names``, or the root) that do not stay in memory, or None."""
+    section, specs_by_unit = zero.offload_param, dict[str, list[ParamSpec]]()
     for name, spec in param_specs.items():
         unit = next((key for key in names if name.startswith(f"{key}.")), "")
         specs_by_unit.setdefault(unit, []).append(spec)
-    paged = select_paged_units(specs_by_unit, offload, resident_modules)
+    paged = select_paged_units(specs_by_unit, section, resident_modules)
     if not paged:
         return None
     packed_bytes = {name: sum(map(_packed_bytes, specs_by_unit[name])) for name in paged}
-    masters = {
-        name: [spec for spec in specs_by_unit[name] if spec.master_dtype != spec.compute_dtype] for name in paged
+    file_bytes = {
+        name: packed_bytes[name]
+        + sum(_master_bytes(spec) for spec in specs_by_unit[name] if spec.master_dtype != spec.compute_dtype)
+        for name in paged
     }
-    file_bytes = {name: packed_bytes[name] + sum(map(_master_bytes, masters[name])) for name in paged}
-    num_bytes = sum(file_bytes.values())
-    swap = SwapFile(offload.folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
+    swap, ring = _make_swap_file(section.nvme_path, sum(file_bytes.values()))
     # Units begin on huge pages, so that these stay whole as they go from one unit to another.
     memory = EvictableMemory(sum(round_up(size, HUGE_PAGE) for size in packed_bytes.values()), align=HUGE_PAGE)
-    ring = BufferRing(2, WRITE_CHUNK_BYTES)  # so that nothing is mapped or cached as values are written
     storages: dict[str, PagedShardStorage] = {}
     paged_units = []
     for name in paged:
         base, start = swap.allocate(file_bytes[name]), memory.allocate(packed_bytes[name])
-        packed_params, rows, offset, next_master = [], [], 0, base + packed_bytes[name]
+        rows, offset, next_master = [], 0, base + packed_bytes[name]
         for spec in specs_by_unit[name]:
             packed_shard = memory.tensor(start + offset, spec.padded_shape, spec.compute_dtype)
             unsharded, dest_rows = None, None
@@ -496,38 +484,21 @@ def build_unit_paging(
                 arena_offset = arena.reserve(spec.unsharded_bytes)
                 unsharded, dest_rows = view_unsharded(spec, rank, arena, arena_offset)
                 rows.append((arena_offset + rank * dest_rows.nbytes, dest_rows.nbytes))
-            file_offset, master_offset, compute_copy = base + offset, base + offset, None
+            master_offset, compute_offset = base + offset, None
             if spec.master_dtype != spec.compute_dtype:
-                master_offset, next_master = next_master, next_master + _master_bytes(spec)
-                compute_copy = swap.view(file_offset, spec.padded_shape, spec.compute_dtype)
-            shard = swap.view(master_offset, spec.padded_shape, spec.master_dtype)
-            write_rows = _make_write_fn(swap, ring, shard, master_offset, file_offset, packed_shard)
-            storage = storages[spec.name] = PagedShardStorage(
-                spec, rank, shard, unsharded, compute_copy, write_rows, packed_shard
+                master_offset, compute_offset = next_master, base + offset
+                next_master += _master_bytes(spec)
+            storages[spec.name] = PagedShardStorage(
+                spec, rank, swap, ring, master_offset, unsharded, packed_shard, dest_rows, compute_offset
             )
-            master_shard = None if compute_copy is None else shard
-            packed_params.append(PackedParam(packed_shard, dest_rows, master_shard, file_offset, storage.version))
             offset += _packed_bytes(spec)
-        unit = PagedUnit(name, swap, memory, base, start, packed_bytes[name], packed_params)
+        params = [storages[spec.name] for spec in specs_by_unit[name]]
+        unit = PagedUnit(name, swap, memory, base, start, packed_bytes[name], params)
         if arena is not None and rows:
             unit.release_dest_pages = partial(_release_pages, arena, rows)
         paged_units.append(unit)
     barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
-    return ParamPaging(swap, Pager(paged_units, offload.max_units_in_memory, barrier), storages)
-
-
-def _make_write_fn(
-    swap: SwapFile, ring: BufferRing, shard: Tensor, master_offset: int, compute_offset: int, packed_shard: Tensor
-) -> Callable[[Tensor], None]:
-    """A function that stores rows at ``master_offset`` in the file and, cast, at ``compute_offset``."""
-
-    def write(rows: Tensor) -> None:
-        swap.write_through(master_offset, rows, shard.dtype, ring)
-        if master_offset != compute_offset:
-            swap.write_through(compute_offset, rows, packed_shard.dtype, ring)
-        ring.release_memory()
-
-    return write
+    return ParamPaging(swap, Pager(paged_units, section.buffer_count, barrier), storages)
 
 
 def _release_pages(arena: SharedMemoryArena, ranges: Sequence[tuple[int, int]]) -> None:
@@ -542,17 +513,14 @@ class NvmeMasterStorage(PagedShardStorage):
     def __init__(
         self, spec: ParamSpec, rank: int, swap: SwapFile, ring: BufferRing, unsharded: Tensor, rows: Tensor
     ) -> None:
-        offset = swap.allocate(_master_bytes(spec))
-        shard = swap.view(offset, spec.padded_shape, spec.master_dtype)
-        write_rows = _make_write_fn(swap, ring, shard, offset, offset, shard)
-        super().__init__(spec, rank, shard, unsharded, rows, write_rows, rows)
-        self._unsharded_rows, self._cast_version = rows, 0
+        super().__init__(spec, rank, swap, ring, swap.allocate(_master_bytes(spec)), unsharded, rows)
+        self.compute_copy, self._cast_version = rows, 0
 
     def load_full(self, full: Tensor) -> None:
         """Set this rank's rows of both from the full value."""
         super().load_full(full)
         with torch.no_grad():
-            self._unsharded_rows[: self.num_rows].copy_(self.local_rows(full).to(self.spec.master_dtype))
+            self.packed_shard[: self.num_rows].copy_(self.local_rows(full).to(self.spec.master_dtype))
 
     @property
     def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
@@ -560,67 +528,34 @@ class NvmeMasterStorage(PagedShardStorage):
         if (version := self.version()) == self._cast_version:
             return None
         self._cast_version = version
-        return self._unsharded_rows, self.shard
+        return self.packed_shard, self.shard
 
 
-def build_param_paging(
-    param_specs: dict[str, ParamSpec],
-    units: Iterable[str],
-    offload: ParamOffloadPolicy,
-    resident_modules: Sequence[str],
-    rank: int,
-    storage_kind: StorageKind,
-    arena: SharedMemoryArena | None,
-    several_hosts: bool,
-    group: dist.ProcessGroup | None,
-) -> ParamPaging | None:
-    """What of ``param_specs`` rests on a disk: whole units (``build_unit_paging``), or masters; collective over
-    ``group``.  ``several_hosts``: their copies of the parameters are kept the same, which masters on disk do not
-    go with.
-
-    Raises:
-        ValueError: on all ranks, if one of them cannot make its swap file.
-    """
-    if offload.uses_nvme or several_hosts:
-        build = partial(build_unit_paging, param_specs, units, offload, resident_modules, rank, storage_kind, arena)
-    else:
-        build = partial(build_nvme_masters, param_specs, offload, rank, storage_kind, arena)
-    if not offload.uses_nvme and offload.optimizer_device != "nvme":
-        return build()
-    return all_ranks_or_raise(build, "a swap file for its parameters", group)
-
-
-def _has_separate_master(spec: ParamSpec) -> bool:
-    return spec.requires_grad and spec.master_dtype != spec.compute_dtype and prod(spec.padded_shape) > 0
-
-
-def build_nvme_masters(
+def _build_nvme_masters(
     param_specs: Mapping[str, ParamSpec],
-    offload: ParamOffloadPolicy,
+    zero: ZeroOptimization,
     rank: int,
     storage_kind: StorageKind,
     arena: SharedMemoryArena | None,
 ) -> ParamPaging | None:
     """The swap file with the masters of ``param_specs``, whose units stay in memory; None where there are none, or
-    no compute copy.
-
-    Raises:
-        ValueError: the folder cannot be used, or its disk is too small.
-    """
-    master_specs = {name: spec for name, spec in param_specs.items() if _has_separate_master(spec)}
-    if not master_specs or storage_kind == "wire" or offload.optimizer_device != "nvme":
+    no compute copy."""
+    master_specs = [
+        spec
+        for spec in param_specs.values()
+        if spec.requires_grad and spec.master_dtype != spec.compute_dtype and prod(spec.padded_shape) > 0
+    ]
+    if not master_specs or storage_kind == "wire":
         return None
-    num_bytes = sum(_master_bytes(spec) for spec in master_specs.values())
-    swap = SwapFile(offload.optimizer_folder, num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
-    ring = BufferRing(2, WRITE_CHUNK_BYTES)  # so that nothing is mapped or cached as values are written
+    swap, ring = _make_swap_file(zero.offload_optimizer.nvme_path, sum(map(_master_bytes, master_specs)))
     storages: dict[str, PagedShardStorage] = {}
-    for name, spec in master_specs.items():
+    for spec in master_specs:
         if storage_kind == "shared":
             assert arena is not None
             unsharded, rows = view_unsharded(spec, rank, arena, arena.reserve(spec.unsharded_bytes))
         else:
             unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
-        storages[name] = NvmeMasterStorage(spec, rank, swap, ring, unsharded, rows)
+        storages[spec.name] = NvmeMasterStorage(spec, rank, swap, ring, unsharded, rows)
     return ParamPaging(swap, Pager((), 2), storages)
 
 
