@@ -193,10 +193,8 @@ def test_dead_operations_are_forgotten_and_cells_are_cleaned() -> None:
         while op is not None:
             chain, op = chain + 1, next(op.input_refs()).version
         assert chain == 2
-    storage_records.remove_dead()
     count = len(storage_records)
     del weight
-    storage_records.remove_dead()
     assert len(storage_records) == count - 1
 
 

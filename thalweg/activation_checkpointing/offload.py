@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -66,25 +66,38 @@ class NoActivationOffloader:
         return _InMemoryTensor(tensor)
 
 
-class _SaveOrder:
-    """The order of saving: each kept tensor's predecessor, held weakly."""
+class _ReadAheadOffloader:
+    """The order of saving (each kept tensor knows its predecessor, weakly) and buffers that wait to be used again."""
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth
+        self._depth = depth
         self._last_saved: weakref.ref[Any] | None = None
-        self._predecessor: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
+        self._free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
-    def append(self, tensor: Any) -> None:
-        self._predecessor[tensor] = self._last_saved
-        self._last_saved = weakref.ref(tensor)
+    def append(self, offloaded: Any) -> None:
+        """It is the last one that was saved."""
+        offloaded.previous, self._last_saved = self._last_saved, weakref.ref(offloaded)
 
-    def predecessors(self, tensor: Any) -> Iterator[Any]:
-        for _ in range(self.depth):
-            reference = self._predecessor.get(tensor)
-            tensor = None if reference is None else reference()
-            if tensor is None:
+    def on_fetch(self, offloaded: Any) -> None:
+        """Start to bring back what the backward pass will want next."""
+        for _ in range(self._depth):
+            offloaded = None if offloaded.previous is None else offloaded.previous()
+            if offloaded is None:
                 return
-            yield tensor
+            offloaded.read_ahead()
+
+    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor to write from, one that was given back where possible."""
+        free = self._free_buffers.get((shape, dtype))
+        return free.pop() if free else self.new_buffer(shape, dtype)
+
+    def new_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Page-aligned."""
+        return aligned_empty(shape, dtype)
+
+    def recycle_buffer(self, buffer: Tensor) -> None:
+        """A buffer that is at rest."""
+        self._free_buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
 
 # On disk
@@ -99,8 +112,7 @@ class _NvmeTensor:
     def __init__(self, offloader: NvmeActivationOffloader, tensor: Tensor) -> None:
         self._offloader, self._device = offloader, tensor.device
         self._shape, self._dtype = tensor.shape, tensor.dtype
-        self._region = offloader.allocate(tensor.numel() * tensor.element_size())
-        self._file, self._offset = self._region
+        self._region = self._file, self._offset = offloader.allocate(tensor.nbytes)
         self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype)
         self._buffer.copy_(tensor)
         self._write = self._file.write(self._offset, self._buffer)
@@ -143,7 +155,7 @@ class _NvmeTensor:
 _SwapRegion = tuple[SwapFile, int]  # the offset in it
 
 
-class NvmeActivationOffloader:
+class NvmeActivationOffloader(_ReadAheadOffloader):
     """Keeps tensors in swap files below ``folder``, which grow with what a step needs.
 
     ``open_file(num_bytes)`` makes a swap file ; ``depth``: how many tensors may be
@@ -151,28 +163,26 @@ class NvmeActivationOffloader:
     """
 
     def __init__(self, open_file: Callable[[int], SwapFile], *, depth: int = 2, segment_bytes: int = 2**28) -> None:
+        super().__init__(depth)
         self._open_file, self._segment_bytes = open_file, segment_bytes
         self._files: list[SwapFile] = []
-        self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._pending_writes: deque[weakref.ref[_NvmeTensor]] = deque()
-        self._save_order = _SaveOrder(depth)
         self._lock = threading.Lock()
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
         offloaded = _NvmeTensor(self, tensor)
-        self._save_order.append(offloaded)
+        self.append(offloaded)
         self._pending_writes.append(weakref.ref(offloaded))
-        while len(self._pending_writes) > self._save_order.depth:
+        while len(self._pending_writes) > self._depth:
             oldest = self._pending_writes.popleft()()
             if oldest is not None:
                 oldest.finish_write()
         return offloaded
 
     def on_fetch(self, offloaded: _NvmeTensor) -> None:
-        """Start reading what the backward pass will want next; buffers for writing have had their time."""
-        self._buffers.clear()
-        for previous in self._save_order.predecessors(offloaded):
-            previous.read_ahead()
+        """Read ahead; buffers for writing have had their time."""
+        self._free_buffers.clear()
+        super().on_fetch(offloaded)
 
     def allocate(self, num_bytes: int) -> _SwapRegion:
         """Room for ``num_bytes``, whatever sizes were given back before: lengths of sequences differ."""
@@ -194,15 +204,6 @@ class NvmeActivationOffloader:
                     raise
                 size = max(size // 2, num_bytes)
 
-    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A page-aligned tensor to write from."""
-        free = self._buffers.get((shape, dtype))
-        return free.pop() if free else aligned_empty(shape, dtype)
-
-    def recycle_buffer(self, buffer: Tensor) -> None:
-        """A buffer that is at rest."""
-        self._buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
-
     def free(self, region: _SwapRegion) -> None:
         """Room that nobody needs any more."""
         with self._lock:
@@ -220,7 +221,7 @@ class NvmeActivationOffloader:
         for file in self._files:
             file.close()
         self._files.clear()
-        self._buffers.clear()
+        self._free_buffers.clear()
 
 
 # On the host, from a GPU
@@ -263,32 +264,21 @@ class _PinnedTensor:
             self._offloader.recycle_buffer(pinned)
 
 
-class CpuActivationOffloader:
+class CpuActivationOffloader(_ReadAheadOffloader):
     """Keeps a GPU's tensors in pinned host memory, copied on a stream of their own."""
 
     def __init__(self, device: torch.device, *, depth: int = 2) -> None:
+        super().__init__(depth)
         self.stream = torch.cuda.Stream(device)
-        self._save_order = _SaveOrder(depth)
-        self._free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
         offloaded = _PinnedTensor(self, tensor)
-        self._save_order.append(offloaded)
+        self.append(offloaded)
         return offloaded
 
-    def on_fetch(self, offloaded: _PinnedTensor) -> None:
-        """Start copying back what the backward pass will want next."""
-        for previous in self._save_order.predecessors(offloaded):
-            previous.read_ahead()
-
-    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A pinned tensor, from what was given back where possible."""
-        free = self._free_buffers.get((shape, dtype))
-        return free.pop() if free else torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def recycle_buffer(self, pinned: Tensor) -> None:
-        """A pinned tensor that nobody needs any more."""
-        self._free_buffers.setdefault((pinned.shape, pinned.dtype), []).append(pinned)
+    def new_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Pinned."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 # In parts, over tensor-parallel ranks

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from thalweg.activation_checkpointing.offload import (
-    MIN_OFFLOAD_BYTES,
-    ActivationOffloader,
-    OffloadedActivation,
-)
+from thalweg.activation_checkpointing.offload import MIN_OFFLOAD_BYTES, ActivationOffloader, OffloadedActivation
 from thalweg.ops._torch_private import is_plain_tensor
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

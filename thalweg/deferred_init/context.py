@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.deferred_init.deferred_tensor import drop_record, is_deferred
-from thalweg.deferred_init.op_graph import is_meta, make_view_ref, storage_records
+from thalweg.deferred_init.op_graph import is_meta, make_view_ref
 from thalweg.deferred_init.record_mode import RecordMode
 from thalweg.deferred_init.replay import pause_recording, replay_targets, thread_state
 from thalweg.deferred_init.reset_parameters import record_module_init
@@ -128,7 +128,6 @@ def materialize_module(module: nn.Module, sink: ValueSink, *, device: str | torc
     replay_targets([make_view_ref(tensor) for tensor in tensors], emit)
     for tensor in tensors:
         drop_record(tensor)
-    storage_records.remove_dead()
 
 
 def _get_meta_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -32,9 +32,9 @@ from thalweg.deferred_init.op_graph import (
     RecordedOp,
     ViewRef,
     get_op_traits,
+    get_storage_record,
     is_meta,
     make_view_ref,
-    storage_records,
 )
 from thalweg.deferred_init.pytree import CallSpec, flatten, flatten_call, get_leaves, unflatten, unflatten_call
 from thalweg.deferred_init.replay import compute_values, pause_recording_no_grad, thread_state
@@ -189,7 +189,7 @@ def defer_parameter(param: Tensor, storages: dict[int, torch.UntypedStorage]) ->
     real = param.untyped_storage()
     if real._cdata not in storages:
         storages[real._cdata] = torch.empty(real.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
-        storage_record = storage_records.get_or_create(storages[real._cdata])
+        storage_record = get_storage_record(storages[real._cdata])
         storage_record.last_write = RecordedOp(None, [real], None, writes=[storage_record])
     meta = torch.empty(0, dtype=param.dtype, device=META)
     meta.set_(storages[real._cdata], param.storage_offset(), param.size(), param.stride())

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from thalweg.deferred_init.pytree import CallSpec
 
@@ -70,14 +70,14 @@ class StorageRecord:
     __slots__ = ("last_write", "nbytes", "weak_storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.weak_storage = StorageWeakRef(storage)
+        self.weak_storage = weakref.ref(storage)
         self.nbytes = storage.nbytes()
         self.last_write: RecordedOp | None = None
 
     @property
     def is_alive(self) -> bool:
         """Whether any tensor still uses the storage."""
-        return not self.weak_storage.expired()
+        return self.weak_storage() is not None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,33 +103,13 @@ class ViewRef:
         return self.offset == 0 and numel * self.dtype.itemsize >= self.storage_record.nbytes
 
 
-class _StorageRecords:
-    """Cells by storage.  An entry lives until its storage has died and somebody cleans up."""
-
-    def __init__(self) -> None:
-        self._records: dict[int, StorageRecord] = {}
-        self._cleanup_threshold = 4096
-
-    def get_or_create(self, storage: torch.UntypedStorage) -> StorageRecord:
-        """Return the cell of ``storage``, a new one (zeros) where there is none."""
-        # The weak reference in the cell keeps the address from being used again.
-        record = self._records.get(storage._cdata)
-        if record is None:
-            if len(self._records) >= self._cleanup_threshold:
-                self.remove_dead()
-                self._cleanup_threshold = max(4096, 2 * len(self._records))
-            record = self._records[storage._cdata] = StorageRecord(storage)
-        return record
-
-    def remove_dead(self) -> None:
-        """Forget storages that no tensor uses any more."""
-        self._records = {key: cell for key, cell in self._records.items() if cell.is_alive}
-
-    def __len__(self) -> int:
-        return len(self._records)
+# A storage's Python object lives as long as the storage does, so records go with the last tensor that uses theirs.
+storage_records: weakref.WeakKeyDictionary[torch.UntypedStorage, StorageRecord] = weakref.WeakKeyDictionary()
 
 
-storage_records = _StorageRecords()
+def get_storage_record(storage: torch.UntypedStorage) -> StorageRecord:
+    """The cell of ``storage``, a new one (zeros) where there is none."""
+    return storage_records.setdefault(storage, StorageRecord(storage))
 
 
 def is_meta(tensor: Tensor) -> bool:
@@ -139,7 +119,7 @@ def is_meta(tensor: Tensor) -> bool:
 
 def make_view_ref(tensor: Tensor) -> ViewRef:
     """Describe ``tensor`` (on meta) as a window of its cell at the present version."""
-    storage_record = storage_records.get_or_create(tensor.untyped_storage())
+    storage_record = get_storage_record(tensor.untyped_storage())
     return ViewRef(
         storage_record,
         storage_record.last_write,

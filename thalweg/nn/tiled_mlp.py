@@ -27,48 +27,77 @@ from torch.utils import _pytree
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
 from thalweg.ops.linear.functional import must_use_plain_ops
 
+_TENSOR_SLOT: Any = object()
+
 
 @dataclass(frozen=True)
-class _TiledArgs:
-    """How a call's arguments are cut: which leaves are tiled, along which dim, into how many tiles."""
+class _TiledCall:
+    """A call whose tensor arguments (slots among ``leaves``) are cut along ``dim`` where ``is_tiled`` says so."""
 
+    forward: Any
     tree_spec: Any
-    leaves: tuple[Any, ...]
-    tiled: tuple[int, ...]
-    untiled: tuple[int, ...]
+    leaves: list[Any]
+    is_tiled: list[bool]
     dim: int
+    leading_shape: torch.Size  # of what is cut, up to ``dim``
     num_tiles: int
-    leading_shape: tuple[int, ...]
-    length: int
 
     def tile_bounds(self) -> Iterator[tuple[int, int]]:
-        size = -(-self.length // self.num_tiles)
-        for start in range(0, self.length, size):
-            yield start, min(size, self.length - start)
+        """(start, length) of each tile."""
+        length = self.leading_shape[-1]
+        size = -(-length // self.num_tiles)
+        for start in range(0, length, size):
+            yield start, min(size, length - start)
 
-    def call(self, forward: Any, tiled: Sequence[Tensor], untiled: Sequence[Tensor]) -> Any:
-        leaves = list(self.leaves)
-        for index, value in zip((*self.tiled, *self.untiled), (*tiled, *untiled), strict=True):
-            leaves[index] = value
+    def tile(self, tensors: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
+        """One tile of the tensor arguments, contiguous as modules expect them."""
+        pairs = zip(tensors, self.is_tiled, strict=True)
+        return [t.narrow(self.dim, start, size).contiguous() if tiled else t for t, tiled in pairs]
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
+        """The flat results for these tensor arguments, and their structure."""
+        values = iter(tensors)
+        leaves = [next(values) if leaf is _TENSOR_SLOT else leaf for leaf in self.leaves]
         args, kwargs = _pytree.tree_unflatten(leaves, self.tree_spec)
-        return forward(*args, **kwargs)
+        return _pytree.tree_flatten(self.forward(*args, **kwargs))
+
+    def run_in_tiles(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """The flat results put together from the tiles, and their structure."""
+        outputs: list[Tensor] = []
+        spec: Any = None
+        for start, size in self.tile_bounds():
+            flat, spec = self.run(self.tile(tensors, start, size))
+            if not outputs:
+                outputs = [self._new_output(out, size) for out in flat]
+            for output, out in zip(outputs, flat, strict=True):
+                output.narrow(self.dim, start, size).copy_(out)
+        return outputs, spec
+
+    def _new_output(self, out: Any, size: int) -> Tensor:
+        if not isinstance(out, Tensor) or out.shape[: self.dim + 1] != (*self.leading_shape[:-1], size):
+            description = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"a tiled module must return tensors with {size} positions in dim {self.dim} for {size} given; it "
+                f"returned {description}: it is not position-wise, take it out of the tiled modules"
+            )
+        return out.new_empty((*self.leading_shape, *out.shape[self.dim + 1 :]))
 
 
-def _split_args(args: Any, kwargs: Any, dim: int, num_tiles: int) -> _TiledArgs | None:
+def _make_tiled_call(
+    forward: Any, args: Any, kwargs: Any, dim: int, num_tiles: int
+) -> tuple[_TiledCall, list[Tensor]] | None:
+    """The call without its tensors, which autograd saves as it likes, and these; None where nothing is cut."""
     leaves, spec = _pytree.tree_flatten((args, kwargs))
-    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    if first is None or first.dim() < 2:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors or (ndim := tensors[0].dim()) < 2:
         return None
-    dim = dim % first.dim()
-    length = first.shape[dim]
-    leading_shape = first.shape[: dim + 1]
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tiled = tuple(i for i in tensors if leaves[i].dim() == first.dim() and leaves[i].shape[: dim + 1] == leading_shape)
-    untiled = tuple(i for i in tensors if i not in tiled)
-    if length < 2 or num_tiles < 2:
+    leading_shape = tensors[0].shape[: dim % ndim + 1]
+    is_tiled = [t.dim() == ndim and t.shape[: dim % ndim + 1] == leading_shape for t in tensors]
+    if leading_shape[-1] < 2 or num_tiles < 2:
         return None
-    non_tensors = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return _TiledArgs(spec, non_tensors, tiled, untiled, dim, min(num_tiles, length), tuple(leading_shape[:-1]), length)
+    leaves = [_TENSOR_SLOT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    num_tiles = min(num_tiles, leading_shape[-1])
+    return _TiledCall(forward, spec, leaves, is_tiled, dim % ndim, leading_shape, num_tiles), tensors
 
 
 def _capture_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -90,112 +119,65 @@ def _capture_state(device: torch.device) -> Callable[[], AbstractContextManager[
 
 
 class _TiledForward(torch.autograd.Function):
-    """(module, its plain forward, cut, a list for the outputs' structure, *tiled, *whole, *parameters)."""
+    """(module, call, a list for the outputs' structure, *tensor arguments, *parameters)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, module: nn.Module, forward: Any, tiled_args: _TiledArgs, out_specs: list[Any], *tensors: Tensor
-    ) -> Any:
-        inputs = tensors[: len(tiled_args.tiled) + len(tiled_args.untiled)]
+    def forward(ctx: Any, module: nn.Module, call: _TiledCall, out_specs: list[Any], *tensors: Tensor) -> Any:  # type: ignore[override]
+        inputs = tensors[: len(call.is_tiled)]
         ctx.restored_state = _capture_state(inputs[0].device)
-        outputs, spec = _forward_in_tiles(forward, tiled_args, inputs)
+        outputs, spec = call.run_in_tiles(inputs)
         out_specs.append(spec)
         ctx.save_for_backward(*inputs)
-        ctx.module, ctx.plain_forward, ctx.tiled_args = module, forward, tiled_args
+        ctx.module, ctx.call = module, call
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tiled_args: _TiledArgs = ctx.tiled_args
+        call: _TiledCall = ctx.call
         # The module's own parameters, not saved ones: hooks on saved tensors may have made copies of those.
-        tensors = [*ctx.saved_tensors, *_trainable_params(ctx.module)]
-        needs_grad = ctx.needs_input_grad[4:]
-        num = len(tiled_args.tiled)
+        inputs, params = ctx.saved_tensors, _trainable_params(ctx.module)
+        needs_grad, is_tiled = ctx.needs_input_grad[3:], [*call.is_tiled, *(False for _ in params)]
         sums: list[Tensor | None] = [
-            None if not want else torch.zeros_like(t, dtype=t.dtype if i < num else _accumulation_dtype(t.dtype))
-            for i, (t, want) in enumerate(zip(tensors, needs_grad, strict=True))
+            None if not want else torch.zeros_like(t, dtype=t.dtype if tiled else _accumulation_dtype(t.dtype))
+            for t, want, tiled in zip((*inputs, *params), needs_grad, is_tiled, strict=True)
         ]
         with ctx.restored_state():
-            for start, size in tiled_args.tile_bounds():
-                _backward_tile(ctx.plain_forward, tiled_args, tensors, needs_grad, grads, sums, start, size)
-        grads_out = (None if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True))
-        return (None, None, None, None, *grads_out)
+            for start, size in call.tile_bounds():
+                tile_inputs = [
+                    t.detach().requires_grad_(want)
+                    for t, want in zip(call.tile(inputs, start, size), needs_grad, strict=False)
+                ]
+                with torch.enable_grad():
+                    outputs, _ = call.run(tile_inputs)
+                pairs = [
+                    (out, grad.narrow(call.dim, start, size))
+                    for out, grad in zip(outputs, grads, strict=True)
+                    if grad is not None and out.requires_grad
+                ]
+                wanted = [(t, i) for i, t in enumerate((*tile_inputs, *params)) if needs_grad[i]]
+                if not pairs or not wanted:
+                    continue
+                (outs, out_grads), (sources, indices) = zip(*pairs, strict=True), zip(*wanted, strict=True)
+                tile_grads = torch.autograd.grad(outs, sources, out_grads, allow_unused=True)
+                for i, grad in zip(indices, tile_grads, strict=True):
+                    total = sums[i]
+                    if grad is not None and total is not None:
+                        total = total.narrow(call.dim, start, size) if is_tiled[i] else total
+                        total += grad
+        grads_out = (
+            None if total is None else total.to(t.dtype) for total, t in zip(sums, (*inputs, *params), strict=True)
+        )
+        return (None, None, None, *grads_out)
 
 
 def _trainable_params(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _forward_in_tiles(forward: Any, tiled_args: _TiledArgs, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-    """The flat outputs put together from the tiles, and their structure."""
-    tiled, untiled = inputs[: len(tiled_args.tiled)], inputs[len(tiled_args.tiled) :]
-    outputs: list[Tensor] = []
-    spec: Any = None
-    for start, size in tiled_args.tile_bounds():
-        tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tiled]  # as modules expect them
-        flat, spec = _pytree.tree_flatten(tiled_args.call(forward, tile_inputs, untiled))
-        if not outputs:
-            outputs = [_alloc_output(out, tiled_args, size) for out in flat]
-        for output, out in zip(outputs, flat, strict=True):
-            output.narrow(tiled_args.dim, start, size).copy_(out)
-    return outputs, spec
-
-
-def _backward_tile(
-    forward: Any,
-    tiled_args: _TiledArgs,
-    tensors: Sequence[Tensor],
-    needs_grad: Sequence[bool],
-    grads: Sequence[Tensor | None],
-    sums: Sequence[Tensor | None],
-    start: int,
-    size: int,
-) -> None:
-    """Run one tile again and add its gradients to ``sums``."""
-    num, inputs = len(tiled_args.tiled), len(tiled_args.tiled) + len(tiled_args.untiled)
-    tile_inputs = [t.narrow(tiled_args.dim, start, size).contiguous() for t in tensors[:num]] + list(tensors[num:])
-    tile_inputs[:inputs] = [
-        t.detach().requires_grad_(want) for t, want in zip(tile_inputs[:inputs], needs_grad, strict=False)
-    ]
-    with torch.enable_grad():
-        flat = _pytree.tree_leaves(tiled_args.call(forward, tile_inputs[:num], tile_inputs[num:inputs]))
-    pairs = [
-        (out, grad.narrow(tiled_args.dim, start, size))
-        for out, grad in zip(flat, grads, strict=True)
-        if grad is not None and out.requires_grad
-    ]
-    wanted = [i for i, want in enumerate(needs_grad) if want]
-    if not pairs or not wanted:
-        return
-    outs, out_grads = zip(*pairs, strict=True)
-    tile_grads = torch.autograd.grad(outs, [tile_inputs[i] for i in wanted], out_grads, allow_unused=True)
-    for i, grad in zip(wanted, tile_grads, strict=True):
-        total = sums[i]
-        if grad is None or total is None:
-            continue
-        if i < num:
-            total.narrow(tiled_args.dim, start, size).copy_(grad)
-        else:
-            total += grad
-
-
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def _alloc_output(out: Any, tiled_args: _TiledArgs, size: int) -> Tensor:
-    fits = isinstance(out, Tensor) and out.shape[: tiled_args.dim + 1] == (*tiled_args.leading_shape, size)
-    if not fits:
-        description = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(
-            f"a tiled module must return tensors with {size} positions in dim {tiled_args.dim} for {size} given; it "
-            f"returned {description}: it is not position-wise, take it out of the tiled modules"
-        )
-    shape = list(out.shape)
-    shape[tiled_args.dim] = tiled_args.length
-    return out.new_empty(shape)
 
 
 class _TiledModule(DynamicSubclass):
@@ -204,18 +186,15 @@ class _TiledModule(DynamicSubclass):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         original_forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        tiled_args = _split_args(args, kwargs, self._thalweg_tile_dim, self._thalweg_tiles)
-        if tiled_args is None or must_use_plain_ops():
+        tiled_call = _make_tiled_call(original_forward, args, kwargs, self._thalweg_tile_dim, self._thalweg_tiles)
+        if tiled_call is None or must_use_plain_ops():
             return original_forward(*args, **kwargs)
-        leaves = _pytree.tree_leaves((args, kwargs))
-        inputs = [leaves[i] for i in (*tiled_args.tiled, *tiled_args.untiled)]
+        call, inputs = tiled_call
         if not torch.is_grad_enabled():
-            return _pytree.tree_unflatten(*_forward_in_tiles(original_forward, tiled_args, inputs))
+            return _pytree.tree_unflatten(*call.run_in_tiles(inputs))
         module: Any = self
         out_specs: list[Any] = []
-        flat: Any = _TiledForward.apply(
-            module, original_forward, tiled_args, out_specs, *inputs, *_trainable_params(module)
-        )
+        flat: Any = _TiledForward.apply(module, call, out_specs, *inputs, *_trainable_params(module))
         return _pytree.tree_unflatten(list(flat), out_specs[0])
 
 
