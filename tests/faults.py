@@ -15,13 +15,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PAIN = "tests/dist/test_engine_pain_points.py"
 SGD = "tests/dist/test_parity_sgd.py::test_first_gradients_and_updates_are_those_of_one_process"
 
 
@@ -70,6 +71,31 @@ def _times_ranks(original: Any) -> Any:
     return lambda self, num_ranks: num_ranks * original(self, num_ranks)
 
 
+def _forgets(label: str) -> Callable[[Any], Any]:
+    """The plan's memory counts nothing under one label."""
+    return lambda original: (
+        lambda self, num_bytes, of, mapped: original(self, 0 if of == label else num_bytes, of, mapped)
+    )
+
+
+def _on_shards(original: Any) -> Any:
+    """Each rank works on its own piece of a matrix as if it were the whole."""
+
+    def faulty(shardings: Any, group: Any, get_shard: Any, compute: Any, **kwargs: Any) -> Any:
+        for i, _ in original(shardings, group, get_shard, lambda i, matrix: matrix, **kwargs):
+            yield i, compute(i, get_shard(i).clone())
+
+    return faulty
+
+
+def _needs_hidden_size(original: Any) -> Any:
+    return lambda path, default, context: (
+        (original(path, default, context)[0], "hidden_size")
+        if not path.endswith("bucket_size")
+        else (int(context.model.config.hidden_size), "hidden_size")
+    )
+
+
 FAULTS = {
     "a sum in place of a mean": Fault(
         "thalweg.comm.collectives.reducer", "Reducer.mean_scale", _times_ranks, (f"{SGD}[2-fp32]",)
@@ -98,6 +124,63 @@ FAULTS = {
         "ReplicaPool.health",
         _returns((True, "")),
         ("tests/unit/test_serve_engine.py::test_row42_overload_completes_and_a_broken_engine_fails_health",),
+    ),
+    "moments left behind by a resume (row 1)": Fault(
+        "thalweg.checkpoint.model_state",
+        "apply_optimizer_plan",
+        _returns(None),
+        ("tests/dist/test_checkpoint_engine.py::test_row01_an_engine_resumes_at_another_world_and_stage",),
+    ),
+    "auto asks the model for hidden_size (row 18)": Fault(
+        "thalweg.config.resolve",
+        "_resolve_auto",
+        _needs_hidden_size,
+        (f"{PAIN}::test_row18_a_model_without_hidden_size_takes_auto",),
+    ),
+    "a mismatch without the launcher's variable (row 19)": Fault(
+        "thalweg.config.batch_size",
+        "_launcher_hint",
+        _returns(""),
+        (
+            "tests/unit/test_config_resolve.py"
+            "::test_row19_a_mismatch_shows_both_sides_and_the_missing_launcher_variable",
+        ),
+    ),
+    "a plan without the optimizer's state (row 21)": Fault(
+        "thalweg.plan.memory.rank_memory",
+        "RankMemory._adjust",
+        _forgets("optimizer"),
+        ("tests/dist/test_plan.py::test_row21_offload_stays_within_the_plan_and_saves_what_it_says",),
+    ),
+    "a plan without activations (row 22)": Fault(
+        "thalweg.plan.memory.rank_memory",
+        "RankMemory._adjust",
+        _forgets("activations"),
+        ("tests/dist/test_plan.py::test_rows_21_22_sizes_around_a_limit_none_exceeds_it[none-11-96]",),
+    ),
+    "what exceeds a buffer is dropped (row 24)": Fault(
+        "thalweg.optim.offload.io_pipeline",
+        "split_into_chunks",
+        lambda original: lambda *args: original(*args)[: max(1, len(original(*args)) - 1)],
+        ("tests/unit/test_optim_nvme_step.py::test_row24_a_tensor_larger_than_the_buffer",),
+    ),
+    "every rank logs (row 28)": Fault(
+        "thalweg.utils.log",
+        "_RankFilter.filter",
+        lambda original: lambda self, record: original(self, record) or True,
+        ("tests/e2e/test_run_concurrent.py::test_row28_ranks_that_train_stay_within_a_budget_of_lines",),
+    ),
+    "a norm with another epsilon (row 41)": Fault(
+        "thalweg.infer.models.spec",
+        "build_norm",
+        lambda original: lambda module: replace(original(module), eps=1e-2),
+        ("tests/unit/test_serve_engine.py::test_row41_the_server_gives_what_hugging_face_gives",),
+    ),
+    "a matrix's update computed on shards (row 44)": Fault(
+        "thalweg.optim.algorithms.distributed_matrices",
+        "compute_on_owners",
+        _on_shards,
+        (f"{PAIN}::test_row44_each_optimiser_at_each_stage",),
     ),
     "recomputed with other random numbers (row 12)": Fault(
         "thalweg.activation_checkpointing.checkpoint_wrapper",

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import thalweg
+import thalweg.checkpoint.save
+from tests.dist.models import make_batch, tiny_gpt
 from tests.harness import run_ranks
+from tests.marks import nightly
 from tests.unit.checkpoint_support import NoFsyncFileSystem, digest, fail_at, kill_at, list_names
 from thalweg.checkpoint import (
     Checkpoint,
@@ -186,7 +191,15 @@ def killed_at_every_operation(rank: int, world: int, folder: str, victim: int) -
 
 def run_pair(base: Path, seed: int, victim: int | None, k: int) -> list[int]:
     """Wait statuses of two forked ranks that save together."""
-    store = base.with_suffix(f".store{seed}")
+
+    def save(rank: int) -> None:
+        save_one(rank, 2, str(base), "t", seed, kill_at(k) if rank == victim else NoFsyncFileSystem())
+
+    return fork_pair(base.with_suffix(f".store{seed}"), save)
+
+
+def fork_pair(store: Path, action: Callable[[int], None]) -> list[int]:
+    """Wait statuses of two forked gloo ranks that run ``action(rank)``."""
     children = []
     for rank in range(2):
         pid = os.fork()
@@ -194,7 +207,7 @@ def run_pair(base: Path, seed: int, victim: int | None, k: int) -> list[int]:
             code = 1
             try:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-                save_one(rank, 2, str(base), "t", seed, kill_at(k) if rank == victim else NoFsyncFileSystem())
+                action(rank)
                 code = 0
             except Exception:
                 code = 3  # the peer of a killed rank
@@ -233,3 +246,68 @@ def test_ranks_that_name_different_tags_get_one_error(tmp_path):
     assert first == second
     assert "different tags, t0, t1" in first[0] and "cannot name" in first[1] and "keep is 0" in first[2]
     assert list_names(tmp_path) == {"t0", "latest"}
+
+
+ENGINES = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "NVMe": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+}
+
+
+def train_and_save(rank: int, folder: Path, zero: dict, io: FileSystem) -> None:
+    """An engine's two saves: the first on a healthy disk, the second, a step later, on ``io``."""
+    offload = {key: {**value, "nvme_path": f"{folder}-swap"} for key, value in zero.items() if key != "stage"}
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {**zero, **offload},
+        "cpu_kernels": "torch",
+    }
+    engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
+    for step, disk in enumerate([NoFsyncFileSystem(), io]):
+        tokens, labels = make_batch(step, 4)
+        engine.backward(engine(tokens[rank::2], labels[rank::2]))
+        engine.step()
+        thalweg.checkpoint.save.FileSystem = lambda disk=disk: disk  # type: ignore[misc]
+        engine.save_checkpoint(folder, client_state={"step": step})
+    (folder / f"rank{rank}.operations").write_text(str(len(getattr(io, "calls", ()))))
+    engine.close()
+
+
+def engine_killed(rank: int, world: int, folder: str, zero: dict, victim: int, points: int | None) -> list[int]:
+    """The step that a resuming job finds after a kill at each of ``points`` operations (None: at each of all).
+
+    Runs in one fresh process without threads, as ``killed_at_every_operation``.
+    """
+    root = Path(folder)
+
+    def run(base: Path, k: int) -> list[int]:
+        base.mkdir()
+        disks = [kill_at(k) if r == victim else NoFsyncFileSystem() for r in range(2)]
+        return fork_pair(base.with_suffix(".store"), lambda r: train_and_save(r, base, zero, disks[r]))
+
+    assert run(root / "whole", -1) == [0, 0]
+    expected = [digest(Checkpoint.open(root / "whole", f"global_step{step}")) for step in (1, 2)]
+    total = int((root / "whole" / f"rank{victim}.operations").read_text())
+    found = []
+    for k in range(total) if points is None else [round(i * (total - 1) / (points - 1)) for i in range(points)]:
+        base = root / f"{k}"
+        assert run(base, k)[victim] == 9, k
+        checkpoint = open_verified(base, resume="must")
+        assert checkpoint is not None
+        found.append(checkpoint.step)
+        assert digest(checkpoint) == expected[checkpoint.step - 1], k
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "victim", "points"),
+    [("NVMe", 0, 4), *(nightly(name, victim, None) for name in ENGINES for victim in (0, 1))],
+)
+def test_row36_an_engine_killed_in_its_own_save_resumes_from_the_last_one_or_this_one(tmp_path, name, victim, points):
+    """PAIN_POINTS 36 on a whole engine: what loads is, to the bit, the step before or the one being saved."""
+    found = run_ranks(engine_killed, 1, str(tmp_path), ENGINES[name], victim, points, init=False, timeout=600)[0]
+    assert found[0] == 1 and found == sorted(found)
+    assert victim or found[-1] == 2  # rank 0 commits before its last operation
