@@ -201,7 +201,8 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
     return found
 
 
-def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path):
+@pytest.mark.parametrize("every", [False, nightly(True)])
+def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path, every):
     import transformers
 
     at = {name: str(tmp_path / name) for name in ("four", "one", "two", "three", "back")}
@@ -209,9 +210,10 @@ def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path
     others = [
         run_ranks(_saved, 1, 1, 0, at["four"], at["one"])[0],
         run_ranks(_saved, 2, 2, 1, at["one"], at["two"])[0],
-        run_ranks(_saved, 3, 3, 2, at["two"], at["three"])[0],
-        run_ranks(_saved, 4, 4, 3, at["three"], at["back"])[0],
     ]
+    if every:
+        others.append(run_ranks(_saved, 3, 3, 2, at["two"], at["three"])[0])
+        others.append(run_ranks(_saved, 4, 4, 3, at["three"], at["back"])[0])
     for values in others:
         assert values.keys() == first.keys()
         assert all(np.array_equal(values[key], value) for key, value in first.items())
@@ -222,7 +224,9 @@ def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path
     ours = build_model("mixtral")
     state = {key.removeprefix("mixtral/"): torch.from_numpy(value) for key, value in first.items()}
     ours.load_state_dict({key: state[key] for key in ours.state_dict()})
-    read = transformers.MixtralForCausalLM.from_pretrained(f"{at['back']}/export", dtype=torch.float32)
+    read = transformers.MixtralForCausalLM.from_pretrained(
+        f"{at['back' if every else 'two']}/export", dtype=torch.float32
+    )
     tokens = make_batch(0, 2)
     with torch.no_grad():
         for parameter in ours.parameters():

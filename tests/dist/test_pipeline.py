@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.parallel.pipeline.module import LayerSpec, LocalLayers, PipelineModule
 from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
@@ -84,7 +85,7 @@ def _run(rank, world, name, num_layers, num_micro, chunks):
     return losses, {n: None if g is None else g.tolist() for n, g in grads.items()}
 
 
-@pytest.mark.parametrize(("world", "num_micro"), [(2, 4), (2, 5), (3, 6), (4, 8)])
+@pytest.mark.parametrize(("world", "num_micro"), [nightly(2, 4), (2, 5), (3, 6), nightly(4, 8)])
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_each_schedule_gives_the_gradients_of_one_process(name, world, num_micro):
     if name == "dualpipev" and num_micro < 2 * world:

@@ -222,7 +222,7 @@ def test_the_table_has_thirty_layouts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [6, nightly(1)])
+@pytest.mark.parametrize("every", [8, nightly(1)])
 def test_layouts_load_each_other(tmp_path, every):
     losses = run_ranks(_begin, 4, str(tmp_path))[0]
     wanted = {kind: _stored(f"{tmp_path}/{kind}") for kind in FIRST}
@@ -233,7 +233,7 @@ def test_layouts_load_each_other(tmp_path, every):
         assert not same
     results: list[Saved] = []
     before = {kind: f"{tmp_path}/{kind}" for kind in FIRST}
-    for world, cases in TABLE.items():
+    for world, cases in ((world, cases) for world, cases in TABLE.items() if world < 8 or every == 1):
         results += run_ranks(_through, world, str(tmp_path), cases[::every], before, timeout=240.0)[0]
         before |= {kind: folder for kind, folder, after in results if after is not None}
     for kind, folder, after in results:

@@ -10,6 +10,7 @@ import pytest
 from tests.dist.pipeline_parity import PipelineCase, PipelineResult, run_engine, run_plain
 from tests.dist.test_pipeline_engine import TOLERANCE
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 pytest.importorskip("transformers")
 STEPS = 3
@@ -48,5 +49,6 @@ def check(world: int, cases: list[PipelineCase]) -> None:
         assert all(found[key] <= limit for key, limit in TOLERANCE.items()), (case, found)
 
 
-def test_parts_of_sequences_go_through_stages():
-    check(4, AT_4)
+@pytest.mark.parametrize("every", [3, nightly(1)])
+def test_parts_of_sequences_go_through_stages(every):
+    check(4, AT_4[::every])

@@ -167,7 +167,7 @@ def _bits(tensors):
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", [nightly("hpZ"), "qwZ hpZ", nightly("all MiCS"), "LoCo all"])
+@pytest.mark.parametrize("name", [nightly("hpZ"), nightly("qwZ hpZ"), nightly("all MiCS"), "LoCo all"])
 def test_checkpoints_hold_logical_tensors_and_a_resumed_run_has_the_same_bits(name, tmp_path):
     for same, goes_on, _ in (ranks := run_ranks(_checkpoint, 4, str(tmp_path), FEATURE_SETS[name])):
         assert same
@@ -185,6 +185,7 @@ def _forgets_nothing(rank, world, folder):
         return _checkpoint(rank, world, folder, FEATURE_SETS["LoCo all"])[1]
 
 
+@pytest.mark.nightly
 def test_negative_control_errors_that_are_kept_would_be_noticed(tmp_path):
     assert run_ranks(_forgets_nothing, 4, str(tmp_path)) == [False] * 4
 

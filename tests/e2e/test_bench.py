@@ -161,6 +161,7 @@ def test_flop_count_of_the_llama_shape_equals_what_torch_counts() -> None:
 # ---- the processes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_contestants_in_turns_compute_the_same_and_a_changed_model_shows() -> None:
     changed = dataclasses.replace(TINY, heads=4)  # the same weights, other arithmetic
@@ -193,7 +194,7 @@ def test_a_contestant_that_fails_is_reported_with_its_log_and_leaves_nothing() -
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_nothing_stays_of_a_driver_that_is_killed(signal_number: int) -> None:
     program = (
         f"import sys, time; sys.path.insert(0, {str(BENCH)!r}); import _groups, _contestants\n"

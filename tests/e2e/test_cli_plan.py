@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from thalweg.cli import main
+
 ROOT = Path(__file__).parents[2]
 MODEL = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 64}
 CONFIG = {
@@ -32,6 +34,17 @@ def thalweg(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
 
 
+@pytest.fixture
+def called(capfd):
+    """The command line in this process: what only reads its words need not import torch once more."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = main(list(arguments))
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return call
+
+
 def test_plan_prints_one_json_object_and_writes_a_page(files, tmp_path):
     page = tmp_path / "plan.html"
     gpus = ["--nodes", "2", "--devices-per-node", "4", "--device-memory", "80GiB"]
@@ -45,35 +58,35 @@ def test_plan_prints_one_json_object_and_writes_a_page(files, tmp_path):
     assert "<svg" in page.read_text()
 
 
-def test_plan_draws_the_schedule_of_a_pipeline(tmp_path):
+def test_plan_draws_the_schedule_of_a_pipeline(called, tmp_path):
     picture = tmp_path / "schedule.svg"
     options = ["--stages", "4", "--micro-batches", "8"]
-    done = thalweg("plan", "--pipeline", str(picture), *options, "--schedule", "1f1b", "--json")
+    done = called("plan", "--pipeline", str(picture), *options, "--schedule", "1f1b", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["bubble"] == pytest.approx(3 / 11, abs=1e-6)
     assert found["in_flight"] == [4, 3, 2, 1]
     assert found["bubbles"]["zbv"] < found["bubble"] / 2
     assert picture.read_text().startswith("<svg")
-    done = thalweg("plan", "--pipeline", *options, "--schedule", "auto")
+    done = called("plan", "--pipeline", *options, "--schedule", "auto")
     assert done.returncode == 0 and "rank 3:" in done.stdout and "no rank waits forever" in done.stdout
-    done = thalweg("plan", "--pipeline", *options, "--schedule", "2f2b")
+    done = called("plan", "--pipeline", *options, "--schedule", "2f2b")
     assert done.returncode == 2 and "zb_h1" in done.stderr
 
 
-def test_plan_names_the_cure_of_wrong_use(files, tmp_path):
-    done = thalweg("plan", "--model", str(tmp_path / "none"), "--device", "h100")
+def test_plan_names_the_cure_of_wrong_use(called, files, tmp_path):
+    done = called("plan", "--model", str(tmp_path / "none"), "--device", "h100")
     assert done.returncode == 2
     assert "config.json" in done.stderr
-    done = thalweg("plan", *files, "--device", "abacus")
+    done = called("plan", *files, "--device", "abacus")
     assert done.returncode == 2
     assert "h100" in done.stderr
-    done = thalweg("plan", *files, "--html", str(tmp_path / "none" / "plan.html"))
+    done = called("plan", *files, "--html", str(tmp_path / "none" / "plan.html"))
     assert done.returncode == 2 and "no folder" in done.stderr
 
 
-def test_tune_says_before_it_measures_that_it_cannot_write(files, tmp_path):
-    done = thalweg("tune", *files, "--best", "3", "--output", str(tmp_path / "none" / "tuned.json"))
+def test_tune_says_before_it_measures_that_it_cannot_write(called, files, tmp_path):
+    done = called("tune", *files, "--best", "3", "--output", str(tmp_path / "none" / "tuned.json"))
     assert done.returncode == 2
     assert "no folder" in done.stderr and "measuring" not in done.stderr
 

@@ -60,7 +60,7 @@ TRAIN = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, nightly(8)])
+@pytest.mark.parametrize("ranks", [2, nightly(8)])
 def test_row28_ranks_that_train_stay_within_a_budget_of_lines(launch: Launch, ranks: int) -> None:
     """The resolved config, once: no rank but one says it."""
     code, out, err = wait_output(launch(TRAIN, options=("--nproc", str(ranks))), timeout=240)

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launch_support import EXIT_DEADLINE, Launch, wait_exited, wait_for_pids, wait_output
+from tests.marks import nightly
 
 
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
     [
-        ("sys.exit(3)", 3, "exit code 3"),
         ("os._exit(4)", 4, "exit code 4"),
-        ("sys.exit('no data')", 1, "no data"),
-        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
         ("os.kill(os.getpid(), 11)", 139, "SIGSEGV"),
+        nightly("sys.exit(3)", 3, "exit code 3"),
+        nightly("sys.exit('no data')", 1, "no data"),
+        nightly("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
     ],
 )
 def test_the_exit_code_of_the_failed_rank_is_kept(launch: Launch, statement: str, code: int, said: str) -> None:
@@ -65,6 +66,7 @@ def test_a_syntax_error_is_shown_as_python_shows_it(launch: Launch) -> None:
     assert code == 1 and "SyntaxError" in err and "def f(:" in err and "launch/worker.py" not in err
 
 
+@pytest.mark.nightly
 def test_the_scripts_own_excepthook_is_respected(launch: Launch) -> None:
     script = """
         import sys
@@ -101,7 +103,7 @@ def test_killing_one_rank_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     assert code == 137 and "rank 0 of 2 failed first" in err and "SIGKILL" in err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), nightly(signal.SIGINT, 130)])
 def test_a_signal_to_the_launcher_ends_the_ranks(launch: Launch, tmp_path: Path, number: int, code: int) -> None:
     process = launch(NEST, options=("--nproc", "2", "--grace", "1"))
     pids = wait_for_pids(tmp_path, "pid[01]", 2) + wait_for_pids(tmp_path, "helper[01]", 2)

@@ -26,6 +26,7 @@ from tests.e2e.launch_support import (
     wait_for_pids,
     wait_output,
 )
+from tests.marks import nightly
 from tests.repo.source import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -179,18 +180,20 @@ engine.close()
 """
 
 
-def test_four_hosts_with_two_ranks_each_train_from_one_command(cluster: Cluster) -> None:
-    process = cluster.launch(TRAIN, *NASTY, options=("--env", "SOME_NAME=a $HOME 'b'"), PYTHONPATH=str(ROOT))
+@pytest.mark.parametrize("num_hosts", [2, nightly(NUM_HOSTS)])
+def test_hosts_with_two_ranks_each_train_from_one_command(cluster: Cluster, num_hosts: int) -> None:
+    options = ("--num-nodes", str(num_hosts), "--env", "SOME_NAME=a $HOME 'b'")
+    process = cluster.launch(TRAIN, *NASTY, options=options, PYTHONPATH=str(ROOT))
     code, out, err = wait_output(process, timeout=200)
     assert (code, out) == (0, "trained\n"), err
     assert not list(cluster.folder.rglob("INJECTED"))
-    told = [json.loads((cluster.folder / f"about{rank}").read_text()) for rank in range(8)]
-    assert [one["host"] for one in told] == [name for name in cluster.hosts.names for _ in range(2)]
-    assert [one["local"] for one in told] == ["0", "1"] * 4
+    told = [json.loads((cluster.folder / f"about{rank}").read_text()) for rank in range(2 * num_hosts)]
+    assert [one["host"] for one in told] == [name for name in cluster.hosts.names[:num_hosts] for _ in range(2)]
+    assert [one["local"] for one in told] == ["0", "1"] * num_hosts
     assert all(one["argv"] == NASTY and one["set"] == "a $HOME 'b'" for one in told)
     assert len({round(one["sum"], 9) for one in told}) == 1, "one model"
     assert all(one["tensor"][0] // 2 == one["tensor"][1] // 2 for one in told), "a tensor group is on one host"
-    own = {f"{host + 1:02X}004D0A" for host in range(NUM_HOSTS)} | {"0100007F"}
+    own = {f"{host + 1:02X}004D0A" for host in range(num_hosts)} | {"0100007F"}
     heard = {where.split(":")[0] for one in told for where in one["listening"]}
     assert heard <= own, f"something listens on more than the chosen address: {heard}"
     assert cluster.processes() == []

@@ -194,6 +194,7 @@ def test_wrong_use(tmp_path: Path, options: list[str], said: str) -> None:
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_namespaces
 def test_two_hosts_by_the_launcher(tmp_path: Path) -> None:

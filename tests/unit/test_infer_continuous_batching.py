@@ -78,7 +78,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(requests, st.integers(7, 14), st.integers(1, 40), st.booleans())
 def test_any_company_gives_the_same_tokens(
     wanted: list[Any], blocks: int, step_tokens: int, prefix_cache: bool

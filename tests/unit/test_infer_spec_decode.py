@@ -102,7 +102,7 @@ def test_the_lookup_finds_what_followed() -> None:
     assert lookup.propose(grown, 2) == [3, 1]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from((1, 4)), st.sampled_from(("itself", "near", "other")))
 def test_a_draft_model_changes_no_token(models: Any, seed: int, guesses: int, which: str) -> None:
     model = models[1]
@@ -150,6 +150,7 @@ def frequencies(engine: Any, count: int) -> torch.Tensor:
     return found / count
 
 
+@pytest.mark.nightly
 def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the model's own chances; taking every guess for true, the control, would be noticed."""
     model, other = tiny_decoder("gpt2"), tiny_decoder("gpt2", seed=9)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
+from tests.marks import nightly
 from thalweg.plan import Cluster, Plan, extrapolate
 from thalweg.plan.html import plan_to_html
 from thalweg.plan.inputs.input_spec import input_spec_from_call
@@ -130,7 +131,7 @@ def test_attention_on_a_gpu_keeps_no_weights_of_pairs_for_its_dropout() -> None:
     assert on_cpu.activations > drop.activations + 2 * pairs
 
 
-@pytest.mark.parametrize("vocabulary", [512, 20000])
+@pytest.mark.parametrize("vocabulary", [512, nightly(20000)])
 def test_what_is_suggested_in_the_last_resort_fits_as_well(vocabulary: int) -> None:
     """Wide logits, or little memory: a loss without logits, fewer rows at once, states elsewhere."""
     shape = {"vocab_size": vocabulary, "n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 512}
