@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -264,7 +265,9 @@ def train_and_save(rank: int, folder: Path, zero: dict, io: FileSystem) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {**zero, **offload},
         "cpu_kernels": "torch",
+        "log_level": "error",
     }
+    random.seed(rank)  # a fork draws a new one, which the checkpoint holds
     engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
     for step, disk in enumerate([NoFsyncFileSystem(), io]):
         tokens, labels = make_batch(step, 4)
@@ -285,6 +288,7 @@ def engine_killed(rank: int, world: int, folder: str, zero: dict, victim: int, p
 
     def run(base: Path, k: int) -> list[int]:
         base.mkdir()
+        Path(f"{base}-swap").mkdir()
         disks = [kill_at(k) if r == victim else NoFsyncFileSystem() for r in range(2)]
         return fork_pair(base.with_suffix(".store"), lambda r: train_and_save(r, base, zero, disks[r]))
 

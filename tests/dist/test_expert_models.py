@@ -224,9 +224,8 @@ def test_row47_experts_of_models_go_between_degrees_and_to_transformers(tmp_path
     ours = build_model("mixtral")
     state = {key.removeprefix("mixtral/"): torch.from_numpy(value) for key, value in first.items()}
     ours.load_state_dict({key: state[key] for key in ours.state_dict()})
-    read = transformers.MixtralForCausalLM.from_pretrained(
-        f"{at['back' if every else 'two']}/export", dtype=torch.float32
-    )
+    export = f"{at['back' if every else 'two']}/export"
+    read = transformers.MixtralForCausalLM.from_pretrained(export, dtype=torch.float32)
     tokens = make_batch(0, 2)
     with torch.no_grad():
         for parameter in ours.parameters():

@@ -88,10 +88,8 @@ def _worst(
 @pytest.mark.parametrize("every", [False, nightly(True)])
 def test_all_ranks_and_micro_batches_together_equal_one_process(every):
     cases = AT_4 if every else [*AT_4[:3], *AT_4[5::3]]
-    extras = [(micros, {**RAGGED["extra"], **more}) for micros, more in ((1, DISK), (3, {}))]
-    loops = [replace(AT_4[0], kind="gpt", num_micro_batches=micros, extra=extra) for micros, extra in extras][
-        : 1 + every
-    ]
+    extras = [(micros, {**RAGGED["extra"], **more}) for micros, more in ((1, DISK), (3, {}))[: 1 + every]]
+    loops = [replace(AT_4[0], kind="gpt", num_micro_batches=micros, extra=extra) for micros, extra in extras]
     mean_of_means = replace(AT_4[1], extra={})
     half = replace(AT_4[2], extra=FP16)
     results = run_ranks(_run, 4, [*cases, mean_of_means, half], loops, timeout=240.0)

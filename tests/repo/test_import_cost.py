@@ -80,6 +80,7 @@ print(*sorted(set(sys.modules) - before))
     assert not found, found
 
 
+@pytest.mark.nightly
 def test_the_clock_would_notice() -> None:
     """Negative control: a module that takes its time at import is over the limit."""
     assert _cost("while time.process_time() < start + 0.35: pass") > LIMIT

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.marks import nightly
 from tests.unit.checkpoint_support import (
     NoFsyncFileSystem,
     fail_at,
@@ -48,7 +49,7 @@ def left_over(folder: Path) -> set[str]:
     return {name for name in list_names(folder) if name.startswith(".") or "~" in name}
 
 
-@pytest.mark.parametrize("variant", SAVES)
+@pytest.mark.parametrize("variant", ["same tag", *(nightly(name) for name in SAVES if name != "same tag")])
 def test_row36_killed_at_every_operation_the_previous_or_the_new_one_loads(tmp_path, variant):
     """PAIN_POINTS 36, R1: SIGKILL at operation k of a save, for every k."""
     old, new = digests(tmp_path)
@@ -72,7 +73,7 @@ def test_row36_killed_at_every_operation_the_previous_or_the_new_one_loads(tmp_p
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("variant", SAVES)
+@pytest.mark.parametrize("variant", ["keep one", *(nightly(name) for name in SAVES if name != "keep one")])
 def test_a_failing_disk_at_every_operation_leaves_the_old_checkpoint(tmp_path, variant, forever, code):
     """R11: the old one is intact, the error is a CheckpointError, the next save leaves no temporary."""
     old, new = digests(tmp_path)

@@ -205,7 +205,7 @@ T5 |= {"num_layers": 9, "num_decoder_layers": 8, "decoder_start_token_id": 0}
 
 @pytest.mark.parametrize(
     ("shape", "stage", "policy"),
-    [(DEEP | {"vocab_size": 30000, "n_layer": 26}, 3, "none"), (T5, 3, "none")],
+    [(DEEP | {"vocab_size": 30000, "n_layer": 26}, 3, "none"), nightly(T5, 3, "none")],
 )
 def test_a_deep_model_needs_what_the_whole_of_it_does(
     monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], stage: int, policy: str
