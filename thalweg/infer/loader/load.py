@@ -34,7 +34,7 @@ from thalweg.infer.precision import (
     get_kv_cache_dtype,
     get_weight_format,
 )
-from thalweg.infer.runners.base import BaseRunner, EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest
+from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest
 from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
@@ -51,8 +51,8 @@ from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 
-DECODER_RUNNERS: tuple[type[BaseRunner], ...] = (CpuRunner, TorchRunner, TransformersRunner)
-ENCODER_RUNNERS: tuple[type[BaseRunner], ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
+DECODER_RUNNERS: tuple[Any, ...] = (CpuRunner, TorchRunner, TransformersRunner)
+ENCODER_RUNNERS: tuple[Any, ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
 """By preference: the first that supports a model runs it."""
 _BLOCK_SIZE = 16
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
@@ -149,7 +149,7 @@ def _load_encoder(
         max_length = min(options.max_model_len or model_max, model_max)
     else:
         max_length = get_max_model_len(spec, options.max_model_len)
-    runner = runner_type.build(RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
+    runner = runner_type(RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
     return EmbeddingEngine(runner, _make_metadata(model, options, name, "encoder", max_length), tokenizer, pooling)
 
 
@@ -196,12 +196,12 @@ def _load_generator(
 
 
 def choose_runner(
-    runners: Sequence[type[BaseRunner]],
+    runners: Sequence[Any],
     spec: DecoderSpec | EncoderSpec | None,
     options: EngineConfig,
     forced_runner: str | None = None,
     undescribed: str = "",
-) -> type[BaseRunner]:
+) -> Any:
     """Return the first runner that supports a model, or the one of that name.
 
     ``undescribed``: why there is no ``spec``.  Raises UnsupportedModelError, with the reasons, where none does.
@@ -228,14 +228,10 @@ def _describe(model: Any, options: EngineConfig, kind: str) -> tuple[Any, str]:
     With ``weight_offload`` it is verified when the runner is built, unless its packed weights have been before.
     """
     try:
-        if kind == "encoder":
-            encoder = build_encoder_spec(model)
-            verify_encoder(model, encoder)
-            return encoder, ""
-        decoder = build_decoder_spec(model)
+        spec = build_encoder_spec(model) if kind == "encoder" else build_decoder_spec(model)
         if not options.weight_offload:
-            verify(model, decoder)
-        return decoder, ""
+            verify(model, spec)
+        return spec, ""
     except UnsupportedModelError as reason:
         return None, str(reason)
 
@@ -248,7 +244,7 @@ def _make_runner(
     runner_type = choose_runner(DECODER_RUNNERS, spec, options, forced_runner, undescribed)
     if spec is None:
         max_length = get_max_length(model.config.get_text_config(), options.max_model_len)
-        return runner_type.build(RunnerRequest(model, None, options, max_length, options.max_num_seqs)), max_length
+        return runner_type(RunnerRequest(model, None, options, max_length, options.max_num_seqs)), max_length
     max_length = get_max_model_len(spec, options.max_model_len)
     num_slots = options.max_num_seqs
     if num_slots == 0:
@@ -259,11 +255,11 @@ def _make_runner(
     lora = LoraManager(options.lora_adapters, model, spec) if options.lora_adapters else None
     request = RunnerRequest(model, spec, options, max_length, num_slots, num_blocks, lora)
     if not options.weight_offload:
-        return runner_type.build(request), max_length
+        return runner_type(request), max_length
     return _build_offloaded(runner_type, request, weights_id), max_length
 
 
-def _build_offloaded(runner_type: type[BaseRunner], request: RunnerRequest, weights_id: Any) -> ModelRunner:
+def _build_offloaded(runner_type: Any, request: RunnerRequest, weights_id: Any) -> ModelRunner:
     """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
     from thalweg.infer.offload.weight_ring import build_weight_ring
 
@@ -278,12 +274,12 @@ def _build_offloaded(runner_type: type[BaseRunner], request: RunnerRequest, weig
                     " are then read from the model's own files or memory"
                 )
         verify(request.model, request.spec, cache_weights=False)
-        return runner_type.build(request)
+        return runner_type(request)
     weights = build_weight_ring(request.spec, request.weight_format, request.config, weights_id)
     try:
         if not weights.file.complete:
             verify(request.model, request.spec, cache_weights=False)
-        runner = runner_type.build(replace(request, weights=weights))
+        runner = runner_type(replace(request, weights=weights))
         weights.finalize()
     except BaseException:
         weights.close()
@@ -312,13 +308,11 @@ def _make_parallel_runner(
         if gap and forced_runner == "cpu":
             raise UnsupportedModelError(gap)
         runners = (TorchRunner,) if gap else DECODER_RUNNERS[:2]
-        use_cpu_kernels = choose_runner(runners, decoder, options, forced_runner) is CpuRunner
+        cpu = choose_runner(runners, decoder, options, forced_runner) is CpuRunner
         # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
         num_blocks = min(_num_kv_blocks(x, options, max_length, num_processes=workers.num_ranks) for x in stage_specs)
-        runner = start_driver(
-            decoder, options, workers, use_cpu_kernels=use_cpu_kernels, num_blocks=num_blocks, max_length=max_length
-        )
-        return runner, max_length
+        driver = start_driver(decoder, options, workers, cpu=cpu, num_blocks=num_blocks, max_length=max_length)
+        return driver, max_length
     except BaseException:
         workers.close()
         raise
@@ -360,37 +354,27 @@ def _num_kv_blocks(
 
 
 @torch.inference_mode()
-def verify(model: Any, decoder: DecoderSpec, cache_weights: bool = True) -> None:
-    """Raise UnsupportedModelError unless the description gives the model's own logits."""
+def verify(model: Any, spec: DecoderSpec | EncoderSpec, cache_weights: bool = True) -> None:
+    """Raise UnsupportedModelError unless the description gives the model's own logits, an encoder's its last states."""
     parameter = next(model.parameters())
-    tokens = torch.randint(decoder.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    config = EngineConfig(device=str(parameter.device))
+    request = RunnerRequest(None, spec, config, max_model_len=_BLOCK_SIZE, num_slots=1, num_blocks=2)
+    if isinstance(spec, EncoderSpec):
+        probe = (torch.arange(NUM_PROBE_TOKENS) * 7 % spec.vocab_size).tolist()
+        states = TorchEncoder(request, parameter.dtype).run([EncoderInput(0, probe)])
+        return check_logits_close(states, compute_hidden_states(model, probe), parameter.dtype)
+    tokens = torch.randint(spec.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.tensor([tokens], device=parameter.device)
-    extra_inputs = {} if decoder.encoder is None else {"decoder_input_ids": ids.flip(1)}
+    extra_inputs = {} if spec.encoder is None else {"decoder_input_ids": ids.flip(1)}
     with eval_mode(model):
         expected = model(input_ids=ids, return_dict=True, **extra_inputs).logits[0].float()
-    reference = TorchRunner(
-        decoder, dtype=parameter.dtype, num_blocks=2, num_slots=1, max_length=_BLOCK_SIZE,
-        device=parameter.device, cache_weights=cache_weights,
-    )  # fmt: skip
+    reference = TorchRunner(request, parameter.dtype, cache_weights)
     batch = ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS), block_tables=[[0]])
-    if decoder.encoder is not None:
+    if spec.encoder is not None:
         reference.run_encoder([EncoderInput(0, tokens, blocks=[1])])
         batch.tokens, batch.encoder_block_tables, batch.encoder_seq_lens = tokens[::-1], [[1]], [NUM_PROBE_TOKENS]
-    actual = reference.run(batch)
-    is_moe = any(isinstance(layer.mlp, MoESpec) for layer in decoder.layers)
-    check_logits_close(actual, expected, parameter.dtype, is_moe=is_moe)
-
-
-def verify_encoder(model: Any, encoder: EncoderSpec) -> None:
-    """Raise UnsupportedModelError unless the description gives the model's own last states."""
-    parameter = next(model.parameters())
-    probe = (torch.arange(NUM_PROBE_TOKENS) * 7 % encoder.vocab_size).tolist()
-    reference = TorchEncoder(
-        encoder, dtype=parameter.dtype, device=parameter.device, max_length=NUM_PROBE_TOKENS,
-        max_num_batched_tokens=NUM_PROBE_TOKENS,
-    )  # fmt: skip
-    expected = compute_hidden_states(model, probe)
-    check_logits_close(reference.run([EncoderInput(0, probe)]), expected, parameter.dtype)
+    is_moe = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+    return check_logits_close(reference.run(batch), expected, parameter.dtype, is_moe=is_moe)
 
 
 def _check_same_vocab(tokenizer: Any, draft_tokenizer: Any, draft_name: str) -> None:
@@ -422,7 +406,7 @@ def _make_proposer(
     runner_type, num_blocks = choose_runner(DECODER_RUNNERS[:2], draft_spec, options), target_runner.num_blocks
     request = RunnerRequest(draft_model, draft_spec, options, max_length, options.max_num_seqs, num_blocks)
     return DraftModelProposer(
-        runner_type.build(request),
+        runner_type(request),
         max_num_batched_tokens=options.max_num_batched_tokens,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_spec.vocab_size,

@@ -159,29 +159,19 @@ def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     runner.group.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
 
 
-def start_driver(
-    decoder: DecoderSpec,
-    options: EngineConfig,
-    group: InferenceGroup,
-    *,
-    use_cpu_kernels: bool,
-    num_blocks: int,
-    max_length: int,
-) -> DriverRunner:
-    """Return rank 0's runner of a decoder, when every other rank is in :func:`start_worker`."""
+def start_driver(decoder: DecoderSpec, options: EngineConfig, group: InferenceGroup, **plan: Any) -> DriverRunner:
+    """Return rank 0's runner of a decoder, when every other rank is in :func:`start_worker`.
+
+    ``plan``: what all ranks do alike, the arguments of :func:`_build_runner`.  On an error the caller closes the group.
+    """
     if options.dtype == "auto" and not options.quantization:  # what suits this host, on every rank
         options = replace(options, dtype=get_weight_format(options))
-    plan = {"use_cpu_kernels": use_cpu_kernels, "num_blocks": num_blocks, "max_length": max_length}
-    try:
-        group.connect()
-        group.broadcast({"options": asdict(options), "plan": plan})
-        runner = _build_runner(decoder, options, group, **plan)
-        for rank in range(1, group.num_ranks):
-            if error := group.receive(rank)["error"]:
-                raise RuntimeError(f"inference rank {rank}: {error}")
-    except BaseException:
-        group.close()
-        raise
+    group.connect()
+    group.broadcast({"options": asdict(options), "plan": plan})
+    runner = _build_runner(decoder, options, group, **plan)
+    for rank in range(1, group.num_ranks):
+        if error := group.receive(rank)["error"]:
+            raise RuntimeError(f"inference rank {rank}: {error}")
     return DriverRunner(runner, runner.comm)
 
 
@@ -212,22 +202,16 @@ def kernel_gap(decoder: DecoderSpec, options: EngineConfig) -> str | None:
 
 
 def _build_runner(
-    decoder: DecoderSpec,
-    options: EngineConfig,
-    group: InferenceGroup,
-    use_cpu_kernels: bool,
-    num_blocks: int,
-    max_length: int,
+    decoder: DecoderSpec, options: EngineConfig, group: InferenceGroup, *, cpu: bool, num_blocks: int, max_length: int
 ) -> Any:
-    """Return this rank's runner; its ``comm`` is what it shares with the others."""
-    sums_in_memory = use_cpu_kernels and options.ranks_per_stage > 1
-    comm = (ShmCommunicator if sums_in_memory else StageCommunicator)(
+    """Return this rank's runner, of the CPU kernels or not; its ``comm`` is what it shares with the others."""
+    comm = (ShmCommunicator if cpu and options.ranks_per_stage > 1 else StageCommunicator)(
         group, num_stages=options.pipeline_parallel_size, max_num_batched_tokens=options.max_num_batched_tokens,
         hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size,
     )  # fmt: skip
     shard = shard_for_rank(decoder, group.rank, options)
     request = RunnerRequest(None, shard, options, max_length, options.max_num_seqs, num_blocks, comm=comm)
-    return (CpuRunner if use_cpu_kernels else TorchRunner).build(request)
+    return (CpuRunner if cpu else TorchRunner)(request)
 
 
 def main(argument: str) -> int:

@@ -101,11 +101,8 @@ class InferenceGroup:
     def send(self, message: dict[str, Any], to: Sequence[int]) -> None:
         """Send a message to ranks."""
         body = json.dumps(message, separators=(",", ":")).encode()
-        frame = bytearray(_FRAME_BYTES)
-        _LENGTH.pack_into(frame, 0, len(body))
-        head, rest = body[: _FRAME_BYTES - _LENGTH.size], body[_FRAME_BYTES - _LENGTH.size :]
-        frame[_LENGTH.size : _LENGTH.size + len(head)] = head
-        for part in (frame, bytearray(rest)) if rest else (frame,):
+        data = bytearray(_LENGTH.pack(len(body)) + body).ljust(_FRAME_BYTES)
+        for part in filter(None, (data[:_FRAME_BYTES], data[_FRAME_BYTES:])):
             self.send_tensor(torch.frombuffer(part, dtype=torch.uint8), to)
 
     def broadcast(self, message: dict[str, Any]) -> None:
@@ -114,13 +111,12 @@ class InferenceGroup:
 
     def receive(self, source: int = 0) -> dict[str, Any]:
         """Return the next message of a rank."""
-        frame = self.receive_tensor(torch.empty(_FRAME_BYTES, dtype=torch.uint8), source).numpy().tobytes()
-        (length,) = _LENGTH.unpack_from(frame)
-        body = frame[_LENGTH.size : _LENGTH.size + length]
-        if length > len(body):
-            rest = torch.empty(length - len(body), dtype=torch.uint8)
-            body += self.receive_tensor(rest, source).numpy().tobytes()
-        return json.loads(body)
+        data = self.receive_tensor(torch.empty(_FRAME_BYTES, dtype=torch.uint8), source).numpy().tobytes()
+        size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        if size > len(data):
+            rest = torch.empty(size - len(data), dtype=torch.uint8)
+            data += self.receive_tensor(rest, source).numpy().tobytes()
+        return json.loads(data[_LENGTH.size : size])
 
     def send_tensor(self, x: Tensor, to: Sequence[int]) -> None:
         """Send a contiguous tensor on the CPU to ranks, and wait until it is gone."""

@@ -94,11 +94,21 @@ class RunnerRequest:
         """Whether the model runs on the processor."""
         return torch.device(self.config.device).type == "cpu"
 
+    @property
+    def max_encoder_tokens(self) -> int:
+        """Of one run of an encoder: a prompt is never cut."""
+        return max(self.config.max_num_batched_tokens, self.max_model_len)
+
 
 class BaseRunner:
-    """A model that runs.  ``loader/load.py`` chooses among its classes: the first that supports a model builds it."""
+    """A model that runs.  ``loader/load.py`` chooses among its classes: the first that supports a model is made.
+
+    Errors while it is made, out of memory too, are errors: no other runner is tried.
+    """
 
     name: ClassVar[str]
+
+    def __init__(self, request: RunnerRequest) -> None: ...
 
     @staticmethod
     def supports(spec: Any, config: EngineConfig) -> str | None:
@@ -106,11 +116,6 @@ class BaseRunner:
 
         ``spec``: the model's description, None where there is none.
         """
-        raise NotImplementedError
-
-    @classmethod
-    def build(cls, request: RunnerRequest) -> Any:
-        """Return the runner.  Errors, out of memory too, are errors: no other runner is tried."""
         raise NotImplementedError
 
     def close(self) -> None:

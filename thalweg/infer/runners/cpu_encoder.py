@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, EncoderSpec
 from thalweg.infer.precision import get_weight_format
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner, RunnerRequest
@@ -31,7 +30,7 @@ region of keys and values with its stripe."""
 
 
 class CpuEncoder(EncoderRunner):
-    """Runs an :class:`EncoderSpec` with weights in ``weight_format``: up to ``max_num_seqs`` sequences.
+    """Runs an :class:`EncoderSpec`: up to ``num_slots`` sequences.
 
     ``cross_targets``: cross attentions to compute keys and values for; ``block_tables`` (slots, blocks) names
     their blocks, by slot, and is written with each input's.
@@ -44,49 +43,19 @@ class CpuEncoder(EncoderRunner):
         """Return why the CPU kernels cannot run an encoder, or None."""
         return cpu_unsupported_reason(spec, config, _kv_dtype(get_weight_format(config)))
 
-    @classmethod
-    def build(cls, request: RunnerRequest) -> CpuEncoder:
-        """Return the runner of a described encoder."""
-        assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
-        return cls(
-            request.spec,
-            weight_format=request.weight_format,
-            kv_cache_dtype=_kv_dtype(request.weight_format),
-            max_length=request.max_model_len,
-            max_num_batched_tokens=max(request.config.max_num_batched_tokens, request.max_model_len),
-            max_num_seqs=request.num_slots,
-        )
-
     def __init__(
-        self,
-        encoder: EncoderSpec,
-        *,
-        weight_format: str,
-        kv_cache_dtype: str,
-        max_length: int,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        weights: WeightStore | None = None,
-        cross_targets: CrossTargets = (),
-        block_tables: np.ndarray | None = None,
-        lora: LoraManager | None = None,
+        self, request: RunnerRequest, cross_targets: CrossTargets = (), block_tables: np.ndarray | None = None
     ) -> None:
-        self.hidden_size, self.max_length, self.max_num_batched_tokens = (
-            encoder.hidden_size,
-            max_length,
-            max_num_batched_tokens,
-        )
-        self._owns_weights = weights is None
-        self._weights = weights or InMemoryWeights(encoder, weight_format)
-        self._scratch_block_tables = np.zeros((max_num_seqs, -(-max_length // cpu_kernels.BLOCK_SIZE)), dtype=np.int32)
+        encoder, weight_format, lora = request.spec, request.weight_format, request.lora
+        assert isinstance(encoder, EncoderSpec), "supports() asks for a description"
+        self._encoder, self.hidden_size, self.max_length = encoder, encoder.hidden_size, request.max_model_len
+        self.max_num_batched_tokens = request.max_encoder_tokens
+        self._owns_weights = request.weights is None
+        self._weights = request.weights or InMemoryWeights(encoder, weight_format)
+        max_blocks = -(-self.max_length // cpu_kernels.BLOCK_SIZE)
+        self._scratch_block_tables = np.zeros((request.num_slots, max_blocks), dtype=np.int32)
         self._block_tables = block_tables
-        program = _EncoderProgram(
-            self._weights, encoder, weight_format, kv_cache_dtype=kv_cache_dtype, max_tokens=max_num_batched_tokens,
-            max_length=max_length,
-            num_blocks=max_num_batched_tokens // cpu_kernels.BLOCK_SIZE + max_num_seqs,
-            block_tables=self._scratch_block_tables, cross_targets=cross_targets, cross_block_tables=block_tables,
-            lora=lora,
-        )  # fmt: skip
+        program = _EncoderProgram(request, self._weights, self._scratch_block_tables, cross_targets, block_tables)
         self._embedded, self._final, self.weight_bytes = program.embedded, program.final, program.weight_bytes
         self._tokens, self._positions, _, _ = program.inputs
         self._has_lora, self._row_lora_ids = lora is not None, program.row_lora_ids.numpy()
@@ -94,7 +63,6 @@ class CpuEncoder(EncoderRunner):
             t.numpy() for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
         ]
         (self._programs,) = program.build(program.segments)
-        self._encoder = encoder
         dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
         self._embed = encoder.embed.to(dtype)
         self._position_embeddings = None if encoder.position_embeddings is None else encoder.position_embeddings.float()
@@ -154,26 +122,15 @@ class _EncoderProgram(ProgramBuilder):
     """Builds the program of an encoder, and of the cross attention's keys and values for a decoder."""
 
     def __init__(
-        self,
-        weights: WeightStore,
-        e: EncoderSpec,
-        weight_format: str,
-        *,
-        kv_cache_dtype: str,
-        max_tokens: int,
-        max_length: int,
-        num_blocks: int,
-        block_tables: np.ndarray,
-        cross_targets: CrossTargets,
+        self, request: RunnerRequest, weights: WeightStore, block_tables: np.ndarray, cross_targets: CrossTargets,
         cross_block_tables: np.ndarray | None,
-        lora: LoraManager | None,
-    ) -> None:
-        super().__init__(
-            weights, weight_format, hidden_size=e.hidden_size, max_tokens=max_tokens, max_length=max_length,
-            kv_cache_dtype=kv_cache_dtype, tables_address=block_tables.ctypes.data,
-            lora=lora,
-        )  # fmt: skip
-        self.refs += [block_tables, cross_block_tables]
+    ) -> None:  # fmt: skip
+        e, max_tokens, weight_format = request.spec, request.max_encoder_tokens, request.weight_format
+        assert isinstance(e, EncoderSpec), "supports() asks for a description"
+        kv_cache_dtype = _kv_dtype(weight_format) if cross_block_tables is None else request.kv_cache_dtype
+        super().__init__(request, weights, max_tokens, kv_cache_dtype, block_tables)
+        num_blocks = max_tokens // cpu_kernels.BLOCK_SIZE + request.num_slots
+        self.refs.append(cross_block_tables)
         self.last_positions, self.cross_table_offsets = (
             self.keep_alive(torch.zeros(max_tokens, dtype=torch.int64)) for _ in range(2)
         )

@@ -6,7 +6,7 @@ compiles them into programs.  Buffers have ``max_tokens`` rows; ``counts`` holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.lora import LoraManager, LoraWeights
+from thalweg.infer.lora import LoraWeights
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, NormSpec
-from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.precision import get_weight_format
-from thalweg.infer.runners.base import UNDESCRIBED
+from thalweg.infer.runners.base import UNDESCRIBED, RunnerRequest
 from thalweg.infer.runners.packed_weights import WeightStore
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import EvictableMemory
@@ -71,57 +70,44 @@ def kernels_unsupported_reason(spec: DecoderSpec | EncoderSpec, weight_format: s
 class ProgramBuilder:
     """Turns a stack of layers into instructions.
 
-    ``max_length``: the longest sequence; ``tables_address``: of the block tables of self-attention.
+    ``weights``: where the request's are packed; ``block_tables``: those of self-attention.
     """
 
     def __init__(
-        self,
-        weights: WeightStore,
-        weight_format: str,
-        *,
-        hidden_size: int,
-        max_tokens: int,
-        max_length: int,
-        kv_cache_dtype: str,
-        tables_address: int,
-        lora: LoraManager | None = None,
-        comm: StageCommunicator | None = None,
-        num_threads: int = 0,
+        self, request: RunnerRequest, weights: WeightStore, max_tokens: int, kv_cache_dtype: str, block_tables: Any
     ) -> None:
-        self.num_threads = num_threads
-        self.comm = (
-            comm if isinstance(comm, ShmCommunicator) else None
-        )  # a stage of several ranks: partial results are summed
-        self.lora, self.row_lora_ids = lora, torch.full((max_tokens,), -1, dtype=torch.int64)
-        self.weight_format, self.max_tokens, self.kv_cache_dtype, self.max_length = (
-            weight_format,
-            max_tokens,
-            kv_cache_dtype,
-            max_length,
-        )
+        assert request.spec is not None, "supports() asks for a description"
+        comm = request.comm
+        self.num_threads = 0 if comm is None else comm.group.num_threads  # 0: as many as torch has
+        self.comm = comm if isinstance(comm, ShmCommunicator) else None  # several ranks: partial results are summed
+        self.lora, self.row_lora_ids = request.lora, torch.full((max_tokens,), -1, dtype=torch.int64)
+        self.weight_format, self.max_length = request.weight_format, request.max_model_len
+        self.max_tokens, self.kv_cache_dtype = max_tokens, kv_cache_dtype
         self.kernels = cpu_kernels.KernelSet()
-        self.refs: list[Any] = [comm]
+        self._made: dict[tuple[Any, ...], Any] = {}
+        self.refs: list[Any] = [comm, block_tables, self._made]
         self.weights, self.weight_bytes = weights, 0
         self.inputs = [torch.zeros(max_tokens, dtype=torch.int64) for _ in range(4)]
         _, self.positions, self.table_offsets, self.logit_rows = self.inputs
         self.counts = torch.zeros(2, dtype=torch.int64)
         self.count_address = self.counts.data_ptr()  # the address of how many rows there are
-        self.tables_address = tables_address
-        self.x = self.embedded = torch.zeros(max_tokens, hidden_size)
-        self._operands: dict[tuple[int, str, str], cpu_kernels.ActivationBuffer] = {}
-        self._buffers: dict[tuple[int, str], Tensor] = {}
-        self._attention_outputs: dict[int, Tensor] = {}
-        self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
-        self._relative_biases: dict[int, Tensor] = {}
+        self.tables_address = block_tables.ctypes.data
+        self.x = self.embedded = torch.zeros(max_tokens, request.spec.hidden_size)
         self.current_segment: list[cpu_kernels.Instruction] = []
         self.segments = [self.current_segment]
         self.num_matmuls = 0  # in the current segment
-        self.scratch = torch.zeros(cpu_kernels.MAX_THREADS, cpu_kernels.round_up(max_length, 16))  # a row a thread
+        self.scratch = torch.zeros(cpu_kernels.MAX_THREADS, cpu_kernels.round_up(self.max_length, 16))  # a row a thread
 
     def keep_alive(self, tensor: Tensor) -> Tensor:
         """Keep a tensor as long as the programs live."""
         self.refs.append(tensor)
         return tensor
+
+    def _make_once(self, *key: Any, make: Callable[[], Any]) -> Any:
+        """Return what layers share, which is made for the first of them and lives as long as the programs."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def emit_call(self, kernel: str, *arguments: Any) -> None:
         """Append a call."""
@@ -136,19 +122,17 @@ class ProgramBuilder:
 
     def operand_buffer(self, width: int, weight_format: str, label: str) -> cpu_kernels.ActivationBuffer:
         """Return the buffer of that name for rows that meet weights of a format."""
-        key = (width, OPERAND_KINDS[weight_format], label)
-        if key not in self._operands:
-            y = self.keep_alive(cpu_kernels.allocate_rows(self.max_tokens, width))
-            self._operands[key] = cpu_kernels.ActivationBuffer(self.max_tokens, width, OPERAND_KINDS[weight_format], y)
-            self.refs.append(self._operands[key])
-        return self._operands[key]
+
+        def make() -> cpu_kernels.ActivationBuffer:
+            y = cpu_kernels.allocate_rows(self.max_tokens, width)
+            return cpu_kernels.ActivationBuffer(self.max_tokens, width, OPERAND_KINDS[weight_format], y)
+
+        return self._make_once("operand", width, OPERAND_KINDS[weight_format], label, make=make)
 
     def buffer(self, label: str, columns: int) -> Tensor:
         """Return the fp32 buffer of that name, its columns padded to whole panels."""
-        key = (columns, label)
-        if key not in self._buffers:
-            self._buffers[key] = self.keep_alive(torch.zeros(self.max_tokens, cpu_kernels.round_up(columns, 32)))
-        return self._buffers[key]
+        shape = self.max_tokens, cpu_kernels.round_up(columns, 32)
+        return self._make_once("buffer", columns, label, make=lambda: torch.zeros(shape))
 
     def norm_and_quantize(
         self, norm: NormSpec | None, x: Tensor, weight_format: str, label: str = ""
@@ -331,9 +315,8 @@ class ProgramBuilder:
         """Let tokens attend to the blocks of any tables; returns rows (tokens, heads * dim)."""
         keys, values, stripe = region
         width = shape.num_heads * shape.head_dim
-        if width not in self._attention_outputs:  # the kernel writes heads one after the other, rows unpadded
-            self._attention_outputs[width] = self.keep_alive(torch.zeros(self.max_tokens, width))
-        out = self._attention_outputs[width]
+        # The kernel writes heads one after the other, rows unpadded.
+        out = self._make_once("attended", width, make=lambda: torch.zeros(self.max_tokens, width))
         self.emit_call(
             self.kernels.paged_attention(shape),
             queries, queries.stride(0) * 4, self.count_address, self.positions, tables_address, keys, values, out,
@@ -342,11 +325,9 @@ class ProgramBuilder:
         return out
 
     def _position_bias(self, a: AttentionSpec) -> Tensor:
-        if a.relative_bias is None:
+        if (bias := a.relative_bias) is None:
             return self.padded_vector(a.alibi_slopes, a.num_heads)
-        if id(a.relative_bias) not in self._relative_biases:
-            self._relative_biases[id(a.relative_bias)] = self.keep_alive(a.relative_bias.build_table(self.max_length))
-        return self._relative_biases[id(a.relative_bias)]
+        return self._make_once("bias", id(bias), make=lambda: bias.build_table(self.max_length))
 
     def attention_shape(self, a: AttentionSpec) -> cpu_kernels.AttentionShape:
         """Return the shape of an attention."""
@@ -382,13 +363,11 @@ class ProgramBuilder:
         return memory, regions
 
     def _rope_table(self, a: AttentionSpec) -> tuple[Tensor, Tensor]:
-        if a.rope is None:
+        if (rope := a.rope) is None:
             return self.padded_vector(None, 1), self.padded_vector(None, 1)
-        key = id(a.rope)
-        if key not in self._rope_tables:
-            table = a.rope.cos.float().contiguous(), a.rope.sin.float().contiguous()
-            self._rope_tables[key] = (self.keep_alive(table[0]), self.keep_alive(table[1]))
-        return self._rope_tables[key]
+        return self._make_once(
+            "rope", id(rope), make=lambda: (rope.cos.float().contiguous(), rope.sin.float().contiguous())
+        )
 
     def build(self, *programs: list[list[cpu_kernels.Instruction]]) -> list[list[cpu_kernels.Program]]:
         """Compile the kernels and return the programs of each part's segments."""

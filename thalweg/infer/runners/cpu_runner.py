@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.lora import LoraManager
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError, length_unsupported_reason
 from thalweg.infer.precision import get_kv_cache_dtype
@@ -51,39 +50,27 @@ class CpuRunner(ModelRunner):
         reason = cpu_program.cpu_unsupported_reason(spec, config, get_kv_cache_dtype(config))
         return reason or length_unsupported_reason(spec, config)
 
-    @classmethod
-    def build(cls, request: RunnerRequest) -> CpuRunner:
-        """Return the runner of a described model."""
-        return cls(request)
-
     def __init__(self, request: RunnerRequest) -> None:
         decoder, weight_format, kv_cache_dtype = request.spec, request.weight_format, request.kv_cache_dtype
         assert isinstance(decoder, DecoderSpec), "supports() asks for a description"
         if reason := cpu_program.kernels_unsupported_reason(decoder, weight_format, kv_cache_dtype):
             raise UnsupportedModelError(reason)
-        max_length, max_num_batched_tokens = request.max_model_len, request.config.max_num_batched_tokens
-        num_slots, weights, lora, comm = request.num_slots, request.weights, request.lora, request.comm
+        weights = request.weights
         self._weights = weights or InMemoryWeights(decoder, weight_format)
         self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
-        self.num_blocks = request.num_blocks
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
-        shape = (num_slots, -(-max_length // self.block_size))
-        self.comm, self.num_threads = comm, 0 if comm is None else comm.group.num_threads  # 0: as many as torch has
+        self.num_blocks, self.num_slots, self.comm = request.num_blocks, request.num_slots, request.comm
+        shape = (self.num_slots, -(-request.max_model_len // self.block_size))
         # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.
         self.block_tables = np.zeros(shape, dtype=np.int32)
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
-        self.num_slots = num_slots
-        self._has_lora = lora is not None
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._has_lora, self._max_num_batched_tokens = request.lora is not None, request.config.max_num_batched_tokens
         self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
         self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
         self._position_embeddings = None if decoder.position_embeddings is None else decoder.position_embeddings.float()
-        program = _DecoderProgram(
-            self, decoder, weight_format, max_num_batched_tokens, max_length, kv_cache_dtype, lora
-        )
+        program = _DecoderProgram(request, self)
         self._embedded, self._logits = program.embedded, program.logits
-        self._tokens, self._positions, self._table_offsets, self._logit_indices = program.inputs
-        self._counts = program.counts
+        self._tokens, self._positions = program.inputs[:2]
         # numpy views of the same memory: cheaper to fill, item by item
         self._np_inputs = [t.numpy() for t in (*program.inputs, program.counts)]
         self._row_lora_ids = program.input_lora_ids.numpy()
@@ -99,13 +86,8 @@ class CpuRunner(ModelRunner):
                 (x.cross_attention, x.attention, pool)
                 for x, pool in zip(decoder.layers, program.kv_regions, strict=True)
             ]
-            self._encoder = CpuEncoder(
-                decoder.encoder, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype, max_length=max_length,
-                max_num_seqs=num_slots,
-                max_num_batched_tokens=max(max_num_batched_tokens, max_length), weights=self._weights,
-                cross_targets=cross_targets, block_tables=self.encoder_block_tables,
-                lora=lora,
-            )  # fmt: skip
+            encoder_request = replace(request, spec=decoder.encoder, weights=self._weights, comm=None)
+            self._encoder = CpuEncoder(encoder_request, cross_targets, self.encoder_block_tables)
 
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
@@ -199,9 +181,6 @@ class CpuRunner(ModelRunner):
             x = x.float() + self._position_embeddings[self._positions[:count]]
         self._embedded[:count] = x
 
-    def free_slot(self, slot: int) -> None:
-        """Nothing is kept outside of the blocks."""
-
     def close(self) -> None:
         """Drop the weights and the cache."""
         if "_weights" in self.__dict__:
@@ -212,30 +191,14 @@ class CpuRunner(ModelRunner):
 class _DecoderProgram(cpu_program.ProgramBuilder):
     """Builds a decoder's two programs: its layers, and its head."""
 
-    def __init__(
-        self,
-        runner: CpuRunner,
-        d: DecoderSpec,
-        weight_format: str,
-        max_num_batched_tokens: int,
-        max_length: int,
-        kv_cache_dtype: str,
-        lora: LoraManager | None,
-    ) -> None:
-        super().__init__(
-            runner._weights, weight_format, hidden_size=d.hidden_size, max_tokens=max_num_batched_tokens,
-            max_length=max_length, kv_cache_dtype=kv_cache_dtype,
-            tables_address=runner.block_tables.ctypes.data, lora=lora, comm=runner.comm, num_threads=runner.num_threads,
-        )  # fmt: skip
+    def __init__(self, request: RunnerRequest, runner: CpuRunner) -> None:
+        d, max_tokens, weight_format = request.spec, request.config.max_num_batched_tokens, request.weight_format
+        assert isinstance(d, DecoderSpec), "supports() asks for a description"
+        super().__init__(request, runner._weights, max_tokens, request.kv_cache_dtype, runner.block_tables)
         self.input_lora_ids = self.keep_alive(self.row_lora_ids)
-        self.refs += [runner.block_tables, runner.encoder_block_tables]
-        self._encoder_tables_address, self._has_encoder = (
-            runner.encoder_block_tables.ctypes.data,
-            d.encoder is not None,
-        )
-        self.encoder_inputs = [
-            self.keep_alive(torch.zeros(max_num_batched_tokens, dtype=torch.int64)) for _ in range(2)
-        ]
+        self.refs.append(runner.encoder_block_tables)
+        self._encoder_tables_address, self._has_encoder = runner.encoder_block_tables.ctypes.data, d.encoder is not None
+        self.encoder_inputs = [self.keep_alive(torch.zeros(max_tokens, dtype=torch.int64)) for _ in range(2)]
         # Each token's encoder prompt: its table as an offset in bytes, and its last position.
         self._encoder_table_offsets, self._encoder_last_positions = self.encoder_inputs
         memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
@@ -248,7 +211,7 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.current_segment, self.num_matmuls = self.head, self.head[0], 0
         if self.comm is None:
-            self.logits = self.keep_alive(torch.empty(max_num_batched_tokens, cpu_kernels.round_up(d.vocab_size, 32)))
+            self.logits = self.keep_alive(torch.empty(max_tokens, cpu_kernels.round_up(d.vocab_size, 32)))
         else:
             self.logits = self.comm.logits
         if not has_head:
@@ -295,10 +258,7 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         self._gather_rows(qkv, queries, 4 * width)
         self._gather_rows(self.x, x, 4 * self.x.shape[1])
         self.x = x
-        self.positions, self.table_offsets = (
-            self._gather_input(self.positions),
-            self._gather_input(self.table_offsets),
-        )
+        self.positions, self.table_offsets = map(self._gather_input, (self.positions, self.table_offsets))
         if self.lora is not None:
             self.row_lora_ids = self._gather_input(self.row_lora_ids)
         if self._has_encoder:
@@ -320,13 +280,6 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
     def _argmax(self, vocab_size: int) -> tuple[Tensor, Tensor]:
         tokens, values = torch.zeros(self.max_tokens, dtype=torch.int32), torch.zeros(self.max_tokens)
         if self.comm is None or self.comm.rank == 0:
-            self.emit_call(
-                self.kernels.argmax(),
-                self.logits,
-                self.logits.stride(0) * 4,
-                self.count_address,
-                vocab_size,
-                values,
-                tokens,
-            )
+            logits = self.logits, self.logits.stride(0) * 4
+            self.emit_call(self.kernels.argmax(), *logits, self.count_address, vocab_size, values, tokens)
         return self.keep_alive(tokens), self.keep_alive(values)

@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.lora import LoraManager
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
-from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.precision import get_compute_dtype
 from thalweg.infer.quantization.modules import linear_packer, quantize_experts
 from thalweg.infer.runners import base
@@ -36,29 +34,26 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-LinearFactory = Callable[[LinearSpec], Callable[[Tensor], Tensor]]
 
 
 class TorchLayers:
-    """Computes parts of layers in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
+    """Computes parts of layers as a request asks; on a processor the linear layers are packed.
 
-    Without ``cache_weights`` nothing of a linear layer outlives its product.  ``max_length``: the longest sequence.
-    ``row_lora_ids``: which adapter of ``lora`` each row of the current step has, -1 for none.
+    With a ``dtype`` it is the reference: weights and cache stay as they are, and all is computed in that.  Without
+    ``cache_weights``, and with ``weight_offload``, nothing of a linear layer outlives its product: the weights stay
+    where the model has them (a mapped file, the host's memory) and are read again each time.  ``row_lora_ids``: which
+    adapter each row of the current step has, -1 for none.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        max_length: int,
-        make_linear: LinearFactory | None = None,
-        cache_weights: bool = True,
-        lora: LoraManager | None = None,
-    ) -> None:
-        self._lora, self.row_lora_ids = lora, torch.empty(0, dtype=torch.int64)
-        self.dtype, self.device, self.max_length = dtype, torch.device(device), max_length
-        self._make_linear, self._cache_weights = make_linear or self._plain_linear, cache_weights
+    name: ClassVar[str] = "torch"
+
+    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
+        self._lora, self.row_lora_ids = request.lora, torch.empty(0, dtype=torch.int64)
+        self.dtype = dtype or get_compute_dtype(request.weight_format, request.on_cpu)
+        self.device, self.max_length = torch.device(request.config.device), request.max_model_len
+        self._cache_weights = cache_weights and request.config.weight_offload is None
+        self._packs = dtype is None and request.on_cpu and request.config.weight_offload is None
+        self._make_linear = linear_packer(request.weight_format) if self._packs else self._plain_linear
         self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
         self._device_tensors: dict[int, Tensor] = {}
         self._relative_biases: dict[int, Tensor] = {}
@@ -231,7 +226,7 @@ class TorchLayers:
             x = self._add_branch(x, inner, layer.post_mlp_norm, layer.mlp_residual_norm)
         return self._norm(e.final_norm, x)
 
-    def free(self) -> None:
+    def close(self) -> None:
         """Drop the weights."""
         self._linears.clear()
         self._device_tensors.clear()
@@ -244,20 +239,11 @@ class KVCacheTensor:
     ``int8`` has a scale for each row and head, ``fp8`` (e4m3) none; ``auto`` keeps rows as they are.
     """
 
-    def __init__(
-        self,
-        num_positions: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        kv_cache_dtype: str,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, *shape: int, dtype: torch.dtype, kv_cache_dtype: str, device: torch.device) -> None:
+        """``shape``: positions, heads, dim."""
         self._dtype, self._kv_cache_dtype = dtype, kv_cache_dtype
-        storage_dtype = _STORAGE_DTYPES.get(kv_cache_dtype, dtype)
-        self._rows = torch.zeros(num_positions, num_heads, head_dim, dtype=storage_dtype, device=device)
-        self._scales = torch.zeros(num_positions if kv_cache_dtype == "int8" else 0, num_heads, 1, device=device)
+        self._rows = torch.zeros(*shape, dtype=_STORAGE_DTYPES.get(kv_cache_dtype, dtype), device=device)
+        self._scales = torch.zeros(shape[0] if kv_cache_dtype == "int8" else 0, shape[1], 1, device=device)
 
     def write(self, indices: Tensor, rows: Tensor) -> None:
         """Store rows (T, heads, dim) at positions (T,)."""
@@ -282,15 +268,9 @@ class KVCacheTensor:
 
 
 class TorchRunner(TorchLayers, ModelRunner):
-    """Runs a :class:`DecoderSpec` in ``dtype`` on ``device``; ``make_linear`` may pack the linear layers.
+    """Runs a :class:`DecoderSpec`, or with a ``comm`` a shard of one."""
 
-    Without ``cache_weights`` nothing of a linear layer outlives its product: the weights stay where the model has
-    them (a mapped file, the host's memory) and are read again each time.  ``kv_cache_dtype``: see
-    :class:`KVCacheTensor`.  ``comm``: the ranks with which this one, which has a shard of the decoder, sums
-    its partial results.
-    """
-
-    name: ClassVar[str] = "torch"
+    block_size = 16
 
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
@@ -301,52 +281,15 @@ class TorchRunner(TorchLayers, ModelRunner):
             return f"{config.quantization} weights cannot be streamed through torch's operators"
         return specs.length_unsupported_reason(spec, config)
 
-    @classmethod
-    def build(cls, request: RunnerRequest) -> TorchRunner:
-        """Return the runner of a described model."""
-        spec, config, weight_format = request.spec, request.config, request.weight_format
-        assert isinstance(spec, DecoderSpec), "supports() asks for a description"
-        in_memory = config.weight_offload is None
-        pack = request.on_cpu and in_memory
-        return cls(
-            quantize_experts(spec, weight_format) if pack else spec,
-            dtype=get_compute_dtype(weight_format, request.on_cpu),
-            num_blocks=request.num_blocks,
-            num_slots=request.num_slots,
-            max_length=request.max_model_len,
-            device=config.device,
-            make_linear=linear_packer(weight_format) if pack else None,
-            cache_weights=in_memory,
-            kv_cache_dtype=request.kv_cache_dtype,
-            lora=request.lora,
-            comm=request.comm,
-        )
-
-    def __init__(
-        self,
-        decoder: DecoderSpec,
-        *,
-        dtype: torch.dtype,
-        num_blocks: int,
-        num_slots: int,
-        max_length: int,
-        block_size: int = 16,
-        device: torch.device | str = "cpu",
-        make_linear: LinearFactory | None = None,
-        cache_weights: bool = True,
-        kv_cache_dtype: str = "auto",
-        lora: LoraManager | None = None,
-        comm: StageCommunicator | None = None,
-    ) -> None:
-        self.comm = comm
-        extra: dict[str, Any] = {"make_linear": make_linear, "cache_weights": cache_weights, "lora": lora}
-        super().__init__(dtype, device, max_length=max_length, **extra)
-        self.decoder = decoder
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_slots = num_slots
-        num_positions = num_blocks * block_size
-        store: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "device": self.device}
-        shapes = [(num_positions, x.attention.num_kv_heads, x.attention.head_dim) for x in decoder.layers]
+    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
+        super().__init__(request, dtype, cache_weights)
+        assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
+        self.decoder = quantize_experts(request.spec, request.weight_format) if self._packs else request.spec
+        self.comm, self.num_blocks, self.num_slots = request.comm, request.num_blocks, request.num_slots
+        kv_cache_dtype = request.kv_cache_dtype if dtype is None else "auto"
+        store: dict[str, Any] = {"dtype": self.dtype, "kv_cache_dtype": kv_cache_dtype, "device": self.device}
+        num_positions = self.num_blocks * self.block_size
+        shapes = [(num_positions, x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
         self._keys, self._values = ([KVCacheTensor(*shape, **store) for shape in shapes] for _ in range(2))
 
     @torch.inference_mode()
@@ -466,59 +409,26 @@ class TorchRunner(TorchLayers, ModelRunner):
             out[rows] = self._attend(a, q[rows], keys.gather(indices), values.gather(indices), span.start)
         return self._linear(a.out, out.flatten(1))
 
-    def argmax(self) -> None:
-        """It is not computed here: the sampler does it."""
-
-    def free_slot(self, slot: int) -> None:
-        """Nothing is kept outside of the blocks."""
-
     def close(self) -> None:
         """Drop the weights and the cache."""
-        self.free()
+        super().close()
         self._keys, self._values = [], []
 
 
 class TorchEncoder(TorchLayers, EncoderRunner):
     """Runs an :class:`EncoderSpec` in plain operators."""
 
-    name: ClassVar[str] = "torch"
-
     @staticmethod
     def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
         """Return why torch operators cannot run an encoder, or None."""
         return base.UNDESCRIBED if spec is None else None
 
-    @classmethod
-    def build(cls, request: RunnerRequest) -> TorchEncoder:
-        """Return the runner of a described encoder."""
+    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None) -> None:
+        super().__init__(request, dtype)
         assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
-        return cls(
-            request.spec,
-            dtype=get_compute_dtype(request.weight_format, request.on_cpu),
-            device=request.config.device,
-            max_length=request.max_model_len,
-            max_num_batched_tokens=max(request.config.max_num_batched_tokens, request.max_model_len),
-            make_linear=linear_packer(request.weight_format) if request.on_cpu else None,
-        )
-
-    def __init__(
-        self,
-        encoder: EncoderSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_length: int,
-        max_num_batched_tokens: int,
-        make_linear: LinearFactory | None = None,
-    ) -> None:
-        super().__init__(dtype, device, max_length=max_length, make_linear=make_linear)
-        self._encoder, self.max_num_batched_tokens = encoder, max_num_batched_tokens
+        self._encoder, self.max_num_batched_tokens = request.spec, request.max_encoder_tokens
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states."""
         return torch.cat([self.encode_sequence(self._encoder, x.tokens).float() for x in inputs])
-
-    def close(self) -> None:
-        """Drop the weights."""
-        self.free()

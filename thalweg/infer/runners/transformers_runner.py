@@ -40,7 +40,7 @@ class _SlotState:
 
 
 class TransformersRunner(ModelRunner):
-    """Runs a live model; ``num_slots`` sequences of ``max_length`` at most."""
+    """Runs a live model, its linear layers packed in a copy where the config asks."""
 
     name: ClassVar[str] = "transformers"
     block_size = 16
@@ -56,16 +56,12 @@ class TransformersRunner(ModelRunner):
             return f"a cache in {config.kv_cache_dtype} needs a described model"
         return _quantization_unsupported_reason(config)
 
-    @classmethod
-    def build(cls, request: RunnerRequest) -> TransformersRunner:
-        """Return the runner of a live model, its linear layers packed in a copy where the config asks."""
-        return cls(_quantized(request), num_slots=request.num_slots, max_length=request.max_model_len)
-
-    def __init__(self, model: Any, *, num_slots: int, max_length: int) -> None:
-        blocks_per_slot = -(-max_length // self.block_size)
-        self.num_blocks = num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
-        self.num_slots = num_slots
-        self._model: Any = model
+    def __init__(self, request: RunnerRequest) -> None:
+        blocks_per_slot = -(-request.max_model_len // self.block_size)
+        self.num_slots = request.num_slots
+        self.num_blocks = self.num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
+        self._model: Any = _quantized(request)
+        model = self._model
         self._is_recurrent = bool(getattr(model, "_is_stateful", False))
         parameters = inspect.signature(model.forward).parameters
         self._takes_position_ids = "position_ids" in parameters
@@ -175,14 +171,8 @@ class TransformersEncoder(EncoderRunner):
         """Return why the model's own code cannot do what the config asks, or None."""
         return _quantization_unsupported_reason(config)
 
-    @classmethod
-    def build(cls, request: RunnerRequest) -> TransformersEncoder:
-        """Return the runner of a live model."""
-        max_num_batched_tokens = max(request.config.max_num_batched_tokens, request.max_model_len)
-        return cls(_quantized(request), max_num_batched_tokens=max_num_batched_tokens)
-
-    def __init__(self, model: Any, *, max_num_batched_tokens: int) -> None:
-        self._model, self.max_num_batched_tokens = model, max_num_batched_tokens
+    def __init__(self, request: RunnerRequest) -> None:
+        self._model, self.max_num_batched_tokens = _quantized(request), request.max_encoder_tokens
 
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states."""

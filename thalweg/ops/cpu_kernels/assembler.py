@@ -13,7 +13,6 @@ from torch import Tensor
 
 from thalweg.ops.cpu_kernels import attention, gemm, lora, packing, pointwise, shm_reduce
 from thalweg.ops.cpu_kernels.kernel_builder import JitModule
-from thalweg.ops.cpu_kernels.kv_layout import AttentionShape
 from thalweg.ops.cpu_kernels.program import Program, data_ptr_or_zero
 
 
@@ -63,6 +62,19 @@ class Instruction:
     arguments: Sequence[Any]
 
 
+def _kernel(emit: Callable[..., str]) -> Callable[..., str]:
+    """Return the method that names the kernel ``emit`` makes of its arguments, after making it once."""
+
+    def get_or_emit(self: KernelSet, *args: Any) -> str:
+        if (emit, *args) not in self._names:
+            module = ir.Module("kernels")
+            name = self._names[emit, *args] = emit(module, *args)
+            self._modules[name] = module
+        return self._names[emit, *args]
+
+    return get_or_emit
+
+
 class KernelSet:
     """The kernels that a tape needs, each made once."""
 
@@ -70,76 +82,34 @@ class KernelSet:
         self._names: dict[tuple[Any, ...], str] = {}
         self._modules: dict[str, Any] = {}
 
-    def _get_or_emit(self, emit: Callable[..., str], *args: Any) -> str:
-        key = (emit, *args)
-        if key not in self._names:
-            module = ir.Module("kernels")
-            self._names[key] = emit(module, *args)
-            self._modules[self._names[key]] = module
-        return self._names[key]
+    # Normalise rows (``rms``, ``layer``, ``none``) and make them ready as a kind.
+    norm = _kernel(pointwise.emit_norm)
+    # Apply an activation, gated or not, and make rows ready as a kind.
+    activate = _kernel(pointwise.emit_activation)
+    # Add rows to rows.
+    add = _kernel(pointwise.emit_add)
+    # Copy chosen rows.
+    gather_rows = _kernel(pointwise.emit_gather_rows)
+    # Find each row's largest number.
+    argmax = _kernel(pointwise.emit_argmax)
+    # Multiply rows with a packed weight of a format.
+    gemm = _kernel(gemm.emit_gemm)
+    # Rotate queries and keys, store keys and values, of a shape.
+    rope_and_store_kv = _kernel(attention.emit_rope_and_store_kv)
+    # Attend to the paged cache, of a shape.
+    paged_attention = _kernel(attention.emit_paged_attention)
+    # Wait for the other ranks.
+    barrier = _kernel(shm_reduce.emit_barrier)
+    # Add up the ranks' rows.
+    reduce_sum = _kernel(shm_reduce.emit_reduce_sum)
+    # Multiply rows with their adapters' first matrices.
+    lora_shrink = _kernel(lora.emit_lora_shrink)
+    # Add the product with their adapters' second matrices.
+    lora_expand = _kernel(lora.emit_lora_expand)
 
-    def norm(self, style: str, kind: str) -> str:
-        """Normalise rows (``rms``, ``layer``, ``none``) and make them ready as a kind."""
-        return self._get_or_emit(pointwise.emit_norm, style, kind)
-
-    def activate(self, function: str, gated: bool, kind: str) -> str:
-        """Apply an activation and make rows ready as a kind."""
-        return self._get_or_emit(pointwise.emit_activation, function, gated, kind)
-
-    def add(self) -> str:
-        """Add rows to rows."""
-        return self._get_or_emit(pointwise.emit_add)
-
-    def gather_rows(self) -> str:
-        """Copy chosen rows."""
-        return self._get_or_emit(pointwise.emit_gather_rows)
-
-    def argmax(self) -> str:
-        """Find each row's largest number."""
-        return self._get_or_emit(pointwise.emit_argmax)
-
-    def gemm(self, weight_format: str) -> str:
-        """Multiply rows with a packed weight."""
-        return self._get_or_emit(gemm.emit_gemm, weight_format)
-
-    def rope_and_store_kv(self, shape: AttentionShape) -> str:
-        """Rotate queries and keys, store keys and values."""
-        return self._get_or_emit(attention.emit_rope_and_store_kv, shape)
-
-    def paged_attention(self, shape: AttentionShape) -> str:
-        """Attend to the paged cache."""
-        return self._get_or_emit(attention.emit_paged_attention, shape)
-
-    def barrier(self) -> str:
-        """Wait for the other ranks."""
-        return self._get_or_emit(shm_reduce.emit_barrier)
-
-    def reduce_sum(self) -> str:
-        """Add up the ranks' rows."""
-        return self._get_or_emit(shm_reduce.emit_reduce_sum)
-
-    def lora_shrink(self) -> str:
-        """Multiply rows with their adapters' first matrices."""
-        return self._get_or_emit(lora.emit_lora_shrink)
-
-    def lora_expand(self) -> str:
-        """Add the product with their adapters' second matrices."""
-        return self._get_or_emit(lora.emit_lora_expand)
-
-    def compile(self) -> CompiledKernels:
-        """Turn everything into machine code; what another engine has needed is at hand."""
-        return CompiledKernels({name: _compile_module(str(module)) for name, module in self._modules.items()})
-
-
-class CompiledKernels:
-    """Machine code by kernel, alive as long as this object is."""
-
-    def __init__(self, jit_modules: dict[str, JitModule]) -> None:
-        self._jit_modules = jit_modules
-
-    def get_address(self, name: str) -> int:
-        """Return where a kernel lies."""
-        return self._jit_modules[name].get_address(name)
+    def compile(self) -> dict[str, JitModule]:
+        """Turn everything into machine code, by kernel; what another engine has needed is at hand."""
+        return {name: _compile_module(str(module)) for name, module in self._modules.items()}
 
 
 @lru_cache(128)
@@ -148,12 +118,12 @@ def _compile_module(llvm_ir: str) -> JitModule:
 
 
 def build_program(
-    instructions: Sequence[Instruction], kernels: CompiledKernels, keep_alive: Sequence[Any], num_threads: int = 0
+    instructions: Sequence[Instruction], kernels: dict[str, JitModule], keep_alive: Sequence[Any], num_threads: int = 0
 ) -> Program:
     """Make a program of calls; ``keep_alive`` lives as long as it, ``num_threads`` is 0 for as many as torch has."""
     rows = []
     for instruction in instructions:
         values = [data_ptr_or_zero(x) if isinstance(x, Tensor) else int(x) for x in instruction.arguments]
-        rows.append((kernels.get_address(instruction.kernel), values))
+        rows.append((kernels[instruction.kernel].get_address(instruction.kernel), values))
     tensors = [x for call in instructions for x in call.arguments if isinstance(x, Tensor)]
     return Program(rows, [kernels, *keep_alive, *tensors], num_threads)
