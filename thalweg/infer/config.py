@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
+# Other names of options, in Python and (with dashes) on the command line.
 ALIASES = {
     "quantize": "quantization",
     "max_length": "max_model_len",
@@ -34,7 +35,6 @@ ALIASES = {
     "expert_parallel": "expert_parallel_size",
     "ep": "expert_parallel_size",
 }
-"""Other names of options, in Python and (with dashes) on the command line."""
 
 T = TypeVar("T")
 
@@ -187,8 +187,8 @@ class EngineOption:
     choices: tuple[Any, ...] | None
     minimum: int | None
     metavar: str
+    # ``bool``, ``int``, ``str`` or ``dict``.
     value_type: type
-    """``bool``, ``int``, ``str`` or ``dict``."""
 
     @property
     def is_size(self) -> bool:
@@ -225,6 +225,7 @@ def _check_range(option: EngineOption, value: Any, weight_offload: str | None) -
         raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
+# DeepSpeed's keys that choose among its kernels; here the processor and a check at load choose the runner.
 DEEPSPEED_IGNORED_KEYS = frozenset({
     "replace_with_kernel_inject", "kernel_inject", "replace_method", "injection_policy", "injection_dict",
     "injection_policy_tuple", "enable_cuda_graph", "use_triton", "triton_autotune", "triangular_masking",
@@ -232,9 +233,8 @@ DEEPSPEED_IGNORED_KEYS = frozenset({
     "checkpoint_config", "transposed_mode", "keep_module_on_host", "base_dir", "max_batch_size", "replace",
     "moe_experts", "moe_type",
 })  # fmt: skip
-"""DeepSpeed's keys that choose among its kernels; here the processor and a check at load choose the runner."""
+# DeepSpeed's keys for objects of the caller's own, which may be there as None.
 _NULLABLE_KEYS = ("mpu", "ep_group", "ep_mp_group", "config", "checkpoint")
-"""DeepSpeed's keys for objects of the caller's own, which may be there as None."""
 _OFFLOAD_DEVICES = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 
 
@@ -272,12 +272,12 @@ def from_deepspeed_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**left, **options}
 
 
+# Where DeepSpeed's users write how many processes share a model: as a number, or as a section that has one.
 _DEGREE_KEYS = {
     "tensor_parallel_size": ("tensor_parallel_size", "tensor_parallel", "tp", "mp_size", "tp_size"),
     "pipeline_parallel_size": ("pipeline_parallel_size", "pipeline_parallel", "pp", "pp_size"),
     "expert_parallel_size": ("expert_parallel_size", "expert_parallel", "ep", "ep_size", "moe"),
 }
-"""Where DeepSpeed's users write how many processes share a model: as a number, or as a section that has one."""
 
 
 def _largest_degree(section: Mapping[str, Any], *keys: str) -> Any:

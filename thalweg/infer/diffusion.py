@@ -18,12 +18,12 @@ from thalweg.infer.offload.module_offload import ModuleOffloader
 from thalweg.infer.quantization.modules import quantize_linears, restore_linears
 from thalweg.utils.dtypes import parse_dtype
 
+# Components that run at every step.
 _DENOISERS = ("unet", "transformer", "transformer_2", "controlnet", "prior", "decoder")
-"""Components that run at every step."""
 
 
+# Options of :class:`.config.EngineConfig` that mean something to a pipeline, beside the dtype.
 _OPTIONS = ("weight_offload", "weight_offload_dir", "weight_offload_bytes", "device", "quantization")
-"""Options of :class:`.config.EngineConfig` that mean something to a pipeline, beside the dtype."""
 
 
 def is_pipeline(model: Any) -> bool:

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, LinearSpec
 from thalweg.infer.runners.packed_weights import all_linears
 
+# A (rank, inputs) and B transposed (rank, outputs), scaled; both fp32.
 LoraWeights = tuple[Tensor, Tensor]
-"""A (rank, inputs) and B transposed (rank, outputs), scaled; both fp32."""
 _PEFT_PREFIX = "base_model.model."
+# Settings that change more than the products, and the values with which they do not.
 _UNSUPPORTED_SETTINGS = {
     "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None),
     "layer_replication": (None,), "modules_to_save": (None, []), "trainable_token_indices": (None,),
     "target_parameters": (None, []), "alora_invocation_tokens": (None,),
 }  # fmt: skip
-"""Settings that change more than the products, and the values with which they do not."""
 
 
 class LoraManager:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal, Protocol, runtime_checkable
 
+# ``stop``: an end token or a stop string; ``length``: ``max_tokens`` or the model's length is reached.
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""``stop``: an end token or a stop string; ``length``: ``max_tokens`` or the model's length is reached."""
 
 
 class InvalidParameter(ValueError):
@@ -37,8 +37,8 @@ class InvalidParameter(ValueError):
 class StructuredOutput:
     """What the generated text must look like: exactly one of the fields is set."""
 
+    # A JSON schema, as JSON text; ``"{}"`` for any JSON value.
     json_schema: str | None = None
-    """A JSON schema, as JSON text; ``"{}"`` for any JSON value."""
     regex: str | None = None
     choices: tuple[str, ...] | None = None
 
@@ -58,44 +58,43 @@ class SamplingParams:
     temperature, ``top_k``, ``top_p``, ``min_p``, as in Hugging Face's ``generate``.
     """
 
+    # Tokens to generate at most; None: until the model's length is full.
     max_tokens: int | None = None
-    """Tokens to generate at most; None: until the model's length is full."""
+    # End tokens and ``stop_token_ids`` are masked until so many tokens are there; stop strings ignored.
     min_tokens: int = 0
-    """End tokens and ``stop_token_ids`` are masked until so many tokens are there; stop strings ignored."""
+    # Independent samples of the same prompt (which is computed once).
     n: int = 1
-    """Independent samples of the same prompt (which is computed once)."""
+    # 0 chooses the most likely token.
     temperature: float = 1.0
-    """0 chooses the most likely token."""
+    # Keep the k most likely tokens; 0 keeps all.
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    # Keep the smallest set whose probability reaches top_p (Holtzman et al. 2020).
     top_p: float = 1.0
-    """Keep the smallest set whose probability reaches top_p (Holtzman et al. 2020)."""
+    # Drop tokens less likely than min_p times the most likely one.
     min_p: float = 0.0
-    """Drop tokens less likely than min_p times the most likely one."""
+    # Divide positive and multiply negative logits of tokens in prompt or output (Keskar et al. 2019).
     repetition_penalty: float = 1.0
-    """Divide positive and multiply negative logits of tokens in prompt or output (Keskar et al. 2019)."""
+    # Subtracted once from the logits of tokens that were generated.
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens that were generated."""
+    # Subtracted for each time a token was generated.
     frequency_penalty: float = 0.0
-    """Subtracted for each time a token was generated."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    # Texts that end the sequence; the text from there on is not returned.
     stop: tuple[str, ...] = ()
-    """Texts that end the sequence; the text from there on is not returned."""
     stop_token_ids: tuple[int, ...] = ()
+    # Return the stop string or end token's text as well.
     include_stop: bool = False
-    """Return the stop string or end token's text as well."""
+    # Go on after the model's own end tokens.
     ignore_eos: bool = False
-    """Go on after the model's own end tokens."""
+    # Makes the samples reproducible, whatever else is in the batch; sample i draws from (seed, i).
     seed: int | None = None
-    """Makes the samples reproducible, whatever else is in the batch; sample i draws from (seed, i)."""
+    # Log-probabilities of the chosen token and of so many most likely ones; None: none, 0: the chosen one.
+    # Of the raw distribution, before penalties and temperature.
     logprobs: int | None = None
-    """Log-probabilities of the chosen token and of so many most likely ones; None: none, 0: the chosen one.
-
-    Of the raw distribution, before penalties and temperature."""
+    # The same for the tokens of the prompt, in the sequence's first output; turns prefix hits off.
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, in the sequence's first output; turns prefix hits off."""
+    # Leave special tokens out of the text.
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
     structure: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
@@ -173,16 +172,16 @@ def to_token_ids(prompt: Any) -> list[int]:
 class Request:
     """One prompt, as token ids, and what to make of it."""
 
+    # The caller's name for it; unique among the requests that have not ended.
     request_id: str
-    """The caller's name for it; unique among the requests that have not ended."""
     prompt: Sequence[int]
     params: SamplingParams = SamplingParams()
+    # Lower goes first, and is preempted last; among equals, first come, first served.
     priority: int = 0
-    """Lower goes first, and is preempted last; among equals, first come, first served."""
+    # Name of a LoRA adapter that the engine holds.
     adapter: str | None = None
-    """Name of a LoRA adapter that the engine holds."""
+    # Prefixes are shared only among requests with the same salt.
     cache_salt: str = ""
-    """Prefixes are shared only among requests with the same salt."""
 
 
 @dataclass(frozen=True)
@@ -199,30 +198,30 @@ class RequestOutput:
     """What one step added to one sequence.  The deltas of all steps make up the whole."""
 
     request_id: str
+    # Which of the ``n`` samples.
     index: int
-    """Which of the ``n`` samples."""
+    # New tokens, an end token included.
     token_ids: tuple[int, ...] = ()
-    """New tokens, an end token included."""
+    # New text; lags behind the tokens while a character is incomplete or a stop string may be on its way.
+    # Empty in an engine without a tokenizer.
     text: str = ""
-    """New text; lags behind the tokens while a character is incomplete or a stop string may be on its way.
-    Empty in an engine without a tokenizer."""
+    # One for each new token, where asked for.
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each new token, where asked for."""
+    # In the first output, where asked for; None for the first token, which nothing precedes.
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """In the first output, where asked for; None for the first token, which nothing precedes."""
+    # Set in the last output of the sequence, and only there.
     finish_reason: FinishReason | None = None
-    """Set in the last output of the sequence, and only there."""
+    # The end token or stop string, where ``finish_reason`` is ``stop``.
     stop_reason: int | str | None = None
-    """The end token or stop string, where ``finish_reason`` is ``stop``."""
     num_prompt_tokens: int = 0
+    # Prompt tokens that a cached prefix saved.
     num_cached_tokens: int = 0
-    """Prompt tokens that a cached prefix saved."""
+    # So far, in this sequence.
     num_generated_tokens: int = 0
-    """So far, in this sequence."""
+    # What went wrong, where ``finish_reason`` is ``error``.
     error: str | None = None
-    """What went wrong, where ``finish_reason`` is ``error``."""
+    # Whether that is the request's own fault (a structure too complex to follow), not the engine's.
     invalid_request: bool = False
-    """Whether that is the request's own fault (a structure too complex to follow), not the engine's."""
 
     @property
     def finished(self) -> bool:
@@ -234,27 +233,27 @@ class RequestOutput:
 class EngineStats:
     """Gauges of this moment, and counters since the engine was made."""
 
+    # Sequences that hold KV blocks and take part in steps.
     running: int = 0
-    """Sequences that hold KV blocks and take part in steps."""
+    # Sequences that are queued, preempted ones included.
     waiting: int = 0
-    """Sequences that are queued, preempted ones included."""
     kv_blocks: int = 0
+    # Blocks that a running sequence holds; blocks kept only for prefix hits count as free.
     kv_blocks_used: int = 0
-    """Blocks that a running sequence holds; blocks kept only for prefix hits count as free."""
+    # Free blocks that still hold a prefix.
     kv_blocks_cached: int = 0
-    """Free blocks that still hold a prefix."""
     steps: int = 0
+    # Prompt tokens of admitted requests, cached ones included.
     prompt_tokens: int = 0
-    """Prompt tokens of admitted requests, cached ones included."""
+    # Prompt tokens that came from the prefix cache.
     cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
     generated_tokens: int = 0
     preemptions: int = 0
+    # Tokens that were computed as drafts (speculative decoding).
     draft_tokens: int = 0
-    """Tokens that were computed as drafts (speculative decoding)."""
     accepted_tokens: int = 0
+    # Sequences that ended, by finish reason.
     finished: Mapping[str, int] = field(default_factory=dict)
-    """Sequences that ended, by finish reason."""
 
     @property
     def kv_use(self) -> float:
@@ -268,18 +267,18 @@ class ModelMetadata:
 
     name: str
     kind: Literal["causal", "encoder", "seq2seq"]
+    # Prompt and generated tokens together, at most; of a ``seq2seq`` model either of them.
     max_length: int
-    """Prompt and generated tokens together, at most; of a ``seq2seq`` model either of them."""
     vocab_size: int
+    # ``fp32``, ``bf16`` or ``fp16``: what the activations are in.
     dtype: str
-    """``fp32``, ``bf16`` or ``fp16``: what the activations are in."""
+    # ``int8`` or ``int4`` where the weights are quantised.
     quantize: str | None = None
-    """``int8`` or ``int4`` where the weights are quantised."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    # LoRA adapters that requests may name.
     adapters: tuple[str, ...] = ()
-    """LoRA adapters that requests may name."""
 
 
 @runtime_checkable
@@ -287,8 +286,8 @@ class EngineCore(Protocol):
     """A model that works off requests.  Belongs to one thread."""
 
     metadata: ModelMetadata
+    # A Hugging Face tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None.
     tokenizer: Any
-    """A Hugging Face tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None."""
 
     def add(self, request: Request) -> None:
         """Queue a request.

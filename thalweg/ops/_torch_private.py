@@ -45,16 +45,16 @@ def register_onednn_flops() -> None:
         flop_counter.register_flop_formula(packet)(_linear_flops)
 
 
+# True inside ``torch.func`` transforms, which cannot see through an autograd.Function.
 functorch_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
-"""True inside ``torch.func`` transforms, which cannot see through an autograd.Function."""
 
 
+# True while ``torch.jit.trace`` records.
 is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", bool)
-"""True while ``torch.jit.trace`` records."""
 
 
+# A context in which a tensor subclass's ``__torch_function__`` is not asked.
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-"""A context in which a tensor subclass's ``__torch_function__`` is not asked."""
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -77,6 +77,7 @@ def unsafe_view(x: Tensor, shape: list[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, shape)
 
 
+# What a ``__torch_function__`` sees where only the shape, dtype or place of a tensor is asked for.
 METADATA_OPS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu")),
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_meta")),
@@ -84,7 +85,6 @@ METADATA_OPS = {
     *(Tensor.__len__, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex),
     *(torch.is_floating_point, torch.is_complex),
 }
-"""What a ``__torch_function__`` sees where only the shape, dtype or place of a tensor is asked for."""
 
 
 def is_item_call(operator: Any) -> bool:

@@ -44,23 +44,23 @@ _BIND_HINTS = {
 class ServeOptions:
     """How to serve; the defaults suit a server for this host alone."""
 
+    # The name that clients ask for.
     model: str
-    """The name that clients ask for."""
+    # Other names under which they may.
     aliases: tuple[str, ...] = ()
-    """Other names under which they may."""
+    # Another address needs a key.
     host: str = "127.0.0.1"
-    """Another address needs a key."""
+    # 0 takes a free one.
     port: int = 8000
-    """0 takes a free one."""
     api_keys: tuple[str, ...] = ()
     num_replicas: int = 1
+    # The name under ``/mii/``; the model's where none is given.
     deployment_name: str | None = None
-    """The name under ``/mii/``; the model's where none is given."""
     tls_cert: str | None = None
     tls_key: str | None = None
     drain_seconds: float = 30.0
+    # Time that a request may take from its admission; None: any.
     request_seconds: float | None = 600.0
-    """Time that a request may take from its admission; None: any."""
     pool_limits: PoolLimits = field(default_factory=PoolLimits)
     body_limits: BodyLimits = field(default_factory=BodyLimits)
 

@@ -31,8 +31,8 @@ class SampledToken:
     token: int
     logprob: TokenLogprob | None = None
     error: str | None = None
+    # Whether ``error`` is the request's own fault.
     invalid_request: bool = False
-    """Whether ``error`` is the request's own fault."""
 
 
 ArgmaxResult = tuple[list[int], list[float]]

@@ -43,39 +43,39 @@ class Sequence:
     request: Request
     index: int
     arrival: int
+    # Length at which it ends.
     max_length: int
-    """Length at which it ends."""
+    # Tokens that end it.
     stop_ids: frozenset[int]
-    """Tokens that end it."""
+    # Of an encoder-decoder model: the first decoder tokens; the prompt is the ``encoder_prompt`` then.
     decoder_start_ids: tuple[int, ...] = ()
-    """Of an encoder-decoder model: the first decoder tokens; the prompt is the ``encoder_prompt`` then."""
+    # The :class:`.detokenizer.IncrementalDetokenizer` of its output, where the engine has a tokenizer.
     detokenizer: Any = None
-    """The :class:`.detokenizer.IncrementalDetokenizer` of its output, where the engine has a tokenizer."""
+    # The request's first sample, whose prompt this one waits for in order to share it.
     prefix_owner: Sequence | None = None
-    """The request's first sample, whose prompt this one waits for in order to share it."""
     tokens: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     encoder_blocks: list[int] = field(default_factory=list)
     slot: int = -1
+    # Prompt tokens that were found in the prefix cache when it was first admitted.
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache when it was first admitted."""
     admitted: bool = False
     num_cached_blocks: int = 0
+    # Identity of its last block in the prefix cache.
     last_block_id: Hashable = None
-    """Identity of its last block in the prefix cache."""
     seed: int = 0
+    # (vocab,) whether a token is in prompt or output; made when a penalty needs it.
     context_mask: Tensor | None = None
-    """(vocab,) whether a token is in prompt or output; made when a penalty needs it."""
+    # (vocab,) how often a token was generated.
     output_token_counts: Tensor | None = None
-    """(vocab,) how often a token was generated."""
     grammar: Any = None
+    # The :class:`~thalweg.infer.spec_decode.ngram.NgramIndex` of its tokens, with prompt lookup.
     ngram_index: Any = None
-    """The :class:`~thalweg.infer.spec_decode.ngram.NgramIndex` of its tokens, with prompt lookup."""
+    # Tokens that a draft model has in its cache.
     num_draft_computed: int = 0
-    """Tokens that a draft model has in its cache."""
+    # Draft tokens worth computing: one more than were accepted last time.
     draft_budget: int = 1 << 30
-    """Draft tokens worth computing: one more than were accepted last time."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
     done: bool = False
@@ -249,18 +249,18 @@ class SchedulerOutput:
     """A step: what a runner computes (tokens, KV blocks, adapters), and whose logits the rows are."""
 
     model_input: ModelInput
+    # Each span's sequence and its number of tokens, draft tokens not counted.
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each span's sequence and its number of tokens, draft tokens not counted."""
+    # Sequences that get a token; theirs are the last rows of the logits, in order.
     sampled: list[Sequence] = field(default_factory=list)
-    """Sequences that get a token; theirs are the last rows of the logits, in order."""
+    # By index in ``sampled``: the draft tokens, each with a row after the sequence's own.
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By index in ``sampled``: the draft tokens, each with a row after the sequence's own."""
+    # Sequences whose prompt tokens are scored: first position and count; their rows come first.
     prompt_scoring: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    """Sequences whose prompt tokens are scored: first position and count; their rows come first."""
+    # Sequences whose encoder prompts are computed before the step.
     encoder_sequences: list[Sequence] = field(default_factory=list)
-    """Sequences whose encoder prompts are computed before the step."""
+    # What is computed of them.
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
-    """What is computed of them."""
 
 
 class Scheduler:

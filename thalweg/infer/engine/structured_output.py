@@ -109,8 +109,8 @@ class GrammarState:
     def __init__(self, matcher: Any, stop_ids: frozenset[int], eos_token_ids: list[int]) -> None:
         self._matcher, self._stop_ids = matcher, sorted(stop_ids)
         self._forbidden_ids = [] if stop_ids else eos_token_ids
+        # Whether the text is complete and nothing can follow.
         self.finished = False
-        """Whether the text is complete and nothing can follow."""
 
     def apply_mask(self, logits: Tensor) -> None:
         """Set the logits (vocab,) of tokens that must not come next to minus infinity, in place."""

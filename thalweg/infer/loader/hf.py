@@ -99,8 +99,8 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
     return loaded.to(options.device).eval()
 
 
+# What a loader says of files that are cut short or hold something else.
 _LOAD_ERRORS = (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError)
-"""What a loader says of files that are cut short or hold something else."""
 
 
 def _find_corrupt_file(folder: Path) -> str:

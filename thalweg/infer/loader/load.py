@@ -52,8 +52,8 @@ from thalweg.utils.log import get_logger
 log = get_logger(__name__)
 
 DECODER_RUNNERS: tuple[Any, ...] = (CpuRunner, TorchRunner, TransformersRunner)
+# By preference: the first that supports a model runs it.
 ENCODER_RUNNERS: tuple[Any, ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
-"""By preference: the first that supports a model runs it."""
 _BLOCK_SIZE = 16
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
 _MEMORY_FRACTION = 0.25  # of the free memory, at most, for the KV cache by default

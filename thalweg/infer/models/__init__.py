@@ -9,6 +9,7 @@ import torch
 
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, UnsupportedModelError
 
+# Hugging Face's ``model_type`` to our file; what is described wrongly is found at load and not used.
 DECODERS = {
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "mixtral": "llama",
     "qwen2_moe": "llama", "qwen3_moe": "llama", "smollm3": "llama", "granite": "llama", "olmo": "olmo",
@@ -17,14 +18,13 @@ DECODERS = {
     "gpt2": "gpt2", "phi": "phi", "phi3": "llama", "opt": "opt", "bloom": "bloom", "gpt_neox": "gpt_neox",
     "falcon": "falcon", "t5": "t5", "mt5": "t5", "umt5": "t5",
 }  # fmt: skip
-"""Hugging Face's ``model_type`` to our file; what is described wrongly is found at load and not used."""
 
 
+# The same for encoders.
 ENCODERS = {
     "bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "camembert": "bert", "distilbert": "bert",
     "electra": "bert", "t5": "t5", "mt5": "t5", "umt5": "t5",
 }  # fmt: skip
-"""The same for encoders."""
 
 
 def build_decoder_spec(model: Any) -> DecoderSpec:

@@ -42,10 +42,10 @@ class LinearSpec:
         copy_rows_fn: Callable[[int, int, Tensor], None] | None = None,
     ) -> None:
         self._weight, self.bias, self._copy_rows_fn = weight, bias, copy_rows_fn
+        # The model's modules whose outputs are stacked here, and the order they were then brought into.
         self.modules, self.output_permutation = tuple(modules), output_permutation
-        """The model's modules whose outputs are stacked here, and the order they were then brought into."""
+        # What the modules' outputs are multiplied by.
         self.output_scale = output_scale
-        """What the modules' outputs are multiplied by."""
         if isinstance(weight, Tensor):
             shape = weight.shape
         assert shape is not None, "a weight made on demand says what shape it will have"
@@ -90,18 +90,18 @@ class RopeTable:
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+    # The longest sequence for which they hold, where the model rotates longer ones otherwise; 0: any.
     max_valid_length: int = 0
-    """The longest sequence for which they hold, where the model rotates longer ones otherwise; 0: any."""
 
 
 @dataclass(frozen=True)
 class RelativePositionBias:
     """A learned bias for each head and bucket of relative positions (Raffel et al. 2020, section 2.1)."""
 
+    # (buckets, heads)
     weight: Tensor
-    """(buckets, heads)"""
+    # Turns j - i, for a key j and a query i, into numbers of buckets.
     to_bucket: Callable[[Tensor], Tensor]
-    """Turns j - i, for a key j and a query i, into numbers of buckets."""
 
     def build_table(self, max_distance: int) -> Tensor:
         """Return fp32 (heads, 2 * max_distance + 16): the bias of key j for query i at ``max_distance + j - i``."""
@@ -124,8 +124,8 @@ class AttentionSpec:
     k_norm: NormSpec | None = None
     sliding_window: int = 0
     softcap: float = 0.0
+    # ALiBi's (heads,) slopes (Press et al. 2022).
     alibi_slopes: Tensor | None = None
-    """ALiBi's (heads,) slopes (Press et al. 2022)."""
     relative_bias: RelativePositionBias | None = None
 
 
@@ -138,8 +138,8 @@ class CrossAttentionSpec:
 
     norm: NormSpec | None
     q: LinearSpec
+    # kv_heads * dim keys, then as many values.
     kv: LinearSpec
-    """kv_heads * dim keys, then as many values."""
     out: LinearSpec
     scale: float
     residual_norm: NormSpec | None = None
@@ -160,20 +160,20 @@ class MoESpec:
     """A mixture: the router's softmax picks ``top_k`` of the stacked experts for each token."""
 
     router: Tensor
+    # (experts, 2 * inner, width): gate and value.
     up: Tensor
-    """(experts, 2 * inner, width): gate and value."""
+    # (experts, width, inner).
     down: Tensor
-    """(experts, width, inner)."""
     top_k: int
     norm_topk_prob: bool
     activation: str
     shared_expert: MLPSpec | None = None
+    # (1, width): its sigmoid scales the shared expert.
     shared_expert_gate: Tensor | None = None
-    """(1, width): its sigmoid scales the shared expert."""
+    # Which of the router's experts ``up`` and ``down`` begin with, where they are a shard of all.
     first_expert: int = 0
-    """Which of the router's experts ``up`` and ``down`` begin with, where they are a shard of all."""
+    # Each expert's two products, where a runner has packed them; ``up`` and ``down`` are empty then.
     packed_experts: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] | None = None
-    """Each expert's two products, where a runner has packed them; ``up`` and ``down`` are empty then."""
 
     @property
     def num_experts(self) -> int:
@@ -214,11 +214,11 @@ class EncoderSpec:
     final_norm: NormSpec | None = None
     embed_scale: float = 1.0
     embed_norm: NormSpec | None = None
+    # (length, width) learned positions, offset applied; token types of the only kind added.
     position_embeddings: Tensor | None = None
-    """(length, width) learned positions, offset applied; token types of the only kind added."""
+    # A token that takes no position: wherever it stands it has the table's first row, and others count from
+    # the second.  -1: there is none.
     pad_token_id: int = -1
-    """A token that takes no position: wherever it stands it has the table's first row, and others count from
-    the second.  -1: there is none."""
 
     def position_ids(self, tokens: Tensor) -> Tensor:
         """Return which rows of ``position_embeddings`` the tokens of a sequence have."""
@@ -241,8 +241,8 @@ class DecoderSpec:
     lm_head: LinearSpec
     embed_scale: float = 1.0
     embed_norm: NormSpec | None = None
+    # (length, width) learned positions, offset applied.
     position_embeddings: Tensor | None = None
-    """(length, width) learned positions, offset applied."""
     logit_softcap: float = 0.0
     encoder: EncoderSpec | None = None
     notes: dict[str, Any] = field(default_factory=dict)

@@ -61,11 +61,11 @@ class OffloadUnit:
     module: nn.Module
     params: list[ParamLocation]
     nbytes: int
+    # Of the file.
     segment: int = 0
-    """Of the file."""
     host_buffer: Tensor | None = None
+    # How many calls of it are under way.
     num_active_calls: int = 0
-    """How many calls of it are under way."""
 
 
 @dataclass

@@ -28,8 +28,8 @@ class StageCommunicator:
         self.world_size = group.num_ranks // num_stages
         self.stage, self.rank = divmod(group.rank, self.world_size)
         self.is_first_stage, self.is_last_stage = self.stage == 0, self.stage == num_stages - 1
+        # The stage's ranks, as the group counts them.
         self.ranks = range(self.stage * self.world_size, (self.stage + 1) * self.world_size)
-        """The stage's ranks, as the group counts them."""
         self.max_num_batched_tokens, self.hidden_size, self.vocab_size = max_num_batched_tokens, hidden_size, vocab_size
 
     # From stage to stage

@@ -74,10 +74,10 @@ class InferenceGroup:
         self.rank, self.num_ranks, self.num_threads = rank, num_ranks, num_threads
         self._connect, self.processes = connect, list(processes)
         self._group: Any = None
+        # The first rank that is known to have ended.
         self.failed_rank: int | None = None
-        """The first rank that is known to have ended."""
+        # Called with the number of a rank that has ended, from any thread.
         self.on_failure: list[Callable[[int], None]] = []
-        """Called with the number of a rank that has ended, from any thread."""
         self._closed = threading.Event()
 
     @property

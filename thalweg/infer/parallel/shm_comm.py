@@ -50,8 +50,8 @@ class ShmCommunicator(StageCommunicator):
         self._memory = self._map_memory(logits_start + _align_to_page(4 * tokens * vocab))
         self._failed_word = np.frombuffer(self._memory, np.int64, 1)  # a rank that has ended, and 1
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        # The arguments of the kernel ``barrier``.
         self.barrier_args = [address + CACHE_LINE_BYTES, self.rank, world_size, address]
-        """The arguments of the kernel ``barrier``."""
         self._reduce_buffers = []
         for index in range(2):
             start = reduce_start + index * world_size * partial_bytes

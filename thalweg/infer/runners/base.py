@@ -51,33 +51,33 @@ class ModelInput:
     tokens: list[int]
     spans: list[QuerySpan]
     logit_indices: Sequence[int]
+    # The KV blocks of each span's sequence, in order of their positions.
     block_tables: list[list[int]] = field(default_factory=list)
-    """The KV blocks of each span's sequence, in order of their positions."""
+    # The same for its encoder prompt.
     encoder_block_tables: list[list[int]] = field(default_factory=list)
-    """The same for its encoder prompt."""
+    # The lengths of the encoder prompts.
     encoder_seq_lens: list[int] = field(default_factory=list)
-    """The lengths of the encoder prompts."""
+    # Which adapter each span's sequence has, -1 for none.
     lora_ids: list[int] = field(default_factory=list)
-    """Which adapter each span's sequence has, -1 for none."""
 
 
 @dataclass(frozen=True)
 class RunnerRequest:
     """A model for which a runner is built, with all that has been decided about it."""
 
+    # The live Hugging Face model; None where its description is enough.
     model: Any
-    """The live Hugging Face model; None where its description is enough."""
+    # Its description, or the shard of it that ``comm`` is about; None where none gives the model's own logits.
     spec: DecoderSpec | EncoderSpec | None
-    """Its description, or the shard of it that ``comm`` is about; None where none gives the model's own logits."""
     config: EngineConfig
     max_model_len: int
     num_slots: int = 0
     num_blocks: int = 0
     lora: LoraManager | None = None
+    # Where the packed weights are, unless in memory.
     weights: WeightStore | None = None
-    """Where the packed weights are, unless in memory."""
+    # The ranks with which this one sums its partial results.
     comm: StageCommunicator | None = None
-    """The ranks with which this one sums its partial results."""
 
     @property
     def weight_format(self) -> str:
@@ -126,8 +126,8 @@ class BaseRunner:
 class EncoderRunner(BaseRunner):
     """An encoder."""
 
+    # Of one run.
     max_num_batched_tokens: int
-    """Of one run."""
 
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states, fp32 (tokens, width), sequence by sequence; valid until the next run."""
@@ -137,11 +137,11 @@ class EncoderRunner(BaseRunner):
 class ModelRunner(BaseRunner):
     """A model that generates, with its KV cache."""
 
+    # Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks.
     num_blocks: int
-    """Blocks of the cache; 0 where each slot has a cache of its own kind, without blocks."""
     block_size: int
+    # Sequences that may have a slot at the same time.
     num_slots: int
-    """Sequences that may have a slot at the same time."""
 
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
         """Compute encoder prompts and store the keys and values of cross attention in their blocks."""

@@ -24,9 +24,9 @@ from thalweg.infer.runners.cpu_program import KVRegion, ProgramBuilder, cpu_unsu
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore
 from thalweg.ops import cpu_kernels
 
+# For each layer of a decoder: its cross attention, the self-attention of the same shape, and the cache
+# region of keys and values with its stripe.
 CrossTargets = Sequence[tuple[CrossAttentionSpec | None, AttentionSpec, KVRegion]]
-"""For each layer of a decoder: its cross attention, the self-attention of the same shape, and the cache
-region of keys and values with its stripe."""
 
 
 class CpuEncoder(EncoderRunner):

@@ -24,8 +24,8 @@ from thalweg.infer.runners.packed_weights import WeightStore
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import EvictableMemory
 
+# A layer's keys and values, and the bytes from one stripe of blocks to the next.
 KVRegion = tuple[Tensor, Tensor, int]
-"""A layer's keys and values, and the bytes from one stripe of blocks to the next."""
 OPERAND_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
 

@@ -30,8 +30,8 @@ class PackedWeight:
     weight_address: int
     scale_address: int
     nbytes: int
+    # Whether a segment begins here.
     starts_segment: bool = False
-    """Whether a segment begins here."""
 
 
 class WeightStore:

@@ -21,18 +21,18 @@ from thalweg.ops.cpu_kernels.kernel_builder import F32, I64, VOID, KernelBuilder
 from thalweg.ops.cpu_kernels.kv_layout import BLOCK_SIZE, BLOCKS_PER_STRIPE, AttentionShape, make_kv_layout
 from thalweg.ops.cpu_kernels.pointwise import exp, normalize_row
 
+# ``tables``: address of int32 block tables, ``table_offsets``: of each token's table as an offset in bytes;
+# ``stripe``: bytes from a stripe of blocks to the next.
 ROPE_ARGS = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "cos", "sin", "q_norm", "k_norm",
     "eps", "table_of", "stripe",
 )  # fmt: skip
-"""``tables``: address of int32 block tables, ``table_offsets``: of each token's table as an offset in bytes;
-``stripe``: bytes from a stripe of blocks to the next."""
+# ``positions``: where each token is, ``last_visible``: the last position it sees.  ``slopes``: ALiBi's, or a table
+# of relative biases, (heads, 2 * reach + 16) floats with that of key j before query i at reach + j - i.
 ATTENTION_ARGS = (
     "qkv", "qkv_stride", "rows", "positions", "tables", "keys", "values", "out", "scratch", "scratch_stride",
     "slopes", "table_of", "stripe", "lasts",
 )  # fmt: skip
-"""``positions``: where each token is, ``last_visible``: the last position it sees.  ``slopes``: ALiBi's, or a table
-of relative biases, (heads, 2 * reach + 16) floats with that of key j before query i at reach + j - i."""
 
 
 def _load_args(code: KernelBuilder, names: tuple[str, ...]) -> dict[str, Any]:

@@ -13,14 +13,12 @@ from llvmlite import ir
 from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I32, I64, VOID, KernelBuilder, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE, WEIGHT_FORMATS, WeightFormat
 
+# Addresses, counts and strides in bytes; ``rows`` is the address of an int64, ``residual`` may be 0.
+# ``sums``: for int8 the int32 sum of each row, for int4 the fp32 sums of each row's groups of 32.
 GEMM_ARGS = (
     "a", "weight", "out", "rows", "k", "panels", "a_stride", "out_stride", "bias", "residual", "a_scale",
     "column_scale", "sums", "sums_stride",
 )  # fmt: skip
-"""Addresses, counts and strides in bytes; ``rows`` is the address of an int64, ``residual`` may be 0.
-
-``sums``: for int8 the int32 sum of each row, for int4 the fp32 sums of each row's groups of 32.
-"""
 _CHUNK_BYTES = 448 * 1024  # bytes of rows that meet all panels before the next ones do: they stay in the cache
 
 

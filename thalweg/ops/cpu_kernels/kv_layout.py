@@ -40,21 +40,21 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     scale: float
+    # What keys and values are kept as: a name of :data:`KV_DTYPE_BYTES`.
     kv_dtype: str = "fp32"
-    """What keys and values are kept as: a name of :data:`KV_DTYPE_BYTES`."""
+    # Whether a bf16 cache lies in pairs, for processors that multiply them (``vdpbf16ps``).
     bf16_pairs: bool = False
-    """Whether a bf16 cache lies in pairs, for processors that multiply them (``vdpbf16ps``)."""
+    # Leading dims of a head that are rotated; 0 for none.
     rotary_dim: int = 0
-    """Leading dims of a head that are rotated; 0 for none."""
+    # Pairs are (2i, 2i+1) instead of (i, i + rotary/2).
     rotary_interleaved: bool = False
-    """Pairs are (2i, 2i+1) instead of (i, i + rotary/2)."""
     qk_norm: bool = False
+    # Positions that a token sees, itself included; 0 for all.
     sliding_window: int = 0
-    """Positions that a token sees, itself included; 0 for all."""
     softcap: float = 0.0
     alibi: bool = False
+    # Positions that a table of relative biases covers to either side; 0 for no such table.
     bias_span: int = 0
-    """Positions that a table of relative biases covers to either side; 0 for no such table."""
 
     @property
     def is_int8(self) -> bool:

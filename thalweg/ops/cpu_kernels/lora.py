@@ -14,10 +14,10 @@ from typing import Any
 from thalweg.ops.cpu_kernels.kernel_builder import F32, I64, KernelBuilder, vec
 
 WORDS_PER_ADAPTER = 3
+# ``y``: fp32 rows of ``k`` columns, a multiple of 16; ``low``: A y, with room for ``rank``, the largest.
 LORA_SHRINK_ARGS = ("y", "y_stride", "rows", "k", "adapter_of", "table", "low", "low_stride", "rank")
-"""``y``: fp32 rows of ``k`` columns, a multiple of 16; ``low``: A y, with room for ``rank``, the largest."""
+# ``columns``: a multiple of 16.
 LORA_EXPAND_ARGS = ("out", "out_stride", "rows", "columns", "adapter_of", "table", "low", "low_stride")
-"""``columns``: a multiple of 16."""
 
 
 @contextmanager

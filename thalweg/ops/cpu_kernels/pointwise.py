@@ -15,19 +15,19 @@ from llvmlite import ir
 from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I8, I32, I64, VOID, KernelBuilder, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE
 
+# Where a prepared row goes: fp32 values ``y``, the operand, its scale and sums.  Strides in bytes.
 OUTPUT_ARGS = ("y", "y_stride", "ready", "ready_stride", "scale", "sums", "sums_stride", "total")
-"""Where a prepared row goes: fp32 values ``y``, the operand, its scale and sums.  Strides in bytes."""
 
+# ``eps`` is the address of an fp32.
 NORM_ARGS = ("x", "x_stride", "weight", "bias", "eps", "rows", "width", *OUTPUT_ARGS)
-"""``eps`` is the address of an fp32."""
+# Gated kernels read ``width`` gates and, right after them, ``width`` values from each row of x.
 ACTIVATION_ARGS = ("x", "x_stride", "rows", "width", *OUTPUT_ARGS)
-"""Gated kernels read ``width`` gates and, right after them, ``width`` values from each row of x."""
 
 
+# ``index``: int64 numbers of the rows to copy; ``bytes`` of each: 8, or a multiple of 64.
 GATHER_ROWS_ARGS = ("x", "x_stride", "y", "y_stride", "rows", "index", "bytes")
-"""``index``: int64 numbers of the rows to copy; ``bytes`` of each: 8, or a multiple of 64."""
+# ``value``: fp32 and ``place``: int32, one for each row.
 ARGMAX_ARGS = ("x", "x_stride", "rows", "width", "value", "place")
-"""``value``: fp32 and ``place``: int32, one for each row."""
 
 
 def emit_quantize_row(module: Any, kind: str) -> Any:

@@ -20,8 +20,8 @@ from torch import Tensor
 from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, KERNEL, PTR, VOID, JitModule, KernelBuilder
 
 WORDS_PER_INSTRUCTION = 20
+# Threads that run a program at most: kernels with scratch memory of their own have a row for each thread.
 MAX_THREADS = 256
-"""Threads that run a program at most: kernels with scratch memory of their own have a row for each thread."""
 _SPINS = 4000  # a few microseconds; then the core is offered to whoever else needs it
 
 

@@ -14,10 +14,10 @@ from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, VOID, KernelBuilder
 CACHE_LINE_BYTES = 128  # bytes from one counter to the next
 _SPINS = 2000
 
+# ``counters``: address of the first rank's; ``aborted``: address of the word that ends all waiting.
 BARRIER_ARGS = ("counters", "rank", "size", "aborted")
-"""``counters``: address of the first rank's; ``aborted``: address of the word that ends all waiting."""
+# ``inputs``: address of the first rank's rows; each next rank's begin ``rank_stride`` bytes later.
 REDUCE_SUM_ARGS = ("out", "out_stride", "inputs", "input_stride", "rank_stride", "size", "rows", "width")
-"""``inputs``: address of the first rank's rows; each next rank's begin ``rank_stride`` bytes later."""
 
 
 def emit_barrier(module: Any) -> str:

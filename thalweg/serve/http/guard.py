@@ -34,17 +34,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from thalweg.serve import errors
 
+# From a connection's first moment, or a request's first byte, to the end of its headers.
 HEADER_SECONDS = 10.0
-"""From a connection's first moment, or a request's first byte, to the end of its headers."""
+# For which a client may leave 64 KiB of answer unread.
 WRITE_SECONDS = 30.0
-"""For which a client may leave 64 KiB of answer unread."""
 HEADER_BYTES = 32 * 1024
+# For what is left of a body that nobody wanted, after its answer.
 UNREAD_BODY_SECONDS = 1.0
-"""For what is left of a body that nobody wanted, after its answer."""
 MAX_CONNECTIONS = 1024
 _REASON_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Headers Too Large"}
+# Answered without a key: the page, which asks for one, and what a load balancer polls.
 PUBLIC_PATHS = frozenset({"/", "/health"})
-"""Answered without a key: the page, which asks for one, and what a load balancer polls."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 

@@ -31,19 +31,19 @@ from thalweg.serve.openai.tools import filter_allowed_tools, tool_choice_schema
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
+# Fields of OpenAI's that are accepted and change nothing.
 IGNORED_FIELDS = frozenset({
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
     "reasoning_effort", "verbosity", "modalities", "prediction", "prompt_cache_options", "prompt_cache_retention",
 })  # fmt: skip
-"""Fields of OpenAI's that are accepted and change nothing."""
+# Fields of OpenAI's that would change something: taken as null alone, which some clients send for all.
 _NULL_ONLY_FIELDS = frozenset(["audio", "function_call", "functions", "moderation", "web_search_options"])
-"""Fields of OpenAI's that would change something: taken as null alone, which some clients send for all."""
 
 _MAX_REPORTED_ERRORS = 3  # problems that a message names
 _MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS, _MAX_INPUTS = 128, 16, 256, 256, 2048
 _INLINE_CHARS = 2048  # characters that are encoded on the spot
+# Where an answer ends that was asked for by the plain template.
 FALLBACK_STOP = "\nUser:"
-"""Where an answer ends that was asked for by the plain template."""
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt = str | list[TokenId]
@@ -151,8 +151,8 @@ class FunctionCall(_StrictModel):
 
     name: str
     arguments: str
+    # OpenAI's client adds it for itself; changes nothing.
     parsed_arguments: Any = None
-    """OpenAI's client adds it for itself; changes nothing."""
 
 
 class ToolCall(_StrictModel):
@@ -161,8 +161,8 @@ class ToolCall(_StrictModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    # From the pieces of a stream; changes nothing.
     index: int | None = None
-    """From the pieces of a stream; changes nothing."""
 
 
 class ChatMessage(_StrictModel):
@@ -178,8 +178,8 @@ class ChatMessage(_StrictModel):
     annotations: list[Any] | None = None
     parsed: Any = None
     audio: None = None
+    # The last four stand in an answer that a client sends back as it came; they change nothing.
     function_call: None = None
-    """The last four stand in an answer that a client sends back as it came; they change nothing."""
 
     @property
     def text(self) -> str:
@@ -231,8 +231,8 @@ class MiiRequest(_StrictModel):
     temperature: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    # Of one prompt: server-sent events, each with a piece of the text.
     stream: bool = False
-    """Of one prompt: server-sent events, each with a piece of the text."""
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

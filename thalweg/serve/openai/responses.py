@@ -35,8 +35,8 @@ from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
 T = TypeVar("T")
+# What stands for minus infinity, which JSON cannot say; OpenAI's choice.
 MIN_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON cannot say; OpenAI's choice."""
 
 
 @dataclass
@@ -46,11 +46,11 @@ class AppState:
     pool: ReplicaPool
     tokenizer: api.ChatTokenizer
     model_info: ModelMetadata
+    # The name under which clients ask for the model.
     model_name: str
-    """The name under which clients ask for the model."""
     created: int
+    # Other names for it; not listed.
     aliases: tuple[str, ...] = ()
-    """Other names for it; not listed."""
 
     @property
     def model_names(self) -> list[str]:

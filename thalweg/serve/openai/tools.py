@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 _OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
 _PREFIXES = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
+# With which a call in JSON may begin.
 _CALL_KEYS = ("name", "type", "function", "arguments", "parameters", "id")
-"""With which a call in JSON may begin."""
 _PARTIAL_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*([\s\S]*)')
 
 
@@ -82,8 +82,8 @@ class ToolParser:
 
     def __init__(self, forced: bool = False, names: Iterable[str] = ()) -> None:
         self.num_calls = 0
+        # Whether the answer ended amid its only call; its arguments are what there is of them.
         self.truncated = False
-        """Whether the answer ended amid its only call; its arguments are what there is of them."""
         self._buffer, self._forced, self._names = "", forced, frozenset(names)
         self._maybe_untagged = bool(self._names)  # all of it so far may be calls without tags
 

@@ -48,8 +48,8 @@ class ReplicaHandle(Protocol):
     """A replica's life as the server sees it."""
 
     name: str
+    # The server's end of the connection.
     sock: socket.socket
-    """The server's end of the connection."""
 
     def exit_code(self) -> int | None:
         """Return the exit code (minus n for signal n), or None while it lives."""

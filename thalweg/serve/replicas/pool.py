@@ -42,14 +42,15 @@ _HEALTHY_AFTER = 60.0  # a replica that lived so long starts that list from its 
 _MAX_CRASHES = 3  # deaths in a row after which a request does not wait for the next life
 _MAX_SILENCE = 10.0  # seconds without a heartbeat after which a replica counts as stuck
 _YIELD_EVERY = 16  # outputs of one request that are passed on in one turn of the event loop
+# Prompts of one request that an engine embeds at a time; more need no more room in the queue.
 MAX_EMBED_PROMPTS = 64
-"""Prompts of one request that an engine embeds at a time; more need no more room in the queue."""
 _MAX_EMBED_TOKENS = 4096
 _READY_TIMEOUT = 30.0  # seconds that a retry waits for a replica to be ready
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
 _E2E_LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# What is shown of each replica's EngineStats.
 _ENGINE_METRICS = (
     (GaugeMetricFamily, "running", "Sequences that take part in steps", "running"),
     (GaugeMetricFamily, "waiting", "Sequences queued in the engine", "waiting"),
@@ -61,10 +62,9 @@ _ENGINE_METRICS = (
     (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens from the prefix cache", "cached_tokens"),
     (CounterMetricFamily, "preemptions", "Sequences preempted", "preemptions"),
 )
-"""What is shown of each replica's EngineStats."""
 
+# Takes what comes for a request: a RequestOutput, a list of embeddings, or the ApiError that ended it.
 EventCallback = Callable[[Any], None]
-"""Takes what comes for a request: a RequestOutput, a list of embeddings, or the ApiError that ended it."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class PoolLimits:
 
     max_outstanding: int = 192
     stall_seconds: float = 60.0
+    # Time that a replica may take to be ready: to load its model.
     start_seconds: float = 1800.0
-    """Time that a replica may take to be ready: to load its model."""
+    # Time that a request may take from its admission; None: any.
     request_seconds: float | None = None
-    """Time that a request may take from its admission; None: any."""
 
 
 class ServerMetrics:
@@ -461,8 +461,8 @@ class Replica:
         self.stats = EngineStats()
         self.reason = ""
         self.died = asyncio.Event()
+        # Sequences that were handed over and have not ended.
         self.num_outstanding = 0
-        """Sequences that were handed over and have not ended."""
         self._start_replica, self._start_seconds = start_replica, start_seconds
         self._handle: ReplicaHandle | None = None
         self._callbacks: dict[str, tuple[EventCallback, int]] = {}  # by request, with its sequences that run

@@ -75,10 +75,10 @@ class RemoteReplica:
         self.index, self.url = index, url
         self.state = "starting"
         self.reason = ""
+        # Whether the reason is one that somebody must mend: another model, another key.
         self.refused = False
-        """Whether the reason is one that somebody must mend: another model, another key."""
+        # Names and length of what it serves, once it has said so.
         self.model: dict[str, Any] | None = None
-        """Names and length of what it serves, once it has said so."""
         self.num_outstanding = 0
         self._parts, self._ssl = _parse_url(url)
         self._key = key
