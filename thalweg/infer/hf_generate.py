@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import secrets
 from typing import Any
@@ -129,29 +130,24 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
     max_new_tokens = _max_new_tokens(module, config, prompt_length)
     stop_ids = tuple(token for token in eos_ids if 0 <= token < engine.metadata.vocab_size)
     outputs: dict[tuple[str, int], list[int]] = {}
-    saved = engine.tokenizer
-    engine.tokenizer = other_kwargs.get("tokenizer") or saved
     # Drawn from torch's generator, so that torch.manual_seed makes the samples repeatable.
     seed = int(torch.randint(2**31, ()).item()) if config.do_sample else 0
-    tag = secrets.token_hex(4)
-    ordered_ids = []
+    tag, requests = secrets.token_hex(4), []
+    for row in range(len(tokens)):
+        prompt = tokens[row] if mask is None else tokens[row][mask[row].bool()]
+        params = _sampling_params(config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row)
+        requests.append(Request(f"{tag}-{row}", prompt.tolist(), params))
+    saved = engine.tokenizer
+    engine.tokenizer = other_kwargs.get("tokenizer") or saved
     try:
-        for row in range(len(tokens)):
-            prompt = tokens[row] if mask is None else tokens[row][mask[row].bool()]
-            params = _sampling_params(config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row)
-            ordered_ids.append(f"{tag}-{row}")
-            engine.add(Request(ordered_ids[-1], prompt.tolist(), params))
-        for output in engine.run_requests(ordered_ids):
-            if output.error:
-                raise RuntimeError(f"generation failed: {output.error}")
-            outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
-    except BaseException:
-        for name in ordered_ids:
-            engine.abort(name)
-        raise
+        with contextlib.closing(engine.run_requests(requests)) as generated:
+            for output in generated:
+                if output.error:
+                    raise RuntimeError(f"generation failed: {output.error}")
+                outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
     finally:
         engine.tokenizer = saved
-    order = [outputs.get((name, index), []) for name in ordered_ids for index in range(num_samples)]
+    order = [outputs.get((x.request_id, index), []) for x in requests for index in range(num_samples)]
     pad = config.pad_token_id if config.pad_token_id is not None else (eos_ids[0] if eos_ids else 0)
     longest = max(len(new) for new in order)
     result = tokens.new_full((len(order), prompt_length + longest), pad)

@@ -17,7 +17,6 @@ from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
 from thalweg.serve.openai import requests as api
 from thalweg.serve.openai import responses
 from thalweg.serve.openai.responses import AppState, SequenceResult
-from thalweg.serve.replicas.pool import ReplicaPool
 from thalweg.serve.replicas.router import ReplicaRouter
 
 _CONTENT_SECURITY_POLICY = (
@@ -96,7 +95,7 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
         return await responses.create_embedding(app_state, request, http_request)
 
 
-def _new_app(pool: ReplicaPool | ReplicaRouter) -> FastAPI:
+def _new_app(pool: Any) -> FastAPI:
     """An application with what every server has: forms of errors, health, metrics, the page."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     page = importlib.resources.files("thalweg.serve").joinpath("page.html").read_text(encoding="utf-8")

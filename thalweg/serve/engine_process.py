@@ -8,7 +8,7 @@ step: it is the one that still speaks when a step hangs, so the server can tell 
 A request that needs preparing (a large grammar takes seconds) goes through a thread for that first, while the
 engine works for the others.
 
-Messages are JSON objects in frames of a length and that many bytes.  Server to replica: ``add`` (a request), ``abort``,
+Messages are JSON objects, one a line.  Server to replica: ``add`` (a request), ``abort``,
 ``embed``.  Replica to server: ``ready`` (with the model's metadata), ``out`` (the outputs of one step), ``refused`` (a
 request that can never run), ``embedded``, ``beat`` (progress and gauges), ``fatal`` (why the engine died).  Fields that
 hold their default are left out; numbers may be infinite, as Python's JSON writes them.
@@ -22,7 +22,6 @@ import json
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 import traceback
@@ -38,8 +37,7 @@ from thalweg.infer.types import EngineCore, EngineStats, ModelMetadata, Request,
 HEARTBEAT_SECONDS = 0.2  # seconds between heartbeats
 Message = dict[str, Any]
 
-_LENGTH_PREFIX = struct.Struct("!I")
-_MAX_FRAME_BYTES = 256 * 2**20  # bytes; embeddings of a full batch stay far below it
+MAX_LINE_BYTES = 256 * 2**20  # bytes of a message; embeddings of a full batch stay far below it
 
 
 class EngineLoop:
@@ -171,18 +169,12 @@ class EngineLoop:
         self._last_progress = time.monotonic()
 
     def _heartbeat_message(self) -> Message:
-        stalled_seconds = (
-            time.monotonic() - self._last_progress if self._busy and self._last_progress is not None else 0.0
-        )
-        return {
-            "type": "beat",
-            "loading": self._last_progress is None,
-            "stuck": stalled_seconds,
-            "stats": asdict(self._stats),
-        }
+        since = self._last_progress if self._busy else None
+        stalled_seconds = 0.0 if since is None else time.monotonic() - since
+        return {"type": "beat", "stuck": stalled_seconds, "stats": asdict(self._stats)}
 
     def _send(self, message: Message) -> None:
-        data = encode_frame(message)
+        data = encode_message(message)
         with self._send_lock, contextlib.suppress(OSError):  # the reader learns that the server is gone
             self._sock.sendall(data)
 
@@ -206,37 +198,25 @@ class _StopRequested(Exception):
     """The server is gone."""
 
 
-def encode_frame(message: Message) -> bytes:
-    """Return a message as a frame."""
-    body = json.dumps(message, separators=(",", ":")).encode()
-    assert len(body) <= _MAX_FRAME_BYTES
-    return _LENGTH_PREFIX.pack(len(body)) + body
+def encode_message(message: Message) -> bytes:
+    """Return a message as a line."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def read_messages(sock: socket.socket) -> Iterator[Message]:
-    """Yield messages from a blocking socket until the other side is gone."""
+    """Yield messages from a blocking socket until the other side is gone; ValueError for what is none."""
     with sock.makefile("rb") as file:
-        while len(head := file.read(_LENGTH_PREFIX.size)) == _LENGTH_PREFIX.size:
-            size = _check_frame_size(_LENGTH_PREFIX.unpack(head)[0])
-            body = file.read(size)
-            if len(body) < size:
-                return
-            yield json.loads(body)
+        while line := file.readline(MAX_LINE_BYTES):
+            yield json.loads(line)
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message | None:
-    """Return the next message, or None when the other side is gone."""
+    """Return the next message, or None when the other side is gone; ValueError for what is none."""
     try:
-        head = await reader.readexactly(_LENGTH_PREFIX.size)
-        return json.loads(await reader.readexactly(_check_frame_size(_LENGTH_PREFIX.unpack(head)[0])))
-    except (asyncio.IncompleteReadError, ConnectionError):
+        line = await reader.readline()
+    except ConnectionError:
         return None
-
-
-def _check_frame_size(size: int) -> int:
-    if size > _MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {size} bytes: the other side speaks something else")
-    return size
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 METADATA, OUTPUTS = TypeAdapter(ModelMetadata), TypeAdapter(list[RequestOutput])

@@ -13,7 +13,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from thalweg.serve.http.guard import BodyLimits, HardenedProtocol, RequestGuard,
 from thalweg.serve.openai.requests import ChatTokenizer
 from thalweg.serve.openai.responses import AppState
 from thalweg.serve.replicas.launcher import ReplicaHandle
-from thalweg.serve.replicas.pool import PoolLimits, ReplicaPool
+from thalweg.serve.replicas.pool import BasePool, PoolLimits, ReplicaPool
 from thalweg.serve.replicas.router import ReplicaRouter
 from thalweg.utils.env import is_loopback
 from thalweg.utils.log import get_logger
@@ -101,27 +101,22 @@ async def serve(
     Setting ``stop_event`` is the first signal.  Raises RuntimeError when a replica does not start, OSError when the
     address cannot be had.
     """
-    max_connections = _raise_fd_limit()
-    with contextlib.closing(_bind(options.host, options.port)) as sock:
-        limits = replace(options.pool_limits, request_seconds=options.request_seconds)
-        pool = ReplicaPool(start_replica, options.num_replicas, limits)
+
+    async def start(pool: ReplicaPool) -> ASGIApp:
         tokenizer_task = asyncio.ensure_future(asyncio.to_thread(load_tokenizer))
         try:
             model_info = await pool.start()
-            app_state = AppState(
-                pool=pool,
-                tokenizer=await tokenizer_task,
-                model_info=model_info,
-                model_name=options.model,
-                created=int(time.time()),
-                aliases=options.aliases,
-            )
-            app = build_app(app_state, options.deployment_name)
-            await _serve_app(app, pool, options, sock, max_connections, on_ready, stop_event)
+            tokenizer, created = await tokenizer_task, int(time.time())
         finally:
             tokenizer_task.cancel()
             await asyncio.gather(tokenizer_task, return_exceptions=True)
-            await pool.close()
+        app_state = AppState(pool, tokenizer, model_info, options.model, created, options.aliases)
+        return build_app(app_state, options.deployment_name)
+
+    def make_pool(limits: PoolLimits) -> ReplicaPool:
+        return ReplicaPool(start_replica, options.num_replicas, limits)
+
+    await _run_server(options, make_pool, start, on_ready, stop_event)
 
 
 async def serve_router(
@@ -132,31 +127,40 @@ async def serve_router(
     stop_event: asyncio.Event | None = None,
 ) -> None:
     """Forward requests to other servers until a signal; RuntimeError where one has another model or key."""
-    max_connections = _raise_fd_limit()
-    limits = replace(options.pool_limits, request_seconds=options.request_seconds)
-    with contextlib.closing(_bind(options.host, options.port)) as sock:
-        router = ReplicaRouter(replica_urls, replica_key, options.model, limits)
-        try:
-            await router.start()
-            await _serve_app(build_router_app(router), router, options, sock, max_connections, on_ready, stop_event)
-        finally:
-            await router.close()
+
+    async def start(router: ReplicaRouter) -> ASGIApp:
+        await router.start()
+        return build_router_app(router)
+
+    def make_pool(limits: PoolLimits) -> ReplicaRouter:
+        return ReplicaRouter(replica_urls, replica_key, options.model, limits)
+
+    await _run_server(options, make_pool, start, on_ready, stop_event)
 
 
-async def _serve_app(
-    app: ASGIApp,
-    pool: ReplicaPool | ReplicaRouter,
+async def _run_server(
     options: ServeOptions,
-    sock: socket.socket,
-    max_connections: int,
+    make_pool: Callable[[PoolLimits], Any],
+    start: Callable[[Any], Awaitable[ASGIApp]],
     on_ready: Callable[[str], None],
     stop_event: asyncio.Event | None,
 ) -> None:
-    """Listen, until the server has drained."""
-    guard = RequestGuard(app, options.api_keys, options.body_limits, pool.metrics.count_response)
-    server = _DrainingServer(_uvicorn_config(options, guard, max_connections), pool, options.drain_seconds)
-    url = _url(options, sock.getsockname()[1])
-    await server.serve_until(stop_event, sock, lambda: on_ready(url))
+    """Bind the address, start what stands behind the server, and listen until it has drained."""
+    max_connections = _raise_fd_limit()
+    with contextlib.closing(_bind(options.host, options.port)) as sock:
+        pool = make_pool(replace(options.pool_limits, request_seconds=options.request_seconds))
+        try:
+            app = RequestGuard(await start(pool), options.api_keys, options.body_limits, pool.metrics.count_response)
+            url = _url(options, sock.getsockname()[1])
+            config = _uvicorn_config(options, app, max_connections)
+            server = _DrainingServer(config, pool, options.drain_seconds, lambda: on_ready(url))
+            stop_task = asyncio.create_task(server.wait_for_stop(stop_event or asyncio.Event()))
+            try:
+                await server.serve(sockets=[sock])
+            finally:
+                stop_task.cancel()
+        finally:
+            await pool.close()
 
 
 def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -> uvicorn.Config:
@@ -183,22 +187,12 @@ def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -
 class _DrainingServer(uvicorn.Server):
     """uvicorn with our way of ending."""
 
-    def __init__(self, config: uvicorn.Config, pool: ReplicaPool | ReplicaRouter, drain_seconds: float) -> None:
-        super().__init__(config)
-        self._pool, self._drain_seconds = pool, drain_seconds
-        self._loop = asyncio.get_running_loop()
-        self._on_ready: Callable[[], None] = lambda: None
-
-    async def serve_until(
-        self, stop_event: asyncio.Event | None, sock: socket.socket, on_ready: Callable[[], None]
+    def __init__(
+        self, config: uvicorn.Config, pool: BasePool, drain_seconds: float, on_ready: Callable[[], None]
     ) -> None:
-        self._on_ready = on_ready
-        stop_task = asyncio.create_task(self._wait_for_stop(stop_event)) if stop_event is not None else None
-        try:
-            await self.serve(sockets=[sock])
-        finally:
-            if stop_task is not None:
-                stop_task.cancel()
+        super().__init__(config)
+        self._pool, self._drain_seconds, self._on_ready = pool, drain_seconds, on_ready
+        self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -207,23 +201,20 @@ class _DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self._begin_shutdown)
 
-    async def _wait_for_stop(self, stop_event: asyncio.Event) -> None:
+    async def wait_for_stop(self, stop_event: asyncio.Event) -> None:
         await stop_event.wait()
         self._begin_shutdown()
 
     def _begin_shutdown(self) -> None:
         if self._pool.draining:  # the second signal
-            self._abort_streams()
+            self._pool.abort_all()
             self._loop.call_later(0.5, self._force_close)
             return
         _LOG.info("finishing what runs: %d outstanding (at most %g s)", self._pool.num_outstanding, self._drain_seconds)
         self._pool.draining = True
         self.should_exit = True
-        self._loop.call_later(self._drain_seconds, self._abort_streams)
+        self._loop.call_later(self._drain_seconds, self._pool.abort_all)
         self._loop.call_later(self._drain_seconds + 2.0, self._force_close)
-
-    def _abort_streams(self) -> None:
-        self._pool.abort_all()
 
     def _force_close(self) -> None:
         self.force_exit = True

@@ -81,17 +81,24 @@ class LLMEngine:
         kept, self._kept_outputs = self._kept_outputs, []
         return kept + self._run_step()
 
-    def run_requests(self, request_ids: Iterable[str]) -> Iterator[RequestOutput]:
-        """Run steps until these requests have ended, and yield their outputs.
+    def run_requests(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Queue requests, run steps until they have ended, and yield their outputs; closing it drops what still runs.
 
         Outputs of other requests are kept for the next :meth:`step`.
         """
-        wanted = set(request_ids)
-        while wanted & self._requests.keys():
-            own: list[RequestOutput] = []
-            for output in self._run_step():
-                (own if output.request_id in wanted else self._kept_outputs).append(output)
-            yield from own
+        own_ids: set[str] = set()
+        try:
+            for request in requests:
+                self.add(request)
+                own_ids.add(request.request_id)
+            while own_ids & self._requests.keys():
+                own: list[RequestOutput] = []
+                for output in self._run_step():
+                    (own if output.request_id in own_ids else self._kept_outputs).append(output)
+                yield from own
+        finally:
+            for request_id in own_ids:
+                self.abort(request_id)  # what has ended is unknown by now
 
     def _run_step(self) -> list[RequestOutput]:
         scheduler_output = self._scheduler.schedule()

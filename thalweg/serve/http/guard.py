@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import http
 import json
 import socket
 import ssl
@@ -42,7 +43,6 @@ HEADER_BYTES = 32 * 1024
 # For what is left of a body that nobody wanted, after its answer.
 UNREAD_BODY_SECONDS = 1.0
 MAX_CONNECTIONS = 1024
-_REASON_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Headers Too Large"}
 # Answered without a key: the page, which asks for one, and what a load balancer polls.
 PUBLIC_PATHS = frozenset({"/", "/health"})
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -180,7 +180,7 @@ class HardenedProtocol(HttpToolsProtocol):
             return
         body = json.dumps(error.body()).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        lines = [f"HTTP/1.1 {error.status} {_REASON_PHRASES[error.status]}"]
+        lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}"]
         lines += [f"{name.lower()}: {value}" for name, value in {**headers, **error.headers}.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()

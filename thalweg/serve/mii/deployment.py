@@ -82,14 +82,8 @@ def serve(
         environ["THALWEG_API_KEY"] = secrets.token_hex(16)
     command += arguments
     with tempfile.TemporaryFile() as stderr_file:  # has no name, so nothing is left of it
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stderr_file,
-            env=environ,
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr_file}
+        process = subprocess.Popen(command, **streams, env=environ, start_new_session=True)
         assert process.stdout is not None
         with process.stdout:
             line = process.stdout.readline()  # ends when the server is ready, or ends
@@ -215,22 +209,15 @@ def _registry_path(name: str) -> Path:
 
 def _signal_process(pid: int, start_time: int | None, number: int) -> bool:
     """Send a signal to the process if it is still the same one; returns whether it is."""
-    if not hasattr(os, "pidfd_open"):
+    with contextlib.suppress(ProcessLookupError), contextlib.ExitStack() as stack:
+        descriptor = None
+        if hasattr(os, "pidfd_open"):  # from here on the pid cannot pass to another one unseen
+            descriptor = os.pidfd_open(pid)
+            stack.callback(os.close, descriptor)
         if is_process_alive(pid, start_time):
-            with contextlib.suppress(ProcessLookupError):
+            if descriptor is not None:
+                signal.pidfd_send_signal(descriptor, number)
+            else:
                 os.kill(pid, number)
-                return True
-        return False
-    try:
-        descriptor = os.pidfd_open(pid)  # from here on the pid cannot pass to another one unseen
-    except ProcessLookupError:
-        return False
-    try:
-        if not is_process_alive(pid, start_time):
-            return False
-        signal.pidfd_send_signal(descriptor, number)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+            return True
+    return False

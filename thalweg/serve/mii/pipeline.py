@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from thalweg.infer.config import EngineConfig
@@ -76,12 +77,17 @@ class Pipeline:
         self._num_calls += 1
         pieces: list[list[str]] = [[] for _ in texts]
         final_outputs: dict[int, RequestOutput] = {}
-        for index, output in self._run(requests):
-            pieces[index].append(output.text)
-            if streaming_fn is not None and output.text:
-                streaming_fn([_make_response(output, output.text, len(requests[index].prompt))])
-            if output.finished:
-                final_outputs[index] = output
+        index_by_id = {request.request_id: i for i, request in enumerate(requests)}
+        with contextlib.closing(self.engine.run_requests(requests)) as outputs:
+            for output in outputs:
+                if output.finish_reason == "error":
+                    raise RuntimeError(f"the engine failed on a prompt: {output.error}")
+                index = index_by_id[output.request_id]
+                pieces[index].append(output.text)
+                if streaming_fn is not None and output.text:
+                    streaming_fn([_make_response(output, output.text, len(requests[index].prompt))])
+                if output.finished:
+                    final_outputs[index] = output
         full = options.get("return_full_text", False)
         return [
             _make_response(final_outputs[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt))
@@ -103,22 +109,6 @@ class Pipeline:
         except ApiError as error:
             raise ValueError(str(error)) from None
         return Request(f"call{self._num_calls}-{index}", prompt, params)
-
-    def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield each output with its prompt's index; outputs of requests that others have in the engine stay theirs."""
-        engine, index_by_id = self.engine, {request.request_id: i for i, request in enumerate(requests)}
-        added: list[str] = []
-        try:
-            for request in requests:
-                engine.add(request)
-                added.append(request.request_id)
-            for output in engine.run_requests(added):
-                if output.finish_reason == "error":
-                    raise RuntimeError(f"the engine failed on a prompt: {output.error}")
-                yield index_by_id[output.request_id], output
-        finally:
-            for request_id in added:
-                engine.abort(request_id)  # what has ended is unknown to it
 
 
 def _make_response(output: RequestOutput, text: str, prompt_length: int) -> Response:

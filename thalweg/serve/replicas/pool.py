@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -37,6 +37,7 @@ from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
+T = TypeVar("T")
 _RESTART_BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before a replica that keeps dying is started again
 _HEALTHY_AFTER = 60.0  # a replica that lived so long starts that list from its beginning
 _MAX_CRASHES = 3  # deaths in a row after which a request does not wait for the next life
@@ -171,14 +172,83 @@ class Metrics(ServerMetrics):
         return record
 
 
-class ReplicaPool:
+class BasePool:
+    """What stands behind a server: ``replicas``, each with a ``state``, and ``limits`` for all of them together."""
+
+    replicas: list[Any]
+
+    def __init__(self, limits: PoolLimits) -> None:
+        self.limits = limits
+        self.draining = False
+        self.num_outstanding = 0
+        self._replica_ready = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
+
+    def ready_replicas(self) -> list[Any]:
+        """The replicas that take requests."""
+        return [replica for replica in self.replicas if replica.state == "ready"]
+
+    @contextlib.contextmanager
+    def admit(self, num_sequences: int = 1) -> Iterator[None]:
+        """Reserve room for so many sequences, or for a request.
+
+        Raises:
+            ShuttingDown: while draining.
+            BadRequest: more sequences than there will ever be room for.
+            Overloaded: no room now.
+            Unavailable: replicas keep dying.
+        """
+        if self.draining:
+            raise errors.ShuttingDown("the server is shutting down: use another one")
+        if num_sequences > self.limits.max_outstanding:
+            raise errors.BadRequest(
+                f"{num_sequences} sequences (prompts times n) in one request; this server takes "
+                f"{self.limits.max_outstanding}: split the request",
+                "n",
+            )
+        if self.num_outstanding + num_sequences > self.limits.max_outstanding:
+            raise errors.Overloaded(self._retry_after(num_sequences))
+        self._check_crash_loop()
+        self.num_outstanding += num_sequences
+        try:
+            yield
+        finally:
+            self.num_outstanding -= num_sequences
+
+    def health(self) -> tuple[bool, str]:
+        """Whether a request that comes now would be served, and why not."""
+        raise NotImplementedError
+
+    def abort_all(self) -> None:
+        """End every request with an error: the time for draining is over."""
+        raise NotImplementedError
+
+    def _retry_after(self, num_sequences: int) -> int:
+        """Seconds until there may be room."""
+        return 1
+
+    def _check_crash_loop(self) -> None:
+        """Raise Unavailable where no replica stays alive."""
+
+    def _deadline(self) -> float | None:
+        seconds = self.limits.request_seconds
+        return None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    def _announce_ready(self) -> None:
+        ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
+        ready_event.set()
+
+    async def _wait_for_replica(self) -> None:
+        """Wait until one becomes ready, or for a moment."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._replica_ready.wait(), 0.2)
+
+
+class ReplicaPool(BasePool):
     """Runs ``num_replicas`` replicas made by ``start_replica`` and spreads requests over them."""
 
     def __init__(self, start_replica: Callable[[int], ReplicaHandle], num_replicas: int, limits: PoolLimits) -> None:
-        self.limits = limits
-        self.draining = False
+        super().__init__(limits)
         self.num_restarts = 0
-        self.num_outstanding = 0
         self._start_replica = start_replica
         self.replicas = [Replica(i, start_replica, limits.start_seconds) for i in range(num_replicas)]
         self.metrics = Metrics(self)
@@ -188,7 +258,6 @@ class ReplicaPool:
         self._finish_times: deque[float] = deque(maxlen=64)  # when sequences ended lately, for Retry-After
         self._num_crashes = [0] * num_replicas  # of each replica, one soon after the other
         self._inboxes: set[asyncio.Queue[Any]] = set()  # of the requests under way
-        self._replica_ready = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
 
     async def start(self) -> ModelMetadata:
         """Start all replicas; returns the model's facts, or raises RuntimeError when one cannot start."""
@@ -219,10 +288,6 @@ class ReplicaPool:
         for inbox in self._inboxes:
             inbox.put_nowait((None, errors.ShuttingDown("the server is shutting down and had to stop this request")))
 
-    def ready_replicas(self) -> list[Replica]:
-        """The replicas that take requests."""
-        return [replica for replica in self.replicas if replica.state == "ready"]
-
     def health(self) -> tuple[bool, str]:
         """Whether a request that comes now would be served, and why not."""
         if self.draining:
@@ -234,33 +299,6 @@ class ReplicaPool:
         if all(replica.stalled_seconds > self.limits.stall_seconds for replica in ready):
             return False, f"the engine has made no progress for {min(r.stalled_seconds for r in ready):.0f} s"
         return True, ""
-
-    @contextlib.contextmanager
-    def admit(self, num_sequences: int) -> Iterator[None]:
-        """Reserve room for so many sequences.
-
-        Raises:
-            ShuttingDown: while draining.
-            BadRequest: more sequences than there will ever be room for.
-            Overloaded: no room now.
-            Unavailable: replicas keep dying.
-        """
-        if self.draining:
-            raise errors.ShuttingDown("the server is shutting down: use another one")
-        if num_sequences > self.limits.max_outstanding:
-            raise errors.BadRequest(
-                f"{num_sequences} sequences (prompts times n) in one request; this server takes "
-                f"{self.limits.max_outstanding}: split the request",
-                "n",
-            )
-        if self.num_outstanding + num_sequences > self.limits.max_outstanding:
-            raise errors.Overloaded(self._retry_after(num_sequences))
-        self._check_crash_loop()
-        self.num_outstanding += num_sequences
-        try:
-            yield
-        finally:
-            self.num_outstanding -= num_sequences
 
     async def submit(
         self, num_sequences: int, tokenize: Callable[[], Awaitable[list[Request]]], stream: bool
@@ -342,10 +380,6 @@ class ReplicaPool:
         finally:
             self._inboxes.remove(inbox)
 
-    def _deadline(self) -> float | None:
-        seconds = self.limits.request_seconds
-        return None if seconds is None else asyncio.get_running_loop().time() + seconds
-
     async def _dispatch(self, attempt: _Attempt) -> None:
         replica = await self._pick_replica()
         attempt.send_to(replica, f"r{next(self._request_numbers)}")
@@ -357,8 +391,7 @@ class ReplicaPool:
             self._check_crash_loop()
             if time.monotonic() > deadline:
                 raise errors.Unavailable("no replica of the model is running; one is being started")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._replica_ready.wait(), 0.2)
+            await self._wait_for_replica()
         responsive = [replica for replica in ready if replica.stalled_seconds <= self.limits.stall_seconds]
         return min(responsive or ready, key=lambda replica: replica.num_outstanding)
 
@@ -399,8 +432,7 @@ class ReplicaPool:
             _LOG.error("%s", mismatch)
             await successor.stop(grace=0.0)
             return
-        ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
-        ready_event.set()
+        self._announce_ready()
 
     def _retry_after(self, num_sequences: int) -> int:
         """Seconds until so many sequences will have ended, at the pace of the last ones; 1 to 60."""
@@ -476,7 +508,7 @@ class Replica:
         try:
             handle = self._handle = await asyncio.to_thread(self._start_replica, self.index)
             handle.sock.setblocking(False)
-            reader, self._writer = await asyncio.open_connection(sock=handle.sock)
+            reader, self._writer = await asyncio.open_connection(sock=handle.sock, limit=wire.MAX_LINE_BYTES)
         except Exception as error:
             detail = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._mark_dead(f"cannot start a process: {detail}")
@@ -535,7 +567,7 @@ class Replica:
 
     def _send(self, message: wire.Message) -> None:
         assert self._writer is not None
-        self._writer.write(wire.encode_frame(message))
+        self._writer.write(wire.encode_message(message))
 
     async def _read_loop(self, reader: asyncio.StreamReader, ready: asyncio.Future[None]) -> None:
         try:
@@ -621,15 +653,20 @@ async def _next_event(inbox: asyncio.Queue[Any], deadline: float | None) -> tupl
     """Return (attempt, event), the next one; raises what :meth:`ReplicaPool.abort_all` sends, or at the deadline."""
     if deadline is not None and asyncio.get_running_loop().time() >= deadline:
         raise errors.DeadlineExceeded
-    try:
-        # Around this wait alone: the generator that waits here may be driven by another task each time.
-        async with asyncio.timeout_at(deadline):
-            attempt, event = await inbox.get()
-    except TimeoutError:
-        raise errors.DeadlineExceeded from None
+    # Around this wait alone: the generator that waits here may be driven by another task each time.
+    attempt, event = await before_deadline(deadline, inbox.get())
     if isinstance(event, errors.ShuttingDown):
         raise event
     return attempt, event
+
+
+async def before_deadline(deadline: float | None, awaitable: Awaitable[T]) -> T:
+    """Await it until the deadline; raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await awaitable
+    except TimeoutError:
+        raise errors.DeadlineExceeded from None
 
 
 def _model_mismatch(model_info: ModelMetadata, replica: Replica) -> str:

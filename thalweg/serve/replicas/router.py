@@ -26,20 +26,19 @@ import ssl
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import httptools
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from thalweg.serve.client import is_local
-from thalweg.serve.errors import ApiError, DeadlineExceeded, Overloaded, ReplicaLost, ShuttingDown, Unavailable
-from thalweg.serve.replicas.pool import TTFT_BUCKETS, PoolLimits, ServerMetrics
+from thalweg.serve.errors import ApiError, ReplicaLost, ShuttingDown, Unavailable
+from thalweg.serve.replicas.pool import TTFT_BUCKETS, BasePool, PoolLimits, ServerMetrics, before_deadline
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
-T = TypeVar("T")
 _PROBE_INTERVAL = 1.0  # seconds from one question for a replica's health to the next
 _PROBE_TIMEOUT = 2.0  # for its answer
 _MAX_SILENT_PROBES = 3  # without an answer, after which what the replica works on is lost
@@ -260,7 +259,7 @@ class RouterMetrics(ServerMetrics):
         yield self.by_replica(GaugeMetricFamily, "replica_outstanding", outstanding, lambda r: r.num_outstanding)
 
 
-class ReplicaRouter:
+class ReplicaRouter(BasePool):
     """Forwards requests to ``urls``, which must all serve ``model``; ``limits`` count requests.
 
     ``max_outstanding`` is of all replicas together; each has a limit of its own besides.
@@ -269,15 +268,13 @@ class ReplicaRouter:
     def __init__(self, urls: Sequence[str], key: str | None, model: str, limits: PoolLimits) -> None:
         if len(set(urls)) < len(urls):
             raise ValueError("--replica names a server twice: each once")
-        self.limits, self.model = limits, model
-        self.draining = False
-        self.num_outstanding = self.num_retries = 0
+        super().__init__(limits)
+        self.model, self.num_retries = model, 0
         self.replicas = [RemoteReplica(index, url, key) for index, url in enumerate(urls)]
         self.metrics = RouterMetrics(self)
         self._probes: list[asyncio.Task[None]] = []
         self._aborted = False
         self._expected: dict[str, Any] | None = None  # of each replica's model: what the first one said
-        self._replica_ready = asyncio.Event()
         exposed = [r.url for r in self.replicas if r.url.startswith("http://") and not is_local(r.url)]
         if exposed:
             _LOG.warning("what passes to %s is not encrypted: use https, or a network of your own", ", ".join(exposed))
@@ -311,10 +308,6 @@ class ReplicaRouter:
         for replica in self.replicas:
             replica.abort_connections()
 
-    def ready_replicas(self) -> list[RemoteReplica]:
-        """The replicas that take requests."""
-        return [replica for replica in self.replicas if replica.state == "ready"]
-
     def health(self) -> tuple[bool, str]:
         """Whether a request that comes now would be served, and why not."""
         if self.draining:
@@ -330,9 +323,8 @@ class ReplicaRouter:
         Raises :class:`ApiError`: ShuttingDown; Overloaded; Unavailable where no replica can be reached; ReplicaLost
         when the replica is lost and the request cannot be tried again; DeadlineExceeded.
         """
-        with self._admit(), self.metrics.time_request() as answer_begins:
-            loop, seconds = asyncio.get_running_loop(), self.limits.request_seconds
-            deadline = None if seconds is None else loop.time() + seconds
+        with self.admit(), self.metrics.time_request() as answer_begins:
+            deadline = self._deadline()
             tried: set[int] = set()
             was_lost = began = False
             while True:
@@ -341,7 +333,7 @@ class ReplicaRouter:
                 replica.num_outstanding += 1
                 try:
                     async with replica.connect(method, target, body) as connection:
-                        response = await _before(deadline, connection.response())
+                        response = await before_deadline(deadline, connection.response())
                         if self._goes_elsewhere(replica, response, tried):
                             self.num_retries += 1
                             continue
@@ -349,9 +341,7 @@ class ReplicaRouter:
                         answer_begins()
                         yield response
                         chunks = connection.chunks()
-                        while (
-                            response.is_stream and (chunk := await _before(deadline, anext(chunks, None))) is not None
-                        ):
+                        while response.is_stream and (chunk := await before_deadline(deadline, anext(chunks, b""))):
                             yield chunk
                         return
                 except OSError as error:  # it was not reached: not begun
@@ -367,26 +357,13 @@ class ReplicaRouter:
                 finally:
                     replica.num_outstanding -= 1
 
-    @contextlib.contextmanager
-    def _admit(self) -> Iterator[None]:
-        if self.draining:
-            raise ShuttingDown("the server is shutting down: use another one")
-        if self.num_outstanding >= self.limits.max_outstanding:
-            raise Overloaded(1)
-        self.num_outstanding += 1
-        try:
-            yield
-        finally:
-            self.num_outstanding -= 1
-
     async def _pick_replica(self, tried: set[int]) -> RemoteReplica:
         """The ready replica with the least to do of those that were not tried; waits a while where none is ready."""
         deadline = time.monotonic() + _READY_TIMEOUT
         while not (ready := [r for r in self.ready_replicas() if r.index not in tried]):
             if len(tried) == len(self.replicas) or time.monotonic() > deadline or self.draining:
                 raise Unavailable(self.health()[1] or "no replica could take this request: try again")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._replica_ready.wait(), 0.2)
+            await self._wait_for_replica()
         return min(ready, key=lambda replica: replica.num_outstanding)
 
     def _goes_elsewhere(self, replica: RemoteReplica, response: ForwardedResponse, tried: set[int]) -> bool:
@@ -424,17 +401,7 @@ class ReplicaRouter:
                 return
         self._expected = expected
         replica.mark_ready()
-        ready_event, self._replica_ready = self._replica_ready, asyncio.Event()
-        ready_event.set()
-
-
-async def _before(deadline: float | None, awaitable: Awaitable[T]) -> T:
-    """Await it until the deadline; raises DeadlineExceeded."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await awaitable
-    except TimeoutError:
-        raise DeadlineExceeded from None
+        self._announce_ready()
 
 
 def _parse_url(url: str) -> tuple[urllib.parse.SplitResult, ssl.SSLContext | None]:
