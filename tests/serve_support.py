@@ -6,15 +6,48 @@ import asyncio
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from tests.toy_engine import ToyTokenizer
+from thalweg.infer.types import EngineCore
+from thalweg.serve.engine_process import EngineLoop
 from thalweg.serve.openai.requests import ChatTokenizer
-from thalweg.serve.replicas.launcher import EngineSpec, ProcessLauncher, ThreadLauncher
+from thalweg.serve.replicas.launcher import EngineSpec, ProcessLauncher, ReplicaHandle
 from thalweg.serve.server import ServeOptions, serve, serve_router
+
+
+class ThreadLauncher:
+    """Starts replicas as threads of this process, each with an engine that ``load_engine`` makes."""
+
+    def __init__(self, load_engine: Callable[[], EngineCore]) -> None:
+        self._load_engine = load_engine
+
+    def __call__(self, index: int) -> ReplicaHandle:
+        """Start replica ``index``."""
+        return _ReplicaThread(self._load_engine, index)
+
+
+class _ReplicaThread:
+    def __init__(self, load_engine: Callable[[], EngineCore], index: int) -> None:
+        self.sock, child_sock = socket.socketpair()
+        self.name = f"thread {index}"
+        self._exit_code: int | None = None
+        self._engine_loop = EngineLoop(child_sock, load_engine)
+        self._thread = threading.Thread(target=self._run, name=f"thalweg-engine-{index}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._exit_code = self._engine_loop.run()
+
+    def exit_code(self) -> int | None:
+        return self._exit_code
+
+    def terminate(self, grace: float) -> None:
+        self._thread.join(grace)  # a thread cannot be killed; as a daemon it does not hold the exit
 
 
 class ServerThread:

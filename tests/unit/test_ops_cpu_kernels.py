@@ -29,6 +29,30 @@ def library() -> tuple[cpu_kernels.KernelSet, object]:
     return kernels, kernels.compile()
 
 
+def pack_weight(weight: Tensor, weight_format: str) -> dict[str, Tensor]:
+    """Pack a weight (N, K), of any floating dtype, for the format: ``weight`` and, for int8, ``scale``."""
+    packed = {
+        part: _empty_aligned(nbytes)
+        for part, nbytes in cpu_kernels.packed_nbytes(weight.shape[0], weight.shape[1], weight_format).items()
+    }
+    at = dict.fromkeys(packed, 0)
+    for block in cpu_kernels.iter_packed_blocks(
+        weight.shape, lambda start, stop, out: out.copy_(weight[start:stop]), weight_format
+    ):
+        for part, piece in block.items():
+            packed[part][at[part] : at[part] + piece.numel()] = piece
+            at[part] += piece.numel()
+    assert all(at[part] == whole.numel() for part, whole in packed.items())
+    return packed
+
+
+def _empty_aligned(nbytes: int) -> Tensor:
+    """Return bytes that start on a cache line (of 64 bytes)."""
+    raw = torch.empty(nbytes + 64, dtype=torch.uint8)
+    start = -raw.data_ptr() % 64
+    return raw[start : start + nbytes]
+
+
 def product(library: tuple[cpu_kernels.KernelSet, object], x: Tensor, weight: Tensor, form: str) -> Tensor:
     """Make rows ready and multiply them with a packed weight, on two threads."""
     kernels, made = library
@@ -38,7 +62,7 @@ def product(library: tuple[cpu_kernels.KernelSet, object], x: Tensor, weight: Te
     count, eps = torch.tensor([rows]), torch.zeros(1)
     unused, bias = torch.zeros(width), torch.zeros(cpu_kernels.round_up(len(weight), 32))
     out = torch.zeros(rows, len(bias))
-    parts = cpu_kernels.pack_weight(weight, form)
+    parts = pack_weight(weight, form)
     calls = [
         cpu_kernels.Instruction(kernels.norm("none", kind), [
             x, x.stride(0) * 4, unused, unused, eps, count, width, *ready.output_args(),

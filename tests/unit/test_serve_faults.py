@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 import thalweg
-from tests.serve_support import ServerThread, run_server, run_toy_server, until
+from tests.serve_support import ServerThread, ThreadLauncher, run_server, run_toy_server, until
 from tests.toy_engine import ToyTokenizer, expected_text, load_engine
 from thalweg.serve.mii import deployment
 from thalweg.serve.openai.requests import ChatTokenizer
-from thalweg.serve.replicas.launcher import ReplicaHandle, ThreadLauncher
+from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 

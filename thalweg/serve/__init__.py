@@ -21,8 +21,7 @@ Why processes and not a thread in the server.  A decoding step in eager torch is
 calls, each of which gives up the GIL; every millisecond that HTTP, JSON and tokenizing take in the same
 interpreter is a millisecond in which the engine waits for it.  More important: a crash in compiled code or
 the kernel's out-of-memory killer then takes one replica, not the address, and a stalled engine cannot
-stall ``/health``.  The price is a copy of the tokenizer and some 50 µs a step for the socket.  The
-in-process form of the same loop (``launcher.ThreadLauncher``) exists for tests and for programs that hold a model.
+stall ``/health``.  The price is a copy of the tokenizer and some 50 µs a step for the socket.
 
 The invariants:
 

@@ -62,23 +62,6 @@ def packed_nbytes(out_features: int, in_features: int, weight_format: str) -> di
     return {"weight": {"fp32": 4 * elements, "bf16": 2 * elements, "int4": elements * 5 // 8}[weight_format]}
 
 
-def pack_weight(weight: Tensor, weight_format: str) -> dict[str, Tensor]:
-    """Pack a weight (N, K), of any floating dtype, for the format: ``weight`` and, for int8, ``scale``."""
-    packed = {
-        part: _empty_aligned(nbytes)
-        for part, nbytes in packed_nbytes(weight.shape[0], weight.shape[1], weight_format).items()
-    }
-    at = dict.fromkeys(packed, 0)
-    for block in iter_packed_blocks(
-        weight.shape, lambda start, stop, out: out.copy_(weight[start:stop]), weight_format
-    ):
-        for part, piece in block.items():
-            packed[part][at[part] : at[part] + piece.numel()] = piece
-            at[part] += piece.numel()
-    assert all(at[part] == whole.numel() for part, whole in packed.items())
-    return packed
-
-
 def iter_packed_blocks(
     shape: Sequence[int], copy_rows: Callable[[int, int, Tensor], object], weight_format: str
 ) -> Iterator[dict[str, Tensor]]:
@@ -130,13 +113,6 @@ def _pack_block(full: Tensor, weight_format: str, buffer: _MmapBuffer) -> dict[s
     packed = buffer.as_tensor(n * kp, full.dtype).view(-1, kp // pairs, columns, pairs)
     packed.copy_(full.view(-1, columns, kp // pairs, pairs).transpose(1, 2))
     return {"weight": packed.flatten().view(torch.uint8)}
-
-
-def _empty_aligned(nbytes: int) -> Tensor:
-    """Return bytes that start on a cache line (of 64 bytes)."""
-    raw = torch.empty(nbytes + 64, dtype=torch.uint8)
-    start = -raw.data_ptr() % 64
-    return raw[start : start + nbytes]
 
 
 def quantize_int4(full: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

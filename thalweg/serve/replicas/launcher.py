@@ -1,6 +1,6 @@
-"""How a replica comes to life: as a process of its own, or as a thread of this one.
+"""How a replica comes to life: as a process of its own.
 
-A process gets one end of a socket pair as a file descriptor and its EngineSpec as JSON in an argument; nothing is
+It gets one end of a socket pair as a file descriptor and its EngineSpec as JSON in an argument; nothing is
 listening anywhere and nothing lies on disk.  It starts in a session of its own, so Ctrl-C reaches the server
 alone, which drains.  Run as a module this file is the replica's program.
 """
@@ -14,9 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -114,36 +113,6 @@ class _ReplicaProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-class ThreadLauncher:
-    """Starts replicas as threads of this process, each with an engine that ``load_engine`` makes."""
-
-    def __init__(self, load_engine: Callable[[], EngineCore]) -> None:
-        self._load_engine = load_engine
-
-    def __call__(self, index: int) -> ReplicaHandle:
-        """Start replica ``index``."""
-        return _ReplicaThread(self._load_engine, index)
-
-
-class _ReplicaThread:
-    def __init__(self, load_engine: Callable[[], EngineCore], index: int) -> None:
-        self.sock, child_sock = socket.socketpair()
-        self.name = f"thread {index}"
-        self._exit_code: int | None = None
-        self._engine_loop = EngineLoop(child_sock, load_engine)
-        self._thread = threading.Thread(target=self._run, name=f"thalweg-engine-{index}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._exit_code = self._engine_loop.run()
-
-    def exit_code(self) -> int | None:
-        return self._exit_code
-
-    def terminate(self, grace: float) -> None:
-        self._thread.join(grace)  # a thread cannot be killed; as a daemon it does not hold the exit
 
 
 def _without_launcher_env(environ: Mapping[str, str]) -> dict[str, str]:
