@@ -105,11 +105,14 @@ def test_out_of_memory_is_no_reason_for_a_slow_runner(error: Exception, monkeypa
     def no_memory(*_: Any, **__: Any) -> Any:
         raise error
 
-    for owner, name in ((llama, "build_linear"), (load.TorchRunner, "build"), (load, "LLMEngine")):
+    broken = type("Broken", (load.TorchRunner,), {"__init__": no_memory})  # its parent still verifies the description
+    for owner, name, value in (
+        (llama, "build_linear", no_memory), (load, "DECODER_RUNNERS", (broken,)), (load, "LLMEngine", no_memory),
+    ):  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, no_memory)
+            patch.setattr(owner, name, value)
             with pytest.raises(type(error)) as raised:
-                load_engine(tiny_decoder("llama"), OPTIONS, runner="torch" if owner is load.TorchRunner else None)
+                load_engine(tiny_decoder("llama"), OPTIONS)
         assert raised.value is error
     monkeypatch.setattr(llama, "build_linear", lambda *_: {}["a part that this variant lacks"])
     assert type(load_engine(tiny_decoder("llama"), OPTIONS).runner).__name__ == "TransformersRunner"

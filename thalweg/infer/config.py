@@ -15,26 +15,14 @@ from typing import Any, TypeVar
 
 # Other names of options, in Python and (with dashes) on the command line.
 ALIASES = {
-    "quantize": "quantization",
-    "max_length": "max_model_len",
-    "kv_memory": "kv_cache_bytes",
-    "max_batch": "max_num_seqs",
-    "max_step_tokens": "max_num_batched_tokens",
-    "prefix_cache": "enable_prefix_caching",
-    "speculate": "num_speculative_tokens",
-    "draft": "draft_model",
-    "adapter": "lora_adapters",
-    "adapters": "lora_adapters",
-    "stream": "weight_offload",
-    "stream_folder": "weight_offload_dir",
-    "stream_memory": "weight_offload_bytes",
-    "tensor_parallel": "tensor_parallel_size",
-    "tp": "tensor_parallel_size",
-    "pipeline_parallel": "pipeline_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "expert_parallel": "expert_parallel_size",
-    "ep": "expert_parallel_size",
-}
+    "quantize": "quantization", "max_length": "max_model_len", "kv_memory": "kv_cache_bytes",
+    "max_batch": "max_num_seqs", "max_step_tokens": "max_num_batched_tokens", "prefix_cache": "enable_prefix_caching",
+    "speculate": "num_speculative_tokens", "draft": "draft_model", "adapter": "lora_adapters",
+    "adapters": "lora_adapters", "stream": "weight_offload", "stream_folder": "weight_offload_dir",
+    "stream_memory": "weight_offload_bytes", "tensor_parallel": "tensor_parallel_size", "tp": "tensor_parallel_size",
+    "pipeline_parallel": "pipeline_parallel_size", "pp": "pipeline_parallel_size",
+    "expert_parallel": "expert_parallel_size", "ep": "expert_parallel_size",
+}  # fmt: skip
 
 T = TypeVar("T")
 

@@ -98,7 +98,7 @@ class SamplingParams:
     structure: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in _FIELD_RANGES:
+        for name, (low, high) in _FIELD_RANGES.items():
             value = getattr(self, name)
             if value is None and name in _NULLABLE_FIELDS:
                 continue
@@ -141,21 +141,12 @@ def _is_token_id(value: object) -> bool:
 _INT32_MAX = 2**31 - 1
 _INTEGER_FIELDS = ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs")
 _NULLABLE_FIELDS = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_FIELD_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 1, _INT32_MAX),
-    ("min_tokens", 0, _INT32_MAX),
-    ("n", 1, 1024),
-    ("temperature", 0, 100),
-    ("top_k", 0, _INT32_MAX),
-    ("top_p", 0, 1),
-    ("min_p", 0, 1),
-    ("repetition_penalty", 0, 100),
-    ("presence_penalty", -100, 100),
-    ("frequency_penalty", -100, 100),
-    ("seed", -(2**63), 2**64 - 1),
-    ("logprobs", 0, 1000),
-    ("prompt_logprobs", 0, 1000),
-)
+_FIELD_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, _INT32_MAX), "min_tokens": (0, _INT32_MAX), "n": (1, 1024), "temperature": (0, 100),
+    "top_k": (0, _INT32_MAX), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0, 100),
+    "presence_penalty": (-100, 100), "frequency_penalty": (-100, 100), "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, 1000), "prompt_logprobs": (0, 1000),
+}  # fmt: skip
 
 
 def to_token_ids(prompt: Any) -> list[int]:
