@@ -20,17 +20,9 @@ if TYPE_CHECKING:
     from thalweg.infer.loader.load import load_engine
 
 __all__ = [
-    "EngineConfig",
-    "EngineCore",
-    "EngineStats",
-    "ModelMetadata",
-    "Request",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutput",
-    "TokenLogprob",
-    "load_engine",
-]
+    "EngineConfig", "EngineCore", "EngineStats", "ModelMetadata", "Request", "RequestOutput", "SamplingParams",
+    "StructuredOutput", "TokenLogprob", "load_engine",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -182,24 +182,14 @@ def _build_summary(settings: DemoSettings, facts: dict[str, Any], out: Path, sec
     tail = losses[-max(1, len(losses) // 10) :]
     plot_path = out / "loss.png"
     plot_losses(plot_path, losses, vocabulary=settings.vocabulary, held_out=facts["loss_saved"])
+    of_ranks = ("loss_saved", "loss_reloaded", "tokens_per_s", "checkpoint", "sample", "weights_saved",
+                "weights_reloaded", "parameters", "tokens")  # fmt: skip
     return {
         "loss_first": losses[0],
         "loss_last": sum(tail) / len(tail),
-        "loss_saved": facts["loss_saved"],
-        "loss_reloaded": facts["loss_reloaded"],
-        "vocabulary": settings.vocabulary,
-        "tokens_per_s": facts["tokens_per_s"],
-        "checkpoint": facts["checkpoint"],
         "picture": str(plot_path),
-        "sample": facts["sample"],
-        "weights_saved": facts["weights_saved"],
-        "weights_reloaded": facts["weights_reloaded"],
-        "steps": settings.steps,
-        "stage": settings.stage,
-        "nproc": settings.nproc,
-        "precision": settings.precision,
-        "parameters": facts["parameters"],
-        "tokens": facts["tokens"],
+        **{name: facts[name] for name in of_ranks},
+        **{name: getattr(settings, name) for name in ("vocabulary", "steps", "stage", "nproc", "precision")},
         "seconds_training": facts["seconds"],
         "seconds": seconds,
     }

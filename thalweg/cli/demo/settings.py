@@ -52,6 +52,9 @@ class DemoSettings:
 def build_engine_config(settings: DemoSettings | None = None) -> dict[str, Any]:
     """Return the demo's configuration: the keys of a ``ds_config.json``."""
     resolved = settings or DemoSettings(out="demo-out", results="demo-out")
+    optimizer = {"lr": resolved.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+    warmup = {"warmup_num_steps": max(2, min(10, resolved.steps // 5)), "warmup_type": "linear"}
+    scheduler = {"total_num_steps": resolved.steps, **warmup, "cos_min_ratio": 0.05}
     return {
         "train_micro_batch_size_per_gpu": resolved.micro_batch,
         "gradient_accumulation_steps": 1,
@@ -61,18 +64,7 @@ def build_engine_config(settings: DemoSettings | None = None) -> dict[str, Any]:
         "dataloader_drop_last": True,
         "zero_optimization": {"stage": resolved.stage},
         "bf16": {"enabled": resolved.precision == "bf16"},
-        "optimizer": {
-            "type": "Muon",
-            "params": {"lr": resolved.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
-        },
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": resolved.steps,
-                "warmup_num_steps": max(2, min(10, resolved.steps // 5)),
-                "warmup_type": "linear",
-                "cos_min_ratio": 0.05,
-            },
-        },
+        "optimizer": {"type": "Muon", "params": optimizer},
+        "scheduler": {"type": "WarmupCosineLR", "params": scheduler},
         "jsonl_monitor": {"enabled": True, "output_path": resolved.out, "job_name": ""},
     }

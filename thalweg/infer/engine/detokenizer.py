@@ -59,11 +59,8 @@ class IncrementalDetokenizer:
             text = self._pending[: position + len(stop) if self._include_stop else position]
             self._pending = ""
             return text, stop
-        num_pending = max((_stop_overlap(self._pending, stop) for stop in self._stop), default=0)
-        text, self._pending = (
-            self._pending[: len(self._pending) - num_pending],
-            self._pending[len(self._pending) - num_pending :],
-        )
+        end = len(self._pending) - max(partial_suffix_length(self._pending, stop) for stop in self._stop)
+        text, self._pending = self._pending[:end], self._pending[end:]
         return text, None
 
     def flush(self) -> str:
@@ -76,9 +73,8 @@ class IncrementalDetokenizer:
 
     def _decode_new(self, final: bool = False) -> str:
         """Decode the tokens since the last whole character, next to a few before them."""
-        num_known_chars = (
-            len(self._decode(self._tokens[self._prefix_offset : self._read_offset])) + self._num_sent_chars
-        )
+        known = self._decode(self._tokens[self._prefix_offset : self._read_offset])
+        num_known_chars = len(known) + self._num_sent_chars
         decoded = self._decode(self._tokens[self._prefix_offset :])
         if decoded.endswith(_REPLACEMENT_CHAR) and not final:
             num_incomplete = len(decoded) - len(decoded.rstrip(_REPLACEMENT_CHAR))
@@ -102,18 +98,12 @@ class IncrementalDetokenizer:
             if not decoded.startswith(prefix):  # ``split`` is within a character
                 continue
             num_sent = len(self._decode(self._tokens[self._prefix_offset : self._read_offset])) + self._num_sent_chars
-            self._prefix_offset, self._read_offset, self._num_sent_chars = (
-                split - 1,
-                split,
-                max(0, num_sent - len(prefix)),
-            )
+            self._prefix_offset, self._read_offset = split - 1, split
+            self._num_sent_chars = max(0, num_sent - len(prefix))
             return prefix[num_sent:]
         return ""
 
 
-def _stop_overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def partial_suffix_length(text: str, word: str) -> int:
+    """Return how many characters at the end of ``text`` may begin ``word``."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

@@ -62,15 +62,9 @@ def sample_token(logits: Tensor, row: int, token: int, max_logit: float, sequenc
 def _is_plain_greedy(sequence: Sequence) -> bool:
     """Whether the most likely token is the choice as it stands."""
     p = sequence.params
-    return (
-        p.greedy
-        and p.repetition_penalty == 1
-        and not p.presence_penalty
-        and not p.frequency_penalty
-        and not p.logit_bias
-        and sequence.grammar is None
-        and sequence.num_generated_tokens >= p.min_tokens
-    )
+    if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty or p.logit_bias:
+        return False
+    return p.greedy and sequence.grammar is None and sequence.num_generated_tokens >= p.min_tokens
 
 
 def _process_logits(row: Tensor, sequence: Sequence) -> Tensor:

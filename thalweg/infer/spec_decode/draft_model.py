@@ -28,12 +28,8 @@ class DraftModelProposer:
     def __init__(
         self, runner: ModelRunner, *, max_num_batched_tokens: int, vocab_size: int, draft_vocab_size: int
     ) -> None:
-        self._runner, self._max_num_batched_tokens, self._vocab_size, self._draft_vocab_size = (
-            runner,
-            max_num_batched_tokens,
-            vocab_size,
-            draft_vocab_size,
-        )
+        self._runner, self._max_num_batched_tokens = runner, max_num_batched_tokens
+        self._vocab_size, self._draft_vocab_size = vocab_size, draft_vocab_size
 
     def num_proposals(self, sequence: Sequence, limit: int) -> int:
         """Return the limit."""
@@ -52,11 +48,9 @@ class DraftModelProposer:
                 proposals[index].append(sample_draft_token(row[: self._vocab_size], sequence, len(proposals[index])))
             active = [place for place in active if len(proposals[place]) < requests[place][1]]
             if active:
-                spans = [
-                    QuerySpan(requests[p][0].slot, len(requests[p][0].tokens) + len(proposals[p]) - 1, 1)
-                    for p in active
-                ]
-                block_tables = [requests[p][0].blocks for p in active]
+                running = [(requests[p][0], len(proposals[p])) for p in active]
+                spans = [QuerySpan(sequence.slot, len(sequence.tokens) + n - 1, 1) for sequence, n in running]
+                block_tables = [sequence.blocks for sequence, _ in running]
                 tokens = [proposals[p][-1] for p in active]
                 rows = self._runner.run(ModelInput(tokens, spans, range(len(active)), block_tables))
         for (sequence, count), proposed in zip(requests, proposals, strict=True):

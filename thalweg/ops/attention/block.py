@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 _TILE_ROWS = 512
+Mask = Tensor | None
 
 
-def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def block_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of one block; ``causal``: query i sees keys 0 to i, without a mask."""
     assert mask is None or not causal
     if q.is_cpu and _has_cpu_flash(q):
@@ -38,16 +37,7 @@ def block_forward(
 
 
 def block_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from this block; ``out`` and ``lse`` are those of all blocks together."""
     # With +inf in its place a query without keys has probabilities of 0, not of 0 / 0.
@@ -75,13 +65,13 @@ def _has_cuda_flash(q: Tensor) -> bool:
     return available and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
-def _to_additive_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def _to_additive_mask(mask: Mask, q: Tensor) -> Tensor | None:
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
 
 
-def _zero_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _zero_empty_rows(out: Tensor, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     if mask is None:
         return out, lse
     empty = ~mask.any(-1)
@@ -89,7 +79,7 @@ def _zero_empty_rows(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Ten
 
 
 def reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The plain formula of :func:`block_forward`."""
     acc_dtype = _accumulation_dtype(q.dtype)
@@ -106,16 +96,7 @@ def reference_forward(
 
 
 def reference_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain formula of :func:`block_backward` (Dao et al. 2022, appendix B.4)."""
     acc_dtype = _accumulation_dtype(q.dtype)
@@ -137,7 +118,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _scores(q: Tensor, k: Tensor, start: int, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, start: int, causal: bool, mask: Mask, scale: float) -> Tensor:
     acc_dtype = _accumulation_dtype(q.dtype)
     rows = q[:, :, start : start + _TILE_ROWS]
     scores = (rows.to(acc_dtype) @ k.to(acc_dtype).transpose(2, 3)) * scale

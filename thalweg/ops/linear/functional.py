@@ -93,24 +93,17 @@ def _needs_double_backward(grad: Tensor) -> bool:
 
 
 def _is_eligible(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
-    return (
-        type(x) in _PLAIN_TYPES
-        and type(weight) in _PLAIN_TYPES
-        and (bias is None or (type(bias) in _PLAIN_TYPES and bias.dtype == x.dtype and bias.dim() == 1))
-        and x.is_cpu
-        and weight.is_cpu
-        and x.dtype == weight.dtype
-        and x.dtype in SUPPORTED_DTYPES
-        and x.layout == weight.layout == torch.strided
-        and x.dim() >= 2
-        and weight.dim() == 2
-        and x.shape[-1] == in_features
-        and x.numel() > 0
-        and 2.0 * x.numel() * (weight.numel() // in_features) >= _MIN_FLOPS
-        and not torch.is_autocast_enabled("cpu")
-        and not functorch_active()
-        and not forward_ad_active()
-    )
+    if type(x) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES or not (x.is_cpu and weight.is_cpu):
+        return False
+    if bias is not None and (type(bias) not in _PLAIN_TYPES or bias.dtype != x.dtype or bias.dim() != 1):
+        return False
+    if x.dtype != weight.dtype or x.dtype not in SUPPORTED_DTYPES or not x.layout == weight.layout == torch.strided:
+        return False
+    if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != in_features or x.numel() == 0:
+        return False
+    if 2.0 * x.numel() * (weight.numel() // in_features) < _MIN_FLOPS:
+        return False
+    return not (torch.is_autocast_enabled("cpu") or functorch_active() or forward_ad_active())
 
 
 def must_use_plain_ops() -> bool:

@@ -14,6 +14,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from thalweg.infer.engine.detokenizer import partial_suffix_length
+
 _OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
 _PREFIXES = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
 # With which a call in JSON may begin.
@@ -56,10 +58,9 @@ def tool_choice_schema(
 def filter_allowed_tools(choice: dict[str, Any], tools: Sequence[Any]) -> tuple[str, list[Any]]:
     """Return mode and tools of a ``tool_choice`` of type ``allowed_tools``; ValueError where it is none."""
     allowed_tools = choice.get("allowed_tools")
-    mode, tool_entries = (
-        (allowed_tools.get("mode"), allowed_tools.get("tools")) if isinstance(allowed_tools, dict) else (None, None)
-    )
-    names = [one["function"]["name"] for one in tool_entries or ()]
+    if not isinstance(allowed_tools, dict):
+        allowed_tools = {}
+    mode, names = allowed_tools.get("mode"), [one["function"]["name"] for one in allowed_tools.get("tools") or ()]
     matching = [tool for tool in tools if tool.function.name in names]
     if mode not in ("auto", "required") or not matching:
         raise ValueError('allowed_tools must have mode "auto" or "required", and some of the tools')
@@ -108,7 +109,7 @@ class ToolParser:
         while True:
             start = self._buffer.find(_OPEN_TAG)
             if start < 0:
-                num_buffered = 0 if final else _partial_suffix_length(self._buffer, _OPEN_TAG)
+                num_buffered = 0 if final else partial_suffix_length(self._buffer, _OPEN_TAG)
                 split_at = len(self._buffer) - num_buffered
                 out, self._buffer = out + self._buffer[:split_at], self._buffer[split_at:]
                 return out, calls
@@ -186,8 +187,3 @@ def _may_be_calls(text: str) -> bool:
     if first[1] is None:
         return first.end() == len(_strip_prefix(text))
     return first[1] in _CALL_KEYS if first[2] else any(key.startswith(first[1]) for key in _CALL_KEYS)
-
-
-def _partial_suffix_length(text: str, word: str) -> int:
-    """How many characters at the end of ``text`` may begin ``word``."""
-    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
