@@ -38,8 +38,9 @@ log = get_logger(__name__)
 class LLMEngine:
     """An :class:`~thalweg.infer.types.EngineCore` around a runner.
 
-    ``decoder_start_ids``: the first decoder tokens of an encoder-decoder model.  ``num_speculative_tokens``:
-    draft tokens in a step for each sequence, from ``proposer``, by default prompt lookup (:class:`NgramProposer`).
+    ``decoder_start_ids``: the first decoder tokens of an encoder-decoder model.  ``proposer``: where draft tokens come
+    from, by default prompt lookup (:class:`NgramProposer`).  ``limits``: the :class:`.scheduler.Scheduler`'s, how many
+    sequences, tokens and draft tokens of each sequence make up a step.
     """
 
     def __init__(
@@ -48,27 +49,17 @@ class LLMEngine:
         metadata: ModelMetadata,
         tokenizer: Any = None,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         prefix_cache: bool = True,
         grammar_compiler: Any = None,
-        num_speculative_tokens: int = 0,
         decoder_start_ids: tuple[int, ...] = (),
         proposer: Proposer | None = None,
+        **limits: int,
     ) -> None:
         self.metadata, self.tokenizer, self.runner = metadata, tokenizer, runner
         self._proposer = proposer or NgramProposer()
         self._block_pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache)
-        self._scheduler = Scheduler(
-            self._block_pool,
-            runner.free_slot,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            num_speculative_tokens=num_speculative_tokens,
-            proposer=self._proposer,
-            adapter_names=metadata.adapters,
-        )
-        self._max_num_batched_tokens = max_num_batched_tokens
+        own = {"proposer": self._proposer, "adapter_names": metadata.adapters}
+        self._scheduler = Scheduler(self._block_pool, runner.free_slot, **own, **limits)
         self._grammar_compiler, self.decoder_start_ids = grammar_compiler, decoder_start_ids
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrivals = 0
@@ -329,8 +320,9 @@ class LLMEngine:
         slot = scheduler.acquire_slot()
         try:
             total: Any = 0
-            for start in range(0, len(tokens), self._max_num_batched_tokens):
-                chunk = tokens[start : start + self._max_num_batched_tokens]
+            step = scheduler.max_num_batched_tokens
+            for start in range(0, len(tokens), step):
+                chunk = tokens[start : start + step]
                 batch = ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], [], [blocks])
                 states = self.runner.hidden_states(batch)
                 total = total + states.sum(0)

@@ -203,9 +203,8 @@ class BlockPool:
         """
         blocks: list[int] = []
         num_evictable, parent = 0, root_key
-        for start in range(
-            0, len(tokens) if require_full else (len(tokens) - 1) // self.block_size * self.block_size, self.block_size
-        ):
+        end = len(tokens) if require_full else (len(tokens) - 1) // self.block_size * self.block_size
+        for start in range(0, end, self.block_size):
             entry = self._block_by_key.get((parent, tuple(tokens[start : start + self.block_size])))
             if entry is None:
                 return ([], 0) if require_full else (blocks, num_evictable)
@@ -281,7 +280,7 @@ class Scheduler:
         self.block_pool, self._free_slot = block_pool, free_slot
         self._num_speculative_tokens = num_speculative_tokens
         self._proposer = proposer if num_speculative_tokens else None
-        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -312,7 +311,7 @@ class Scheduler:
         """Choose the next step's tokens; None when there is nothing to run."""
         scheduled: list[tuple[Sequence, int]] = []
         encoder_sequences: list[Sequence] = []
-        budget = self._max_num_batched_tokens
+        budget = self.max_num_batched_tokens
         num_preempted_before = self.num_preemptions
         for sequence in list(self.running):
             if budget and sequence.slot >= 0 and len(sequence.tokens) - sequence.num_computed_tokens == 1:
@@ -361,7 +360,7 @@ class Scheduler:
 
         Encoder prompts have a budget of their own, which the first of a step may exceed.
         """
-        encoder_budget = self._max_num_batched_tokens
+        encoder_budget = self.max_num_batched_tokens
         while budget and self._free_slots and self.waiting:
             sequence = next((s for s in self.waiting if self._prefix_is_ready(s)), None)
             if sequence is None:

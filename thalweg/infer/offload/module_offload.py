@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,8 +134,8 @@ class ModuleOffloader:
         self_ref: weakref.ref[ModuleOffloader] = weakref.ref(self)
         for unit in self.units:
             self._hooks += [
-                unit.module.register_forward_pre_hook(_pre_forward_hook(self_ref, unit)),
-                unit.module.register_forward_hook(_post_forward_hook(self_ref, unit), always_call=True),
+                unit.module.register_forward_pre_hook(partial(_on_call, self_ref, unit, True)),
+                unit.module.register_forward_hook(partial(_on_call, self_ref, unit, False), always_call=True),
             ]
 
     def _offload(self, unit: OffloadUnit) -> None:
@@ -215,22 +216,12 @@ class ModuleOffloader:
             self._file.close()
 
 
-def _pre_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit) -> Any:
-    def hook(module: nn.Module, arguments: Any) -> None:
-        offloader = offloader_ref()
-        assert offloader is not None, "the engine whose weights these are has been dropped: keep it"
-        offloader.fetch(unit)
-
-    return hook
-
-
-def _post_forward_hook(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit) -> Any:
-    def hook(module: nn.Module, arguments: Any, result: Any) -> None:
-        offloader = offloader_ref()
-        if offloader is not None:
-            offloader.evict(unit)
-
-    return hook
+def _on_call(offloader_ref: weakref.ref[ModuleOffloader], unit: OffloadUnit, begins: bool, *_: Any) -> None:
+    """A unit's call begins or has ended: the hooks of its module."""
+    offloader = offloader_ref()
+    assert offloader is not None or not begins, "the engine whose weights these are has been dropped: keep it"
+    if offloader is not None:
+        (offloader.fetch if begins else offloader.evict)(unit)
 
 
 def _partition(root: nn.Module, max_bytes: int) -> list[OffloadUnit]:

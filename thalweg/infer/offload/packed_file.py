@@ -208,21 +208,15 @@ class PackedWeightsFile:
 
     def finalize(self) -> None:
         """Say that every segment is written: a file with a ``weights_id`` gets its header and its name."""
-        if self.complete:
-            return
-        if self.path is None:  # nobody else reads it
-            self.complete, self._verified = True, set(range(len(self.sizes)))
-            return
+        if not self.complete and self.path is not None:  # else nobody else reads it
+            self._publish(self.path)
+        self.complete, self._verified = True, set(range(len(self.sizes)))
+
+    def _publish(self, path: Path) -> None:
         self._checksums = [self._checksum(segment) for segment in range(len(self.sizes))]
+        starts = [start - self._header_bytes for start in self._segment_offsets]
         tensors = {
-            f"segment.{i}": {
-                "dtype": "U8",
-                "shape": [size],
-                "data_offsets": [
-                    self._segment_offsets[i] - self._header_bytes,
-                    self._segment_offsets[i + 1] - self._header_bytes,
-                ],
-            }
+            f"segment.{i}": {"dtype": "U8", "shape": [size], "data_offsets": starts[i : i + 2]}
             for i, size in enumerate(self.sizes)
         }
         about = {"about": self._description, "checksums": json.dumps(self._checksums)}
@@ -233,10 +227,8 @@ class PackedWeightsFile:
         self._disk.pwritev(self._fd, [memoryview(padded_header)], 0)
         assert self._temp_path is not None, "a file that is to have a name has none yet"
         os.fsync(self._fd)
-        os.replace(self._temp_path, self.path)
+        os.replace(self._temp_path, path)
         self._temp_path = None
-        self.complete = True
-        self._verified = set(range(len(self.sizes)))
 
     def _checksum(self, segment: int) -> int:
         value, start = 0, self._segment_offsets[segment]

@@ -37,14 +37,8 @@ import torch
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
 from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
-from thalweg.infer.runners.packed_weights import (
-    PackedWeight,
-    WeightStore,
-    align_up,
-    layer_linears,
-    lm_head_format,
-    packed_bytes,
-)
+from thalweg.infer.runners import packed_weights
+from thalweg.infer.runners.packed_weights import PackedWeight, WeightStore, layer_linears, lm_head_format, packed_bytes
 from thalweg.ops import cpu_kernels
 from thalweg.plan.spec.cluster import available_host_memory, local_cluster
 from thalweg.storage_io.allocator import round_up
@@ -175,7 +169,6 @@ class WeightRing(WeightStore):
         self.file = PackedWeightsFile(folder, sizes, weights_id)
         self._layer_index, self._current_segment, self._offset = 0, -1, 0
         self._futures: dict[int, IoFuture] = {}
-        self._verified: set[int] = set()
         self._is_mapped = source == "cpu"
         try:
             if self._is_mapped:  # every segment is resident, where the page cache has it
@@ -212,34 +205,21 @@ class WeightRing(WeightStore):
     def _pack_range(
         self, range_spec: LinearSpec, weight_format: str, start: int, stop: int, starts_segment: bool
     ) -> PackedWeight:
-        offsets, nbytes, segment = {}, 0, self._current_segment
-        in_features = range_spec.in_features
-        shape = stop - start, in_features
-        for name, size in cpu_kernels.packed_nbytes(*shape, weight_format).items():
-            offsets[name] = self._offset
-            self._offset += align_up(size)
-            nbytes += size
+        segment = self._current_segment
+        offsets, self._offset = packed_weights.lay_out(range_spec, weight_format, self._offset)
         if not self.file.complete:
-            cursors = dict(offsets)
-            for block in cpu_kernels.iter_packed_blocks(shape, range_spec.copy_rows, weight_format):
-                for name, piece in block.items():
-                    self.file.write(segment, cursors[name], piece)
-                    cursors[name] += piece.numel()
+            for offset, piece in packed_weights.iter_packed_pieces(range_spec, weight_format, offsets):
+                self.file.write(segment, offset, piece)
         elif start == 0:
-            num_rows = min(_SAMPLED_OUTPUTS, stop)
-            sample = range_spec.slice_outputs(0, num_rows)
-            block = next(cpu_kernels.iter_packed_blocks((num_rows, in_features), sample.copy_rows, weight_format))
-            if any(
-                self.file.peek(segment, offsets[name], piece.numel()) != bytes(tensor_bytes(piece))
-                for name, piece in block.items()
-            ):
+            sample = range_spec.slice_outputs(0, min(_SAMPLED_OUTPUTS, stop))
+            pieces = packed_weights.iter_packed_pieces(sample, weight_format, offsets)
+            if any(self.file.peek(segment, at, piece.numel()) != bytes(tensor_bytes(piece)) for at, piece in pieces):
                 raise CorruptFileError(
                     f"{self.file.name} was packed from other weights than this model's: delete it to have it written"
                     " anew"
                 )
         base = self._buffers[segment].data_ptr()
-        scale = base + offsets["scale"] if "scale" in offsets else 0
-        return PackedWeight(start, stop, base + offsets["weight"], scale, nbytes, starts_segment)
+        return PackedWeight.at(base, offsets, range_spec, weight_format, start, starts_segment)
 
     def finalize(self) -> None:
         """Every layer is packed: begin to read."""
@@ -258,9 +238,7 @@ class WeightRing(WeightStore):
 
     def _wait_segment(self, segment: int) -> None:
         self._futures[segment].wait()
-        if segment not in self._verified:
-            self.file.verify(segment, tensor_bytes(self._buffers[segment]))
-            self._verified.add(segment)
+        self.file.verify(segment, tensor_bytes(self._buffers[segment]))
 
     def _release_segment(self, segment: int) -> None:
         if segment >= self.ring.num_resident:

@@ -8,10 +8,11 @@ at each step the store runs the programs of all segments in order.  Whether the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from thalweg.infer.models.spec import DecoderLayerSpec, DecoderSpec, EncoderSpec, LinearSpec, MLPSpec
 from thalweg.ops import cpu_kernels
@@ -32,6 +33,15 @@ class PackedWeight:
     nbytes: int
     # Whether a segment begins here.
     starts_segment: bool = False
+
+    @classmethod
+    def at(
+        cls, base: int, offsets: Mapping[str, int], layer: LinearSpec, weight_format: str, start: int, new_segment: bool
+    ) -> PackedWeight:
+        """Return where a layer's parts lie, ``offsets`` behind an address; its first output is number ``start``."""
+        scale = base + offsets["scale"] if "scale" in offsets else 0
+        nbytes = sum(cpu_kernels.packed_nbytes(layer.out_features, layer.in_features, weight_format).values())
+        return cls(start, start + layer.out_features, base + offsets["weight"], scale, nbytes, new_segment)
 
 
 class WeightStore:
@@ -100,6 +110,29 @@ def packed_bytes(out_features: int, in_features: int, weight_format: str) -> int
     return sum(align_up(size) for size in cpu_kernels.packed_nbytes(out_features, in_features, weight_format).values())
 
 
+def lay_out(layer: LinearSpec, weight_format: str, offset: int) -> tuple[dict[str, int], int]:
+    """Return where the parts of a packed layer begin, from ``offset`` on, and where the next layer may."""
+    offsets = {}
+    for name, size in cpu_kernels.packed_nbytes(layer.out_features, layer.in_features, weight_format).items():
+        offsets[name] = offset
+        offset += align_up(size)
+    return offsets, offset
+
+
+def iter_packed_pieces(
+    layer: LinearSpec, weight_format: str, offsets: Mapping[str, int]
+) -> Iterator[tuple[int, Tensor]]:
+    """Pack a layer whose parts begin at ``offsets``: yield its bytes piece by piece, each with its own offset.
+
+    What is yielded is overwritten by the next block.
+    """
+    cursors, shape = dict(offsets), (layer.out_features, layer.in_features)
+    for block in cpu_kernels.iter_packed_blocks(shape, layer.copy_rows, weight_format):
+        for name, piece in block.items():
+            yield cursors[name], piece
+            cursors[name] += piece.numel()
+
+
 class InMemoryWeights(WeightStore):
     """All weights in one piece of memory, on huge pages where the system has them."""
 
@@ -111,21 +144,10 @@ class InMemoryWeights(WeightStore):
 
     def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Pack into the memory, in one range."""
-        starts = {}
-        for name, size in cpu_kernels.packed_nbytes(layer.out_features, layer.in_features, weight_format).items():
-            starts[name] = self._offset
-            self._offset += align_up(size)
-        cursors = dict(starts)
-        for block in cpu_kernels.iter_packed_blocks(
-            (layer.out_features, layer.in_features), layer.copy_rows, weight_format
-        ):
-            for name, piece in block.items():
-                self._bytes[cursors[name] : cursors[name] + piece.numel()] = piece
-                cursors[name] += piece.numel()
-        base = self._bytes.data_ptr()
-        scale = base + starts["scale"] if "scale" in starts else 0
-        nbytes = sum(cursors[part] - starts[part] for part in starts)
-        yield PackedWeight(0, layer.out_features, base + starts["weight"], scale, nbytes)
+        offsets, self._offset = lay_out(layer, weight_format, self._offset)
+        for at, piece in iter_packed_pieces(layer, weight_format, offsets):
+            self._bytes[at : at + piece.numel()] = piece
+        yield PackedWeight.at(self._bytes.data_ptr(), offsets, layer, weight_format, 0, False)
 
     def close(self) -> None:
         """Drop the memory."""
