@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.console import log_stderr
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
 
 DESCRIPTION = "Serve a model over HTTP: OpenAI's API, /health, /metrics, and a chat page at /."
@@ -122,6 +121,13 @@ def run(args: argparse.Namespace) -> int:
         launcher = ProcessLauncher(engine_spec, _make_placements(args))
         asyncio.run(serve(options, launcher, make_tokenizer, on_ready))
     return 0
+
+
+def log_stderr(text: str) -> None:
+    """Tell whoever watches; that nobody can be told (a full disk behind standard error) ends no server."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _check_router_arguments(args: argparse.Namespace) -> None:

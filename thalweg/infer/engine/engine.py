@@ -58,8 +58,9 @@ class LLMEngine:
         self.metadata, self.tokenizer, self.runner = metadata, tokenizer, runner
         self._proposer = proposer or NgramProposer()
         self._block_pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache)
-        own = {"proposer": self._proposer, "adapter_names": metadata.adapters}
-        self._scheduler = Scheduler(self._block_pool, runner.free_slot, **own, **limits)
+        self._scheduler = Scheduler(
+            self._block_pool, runner.free_slot, proposer=self._proposer, adapter_names=metadata.adapters, **limits
+        )
         self._grammar_compiler, self.decoder_start_ids = grammar_compiler, decoder_start_ids
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrivals = 0

@@ -52,7 +52,7 @@ def sample_token(logits: Tensor, row: int, token: int, max_logit: float, sequenc
         return SampledToken(0, error="the model's output was not a finite number")
     try:
         if not _is_plain_greedy(sequence):
-            token = _draw(_process_logits(logits[row], sequence), sequence)
+            token = draw_token(_process_logits(logits[row], sequence), sequence)
         _update_state(sequence, token)
     except GrammarError as error:
         return SampledToken(0, error=str(error), invalid_request=True)
@@ -105,7 +105,11 @@ def _update_state(sequence: Sequence, token: int) -> None:
         sequence.grammar.advance(token)
 
 
-def _draw(row: Tensor, sequence: Sequence, num_ahead: int = 0) -> int:
+def draw_token(row: Tensor, sequence: Sequence, num_ahead: int = 0) -> int:
+    """Draw from logits (vocab,) the sequence's next token, or from a draft model's the one ``num_ahead`` after it.
+
+    Of the latter penalties, biases and grammar are left out: they would need the draft tokens before it.
+    """
     p = sequence.params
     if p.greedy:
         return int(row.argmax())
@@ -137,14 +141,6 @@ def _filter_top(row: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
         mask &= probs >= p.min_p * probs[0]
     mask[0] = True
     return values[mask], token_ids[mask]
-
-
-def sample_draft_token(row: Tensor, sequence: Sequence, num_ahead: int) -> int:
-    """Draw from a draft model's logits (vocab,) the token ``num_ahead`` after the sequence's next.
-
-    Penalties, biases and grammar are left out: they would need the draft tokens before it.
-    """
-    return _draw(row, sequence, num_ahead)
 
 
 def seeded_uniform(sequence: Sequence, num_ahead: int = 0) -> float:

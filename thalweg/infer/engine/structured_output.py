@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,16 +92,18 @@ def _grammar_source(structure: StructuredOutput) -> str:
     return "start: " + " | ".join(json.dumps(choice) for choice in structure.choices)
 
 
+@dataclass(frozen=True)
 class CompiledGrammar:
-    """What a request's text must look like."""
+    """What a request's text must look like; ``size`` in characters of its source."""
 
-    def __init__(self, matcher: Any, size: int, eos_token_ids: list[int]) -> None:
-        self._matcher, self.size, self._eos_token_ids = matcher, size, eos_token_ids
+    matcher: Any
+    size: int
+    eos_token_ids: list[int]
 
     def new_state(self, stop_ids: frozenset[int]) -> GrammarState:
         """Return the state of a sequence that these tokens end."""
         # A table has an end token even where the model has none: another one then stands in for it.
-        return GrammarState(self._matcher.deep_copy(), stop_ids, self._eos_token_ids)
+        return GrammarState(self.matcher.deep_copy(), stop_ids, self.eos_token_ids)
 
 
 class GrammarState:

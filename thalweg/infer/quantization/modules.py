@@ -38,12 +38,6 @@ class QuantizedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
-def clone_sharing_weights(model: Any) -> Any:
-    """Return a model of the same tensors whose modules may be exchanged."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): t for t in tensors})
-
-
 def quantize_linears(model: nn.Module, weight_format: str) -> list[tuple[nn.Module, str, nn.Module]]:
     """Exchange a model's linear layers on the CPU; returns (owner, name, old layer), for :func:`restore`.
 
@@ -76,7 +70,7 @@ def restore_linears(replaced: list[tuple[nn.Module, str, nn.Module]]) -> None:
 @torch.no_grad()
 def quantized_copy(model: Any, weight_format: str) -> Any:
     """Return a model like this one with packed linear layers; what is not packed is shared."""
-    clone = clone_sharing_weights(model)
+    clone = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     quantize_linears(clone, weight_format)
     return clone
 

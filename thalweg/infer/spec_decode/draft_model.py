@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thalweg.infer.engine.sampler import sample_draft_token
+from thalweg.infer.engine.sampler import draw_token
 from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 
@@ -45,7 +45,7 @@ class DraftModelProposer:
         while active:
             for index, row in zip(active, rows, strict=True):
                 sequence = requests[index][0]
-                proposals[index].append(sample_draft_token(row[: self._vocab_size], sequence, len(proposals[index])))
+                proposals[index].append(draw_token(row[: self._vocab_size], sequence, len(proposals[index])))
             active = [place for place in active if len(proposals[place]) < requests[place][1]]
             if active:
                 running = [(requests[p][0], len(proposals[p])) for p in active]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thalweg.ops.cpu_kernels import attention, gemm, lora, packing, pointwise, shm_reduce
 from thalweg.ops.cpu_kernels.kernel_builder import JitModule
-from thalweg.ops.cpu_kernels.program import Program, data_ptr_or_zero
+from thalweg.ops.cpu_kernels.program import Program
 
 
 class ActivationBuffer:
@@ -122,8 +122,7 @@ def build_program(
 ) -> Program:
     """Make a program of calls; ``keep_alive`` lives as long as it, ``num_threads`` is 0 for as many as torch has."""
     rows = []
-    for instruction in instructions:
-        values = [data_ptr_or_zero(x) if isinstance(x, Tensor) else int(x) for x in instruction.arguments]
-        rows.append((kernels[instruction.kernel].get_address(instruction.kernel), values))
-    tensors = [x for call in instructions for x in call.arguments if isinstance(x, Tensor)]
-    return Program(rows, [kernels, *keep_alive, *tensors], num_threads)
+    for call in instructions:
+        values = [x.data_ptr() if isinstance(x, Tensor) else int(x) for x in call.arguments]
+        rows.append((kernels[call.kernel].get_address(call.kernel), values))
+    return Program(rows, [kernels, *keep_alive, *instructions], num_threads)

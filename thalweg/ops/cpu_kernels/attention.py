@@ -35,10 +35,6 @@ ATTENTION_ARGS = (
 )  # fmt: skip
 
 
-def _load_args(code: KernelBuilder, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: code.load_arg(index) for index, name in enumerate(names)}
-
-
 def _block_offset(code: KernelBuilder, shape: AttentionShape, block: Any, stripe: Any) -> Any:
     """Where a block of a head lies behind the head's first one."""
     return code.add(
@@ -51,7 +47,7 @@ def emit_rope_and_store_kv(module: Any, shape: AttentionShape) -> str:
     """Add the kernel that normalises and rotates queries and keys, and stores keys and values."""
     name = shape.kernel_name("rotate")
     code = KernelBuilder(module, name)
-    a = _load_args(code, ROPE_ARGS)
+    a = code.load_args(ROPE_ARGS)
     rows = code.load(I64, a["rows"], 8)
     per_token = shape.num_heads + 2 * shape.num_kv_heads
     first, last = code.thread_range(code.mul(rows, per_token))
@@ -106,7 +102,7 @@ def emit_paged_attention(module: Any, shape: AttentionShape) -> str:
     """Add the kernel that lets every token's query heads attend; ``out`` has rows of heads * dim floats."""
     name = shape.kernel_name("attend")
     code = KernelBuilder(module, name)
-    a = _load_args(code, ATTENTION_ARGS)
+    a = code.load_args(ATTENTION_ARGS)
     head_fn = _emit_attention_head(module, shape)
     rows = code.load(I64, a["rows"], 8)
     first, last = code.thread_range(code.mul(rows, shape.num_heads))

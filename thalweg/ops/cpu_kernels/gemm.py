@@ -27,7 +27,7 @@ def emit_gemm(module: Any, weight_format: str) -> str:
     fmt = WEIGHT_FORMATS[weight_format]
     tiles = {rows: _emit_tile(module, fmt, rows) for rows in range(1, fmt.max_rows + 1)}
     code = KernelBuilder(module, f"gemm_{weight_format}")
-    a = {label: code.load_arg(index) for index, label in enumerate(GEMM_ARGS)}
+    a = code.load_args(GEMM_ARGS)
     rows = code.load(I64, a["rows"], 8)
     per_panel = code.mul(a["k"], {"fp32": 128, "bf16": 64, "int8": 32, "int4": 10}[weight_format])
     first, last = code.thread_range(a["panels"])

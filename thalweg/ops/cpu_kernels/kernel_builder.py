@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -87,7 +88,7 @@ class KernelBuilder:
 
     def f32_const(self, value: float, width: int = 1) -> Any:
         """Return an fp32 constant, or a vector of it."""
-        return self.splat(ir.Constant(F32, float(_as_fp32(value))), width)
+        return self.splat(ir.Constant(F32, float(np.float32(value))), width)
 
     def splat(self, value: Any, width: int) -> Any:
         """Return a vector with the same scalar everywhere."""
@@ -147,6 +148,10 @@ class KernelBuilder:
     def load_arg(self, index: int) -> Any:
         """Return the kernel's argument of that number, an integer."""
         return self.load(I64, self.add(self.builder.ptrtoint(self.args, I64), 8 * index), 8)
+
+    def load_args(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the kernel's first arguments by name."""
+        return {name: self.load_arg(index) for index, name in enumerate(names)}
 
     def stack_var(self, value: Any) -> StackVar:
         """Return a mutable variable."""
@@ -239,12 +244,6 @@ class KernelBuilder:
     def ret(self) -> None:
         """End the function."""
         self.builder.ret_void()
-
-
-def _as_fp32(value: float) -> float:
-    import struct
-
-    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 class JitModule:

@@ -33,7 +33,7 @@ def _if_has_adapter(code: KernelBuilder, a: dict[str, Any], row: Any) -> Iterato
 def emit_lora_shrink(module: Any) -> str:
     """Add the kernel that computes A y; arguments: :data:`LORA_SHRINK_ARGS`."""
     code = KernelBuilder(module, "lora_shrink")
-    a = {name: code.load_arg(index) for index, name in enumerate(LORA_SHRINK_ARGS)}
+    a = code.load_args(LORA_SHRINK_ARGS)
     first, last = code.thread_range(code.mul(code.load(I64, a["rows"], 8), a["rank"]))
     with code.range(first, last) as item:
         row, number = code.div(item, a["rank"]), code.rem(item, a["rank"])
@@ -58,7 +58,7 @@ def emit_lora_shrink(module: Any) -> str:
 def emit_lora_expand(module: Any) -> str:
     """Add the kernel that adds B (A y) to the product; arguments: :data:`LORA_EXPAND_ARGS`."""
     code = KernelBuilder(module, "lora_expand")
-    a = {name: code.load_arg(index) for index, name in enumerate(LORA_EXPAND_ARGS)}
+    a = code.load_args(LORA_EXPAND_ARGS)
     num_vectors = code.div(a["columns"], 16)
     first, last = code.thread_range(code.mul(code.load(I64, a["rows"], 8), num_vectors))
     with code.range(first, last) as item:

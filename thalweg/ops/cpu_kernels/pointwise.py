@@ -91,15 +91,11 @@ def _call_quantize_row(
     ])  # fmt: skip
 
 
-def _load_args(code: KernelBuilder, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: code.load_arg(index) for index, name in enumerate(names)}
-
-
 def emit_norm(module: Any, style: str, kind: str) -> str:
     """Add a normalisation (``rms`` or ``layer``; ``none`` passes rows on) for operands of a kind."""
     name = f"norm_{style}_{kind}"
     code = KernelBuilder(module, name)
-    a = _load_args(code, NORM_ARGS)
+    a = code.load_args(NORM_ARGS)
     rows, width = code.load(I64, a["rows"], 8), a["width"]
     eps = code.load(F32, a["eps"])
     first, last = code.thread_range(rows)
@@ -148,7 +144,7 @@ def emit_activation(module: Any, function: str, gated: bool, kind: str) -> str:
     """Add an activation (``silu``, ``gelu``, ``gelu_tanh``, ``relu``), times a second half where gated."""
     name = f"act_{function}{'_gated' if gated else ''}_{kind}"
     code = KernelBuilder(module, name)
-    a = _load_args(code, ACTIVATION_ARGS)
+    a = code.load_args(ACTIVATION_ARGS)
     rows, width = code.load(I64, a["rows"], 8), a["width"]
     # One row cannot be shared out where its scale is needed; without one, threads take parts of the width.
     first, last = code.thread_range(rows)
@@ -185,7 +181,7 @@ def emit_add(module: Any) -> str:
 def emit_gather_rows(module: Any) -> str:
     """Add the kernel that copies rows by their numbers; arguments: :data:`GATHER_ROWS_ARGS`."""
     code = KernelBuilder(module, "pick")
-    a = _load_args(code, GATHER_ROWS_ARGS)
+    a = code.load_args(GATHER_ROWS_ARGS)
     first, last = code.thread_range(code.load(I64, a["rows"], 8))
     with code.range(first, last) as row:
         source = code.load(I64, code.add(a["index"], code.mul(row, 8)), 8)
@@ -206,7 +202,7 @@ def emit_argmax(module: Any) -> str:
     A row that holds a NaN has NaN as its largest.
     """
     code = KernelBuilder(module, "best")
-    a = _load_args(code, ARGMAX_ARGS)
+    a = code.load_args(ARGMAX_ARGS)
     first, last = code.thread_range(code.load(I64, a["rows"], 8))
     lane_ids = code.const_vector(range(16))
     sixteen = code.splat(code.int_const(16, I32), 16)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from torch import Tensor
 
 from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, KERNEL, PTR, VOID, JitModule, KernelBuilder
 
@@ -137,8 +136,3 @@ class Program:
     def run(self) -> None:
         """Run all instructions; returns when they are done.  The interpreter lock is free meanwhile."""
         self._launch(self._address, min(self._num_threads or torch.get_num_threads(), MAX_THREADS))
-
-
-def data_ptr_or_zero(tensor: Tensor | None) -> int:
-    """Return a tensor's address, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()

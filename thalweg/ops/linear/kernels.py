@@ -43,30 +43,6 @@ JIT_FALLBACKS: Mapping[str, str] = MappingProxyType(
 MatmulKernel = Callable[..., Tensor]
 
 
-def _nt_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(a, b, bias)
-
-
-def _nt_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    return onednn_linear(a, b.contiguous(), bias)
-
-
-def _nn_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    return a @ b if bias is None else torch.addmm(bias, a, b)
-
-
-def _nn_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    return onednn_linear(a, b.contiguous().t(), bias)
-
-
-def _tn_torch(a: Tensor, b: Tensor) -> Tensor:
-    return a.t() @ b
-
-
-def _tn_onednn(a: Tensor, b: Tensor) -> Tensor:
-    return onednn_linear(a.t(), b.contiguous().t())
-
-
 def _tn_convolution(a: Tensor, b: Tensor) -> Tensor:
     # A 1x1 convolution over an image of M pixels in channels-last layout: its weight gradient
     # is this product, and oneDNN takes both operands as they lie, without a transposed copy.
@@ -95,13 +71,21 @@ def _with_fp32(kernels: dict[str, MatmulKernel]) -> Mapping[str, MatmulKernel]:
     return MappingProxyType(kernels | fp32)
 
 
-KERNELS: Mapping[str, Mapping[str, MatmulKernel]] = MappingProxyType(
-    {
-        "nt": _with_fp32({REFERENCE: _nt_torch, "onednn": _nt_onednn}),
-        "nn": _with_fp32({REFERENCE: _nn_torch, "onednn": _nn_onednn}),
-        "tn": _with_fp32({REFERENCE: _tn_torch, "onednn": _tn_onednn, "convolution": _tn_convolution}),
-    }
-)
+KERNELS: Mapping[str, Mapping[str, MatmulKernel]] = MappingProxyType({
+    "nt": _with_fp32({
+        REFERENCE: lambda a, b, bias=None: F.linear(a, b, bias),
+        "onednn": lambda a, b, bias=None: onednn_linear(a, b.contiguous(), bias),
+    }),
+    "nn": _with_fp32({
+        REFERENCE: lambda a, b, bias=None: a @ b if bias is None else torch.addmm(bias, a, b),
+        "onednn": lambda a, b, bias=None: onednn_linear(a, b.contiguous().t(), bias),
+    }),
+    "tn": _with_fp32({
+        REFERENCE: lambda a, b: a.t() @ b,
+        "onednn": lambda a, b: onednn_linear(a.t(), b.contiguous().t()),
+        "convolution": _tn_convolution,
+    }),
+})  # fmt: skip
 
 
 def make_operands(

@@ -129,7 +129,7 @@ class ToolParser:
     def _parse_calls(self, body: str, names: frozenset[str] | None = None) -> list[dict[str, Any]]:
         """The calls that ``body`` is, one behind the other or in a list; none where it is anything else."""
         try:
-            parsed = [(call["name"], _get_arguments(call)) for call in _json_objects(body)]
+            parsed = [(call["name"], call.get("arguments", call.get("parameters", {}))) for call in _json_objects(body)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
         if not all(isinstance(name, str) and (names is None or name in names) for name, _ in parsed):
@@ -166,10 +166,6 @@ def _json_objects(text: str) -> list[Any]:
         value, position = decoder.raw_decode(text, position)
         objects += value if isinstance(value, list) else [value]
     return [one.get("function", one) if isinstance(one.get("function"), dict) else one for one in objects]
-
-
-def _get_arguments(call: dict[str, Any]) -> Any:
-    return call.get("arguments", call.get("parameters", {}))
 
 
 def _strip_prefix(text: str) -> str:
