@@ -35,11 +35,6 @@ def get_kv_cache_dtype(options: EngineConfig) -> str:
     return weight_format if weight_format in ("fp32", "fp16") else "bf16"
 
 
-def get_activation_dtype(weight_format: str, options: EngineConfig) -> str:
-    """Return the dtype of activations for a weight format."""
-    return "fp32" if weight_format == "fp32" else "fp16" if options.dtype == "fp16" else "bf16"
-
-
 def get_compute_dtype(weight_format: str, on_cpu: bool) -> torch.dtype:
     """Return what torch operators compute in, for a weight format."""
     if weight_format in ("int8", "int4") and on_cpu:

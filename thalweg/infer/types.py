@@ -16,7 +16,7 @@ The invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -157,6 +157,26 @@ def to_token_ids(prompt: Any) -> list[int]:
         raise ValueError(
             f"the prompt must be token ids, whole numbers ({error}): encode text by the tokenizer first"
         ) from None
+
+
+def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for a prompt that is empty or has tokens that the model has not."""
+    if not prompt:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise ValueError(f"the prompt has tokens outside of 0 to {vocab_size - 1}")
+
+
+def batch_prompts(prompts: Iterable[list[int]], max_prompts: int, max_tokens: int) -> Iterator[list[list[int]]]:
+    """Cut a list of prompts into those that are computed together; one that is too long for that is alone."""
+    batch: list[list[int]] = []
+    for prompt in prompts:
+        if batch and (len(batch) == max_prompts or sum(map(len, batch)) + len(prompt) > max_tokens):
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)

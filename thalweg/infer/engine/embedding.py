@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.infer import types as infer_types
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner
-from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, to_token_ids
+from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
 
 MAX_NUM_SEQS = 64  # sequences at a time
 
@@ -77,35 +78,18 @@ class EmbeddingEngine:
 
     def embed(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return the vectors, fp32 (len(prompts), width); ValueError for a prompt that cannot be."""
-        prompts = [to_token_ids(prompt) for prompt in prompts]
+        prompts, max_length = [infer_types.to_token_ids(prompt) for prompt in prompts], self.metadata.max_length
         for prompt in prompts:
-            self._check_prompt(prompt)
+            infer_types.check_prompt(prompt, self.metadata.vocab_size)
+            if len(prompt) > max_length:
+                raise ValueError(f"the prompt has {len(prompt)} tokens; this model takes {max_length}")
         rows: list[Tensor] = []
-        batch: list[EncoderInput] = []
-        for prompt in prompts:
-            tokens = sum(len(x.tokens) for x in batch) + len(prompt)
-            if batch and (tokens > self.runner.max_num_batched_tokens or len(batch) == MAX_NUM_SEQS):
-                rows += self._embed_batch(batch)
-                batch = []
-            batch.append(EncoderInput(0, prompt))
-        rows += self._embed_batch(batch)
+        for batch in infer_types.batch_prompts(prompts, MAX_NUM_SEQS, self.runner.max_num_batched_tokens):
+            lengths = [len(prompt) for prompt in batch]
+            self._counters.update(steps=1, prompt=sum(lengths))
+            states = self.runner.run([EncoderInput(0, prompt) for prompt in batch])
+            rows += [self.pooling(own) for own in states.split(lengths)]
         return torch.stack(rows) if rows else torch.empty(0, 0)
-
-    def _embed_batch(self, inputs: Sequence[EncoderInput]) -> list[Tensor]:
-        if not inputs:
-            return []
-        self._counters["steps"] += 1
-        lengths = [len(x.tokens) for x in inputs]
-        self._counters["prompt"] += sum(lengths)
-        return [self.pooling(states) for states in self.runner.run(inputs).split(lengths)]
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < self.metadata.vocab_size:
-            raise ValueError(f"the prompt has tokens outside of 0 to {self.metadata.vocab_size - 1}")
-        if len(prompt) > self.metadata.max_length:
-            raise ValueError(f"the prompt has {len(prompt)} tokens; this model takes {self.metadata.max_length}")
 
     def add(self, request: Request) -> None:
         """Refuse: an encoder generates nothing."""

@@ -16,20 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.infer import types as infer_types
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
 from thalweg.infer.engine.scheduler import BlockPool, Proposer, Scheduler, SchedulerOutput, Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.spec_decode.ngram import NgramProposer
-from thalweg.infer.types import (
-    EngineStats,
-    FinishReason,
-    ModelMetadata,
-    Request,
-    RequestOutput,
-    TokenLogprob,
-    to_token_ids,
-)
+from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput, TokenLogprob
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -104,7 +97,7 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError when it can never run."""
-        request = replace(request, prompt=to_token_ids(request.prompt))
+        request = replace(request, prompt=infer_types.to_token_ids(request.prompt))
         self._check_request(request)
         params = request.params
         num_initial_tokens = len(self.decoder_start_ids) or len(request.prompt)
@@ -145,10 +138,7 @@ class LLMEngine:
         prompt, params = request.prompt, request.params
         if request.request_id in self._requests:
             raise ValueError(f"there is already a request named {request.request_id!r}")
-        if not prompt:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < self.metadata.vocab_size:
-            raise ValueError(f"the prompt has tokens outside of 0 to {self.metadata.vocab_size - 1}")
+        infer_types.check_prompt(prompt, self.metadata.vocab_size)
         token_ids = [*params.logit_bias, *params.stop_token_ids]
         if not all(0 <= t < self.metadata.vocab_size for t in token_ids):
             raise ValueError(f"logit_bias or stop_token_ids name tokens outside of 0 to {self.metadata.vocab_size - 1}")
@@ -307,7 +297,7 @@ class LLMEngine:
 
     def embed(self, prompts: AbstractSequence[AbstractSequence[int]]) -> Tensor:
         """Return the mean over tokens of the last hidden states, fp32 (len(prompts), width)."""
-        return torch.stack([self._embed(to_token_ids(prompt)) for prompt in prompts])
+        return torch.stack([self._embed(infer_types.to_token_ids(prompt)) for prompt in prompts])
 
     def _embed(self, tokens: list[int]) -> Tensor:
         if self.decoder_start_ids:

@@ -30,21 +30,16 @@ from thalweg.infer.precision import (
     NUM_PROBE_TOKENS,
     check_logits_close,
     eval_mode,
-    get_activation_dtype,
     get_kv_cache_dtype,
     get_weight_format,
 )
+from thalweg.infer.runners import transformers_runner
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest
 from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
-from thalweg.infer.runners.transformers_runner import (
-    TransformersEncoder,
-    TransformersRunner,
-    compute_hidden_states,
-    get_max_length,
-)
+from thalweg.infer.runners.transformers_runner import TransformersEncoder, TransformersRunner
 from thalweg.infer.spec_decode.draft_model import DraftModelProposer
 from thalweg.infer.types import ModelMetadata
 from thalweg.utils.log import get_logger
@@ -121,12 +116,13 @@ def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner
 
 def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind, max_length: int) -> ModelMetadata:
     vocab_size = model.config.get_text_config().vocab_size
+    is_fp16, weight_format = options.dtype == "fp16", get_weight_format(options)
     return ModelMetadata(
         name=name,
         kind=kind,
         max_length=max_length,
         vocab_size=vocab_size,
-        dtype=get_activation_dtype(get_weight_format(options), options),
+        dtype="fp32" if weight_format == "fp32" else "fp16" if is_fp16 else "bf16",
         quantize=options.quantization,
         eos_token_ids=tuple(token for token in _eos_token_ids(model) if 0 <= token < vocab_size),
         bos_token_id=getattr(model.config, "bos_token_id", None),
@@ -243,7 +239,7 @@ def _make_runner(
     spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "decoder")
     runner_type = choose_runner(DECODER_RUNNERS, spec, options, forced_runner, undescribed)
     if spec is None:
-        max_length = get_max_length(model.config.get_text_config(), options.max_model_len)
+        max_length = transformers_runner.get_max_length(model.config.get_text_config(), options.max_model_len)
         return runner_type(RunnerRequest(model, None, options, max_length, options.max_num_seqs)), max_length
     max_length = get_max_model_len(spec, options.max_model_len)
     num_slots = options.max_num_seqs
@@ -362,7 +358,7 @@ def verify(model: Any, spec: DecoderSpec | EncoderSpec, cache_weights: bool = Tr
     if isinstance(spec, EncoderSpec):
         probe = (torch.arange(NUM_PROBE_TOKENS) * 7 % spec.vocab_size).tolist()
         states = TorchEncoder(request, parameter.dtype).run([EncoderInput(0, probe)])
-        return check_logits_close(states, compute_hidden_states(model, probe), parameter.dtype)
+        return check_logits_close(states, transformers_runner.compute_hidden_states(model, probe), parameter.dtype)
     tokens = torch.randint(spec.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.tensor([tokens], device=parameter.device)
     extra_inputs = {} if spec.encoder is None else {"decoder_input_ids": ids.flip(1)}

@@ -45,8 +45,7 @@ def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> D
     num_layers = len(decoder.layers)
     if num_stages > num_layers:
         raise ValueError(f"pipeline_parallel is {num_stages}; this model has {num_layers} layers")
-    layers = decoder.layers[num_layers * stage_index // num_stages : num_layers * (stage_index + 1) // num_stages]
-    spec = replace(decoder, layers=layers)
+    spec = replace(decoder, layers=decoder.layers[slice(*_part(num_layers, stage_index, num_stages))])
     if stage_index > 0:
         spec = replace(spec, embed=decoder.embed[:0], embed_norm=None, position_embeddings=None)
     if stage_index < num_stages - 1:
@@ -65,33 +64,31 @@ def shard_stage(
     tensor_parallel = tensor_parallel or num_ranks
     num_heads = min(x.attention.num_heads for x in decoder.layers)
     if tensor_parallel > num_heads or any(not _divides_heads(x.attention, tensor_parallel) for x in decoder.layers):
-        valid_degrees = [
-            n for n in range(1, num_heads + 1) if all(_divides_heads(x.attention, n) for x in decoder.layers)
-        ]
+        degrees = range(1, num_heads + 1)
+        valid = [str(n) for n in degrees if all(_divides_heads(x.attention, n) for x in decoder.layers)]
         raise ValueError(
-            f"tensor_parallel is {tensor_parallel}; this model's heads can be divided by "
-            + ", ".join(map(str, valid_degrees))
+            f"tensor_parallel is {tensor_parallel}; this model's heads can be divided by {', '.join(valid)}"
         )
     head = decoder.lm_head
     if head.out_features:
         head = _slice_rows(head, [vocab_range(decoder.vocab_size, rank, num_ranks)])
-    layers = [
-        replace(
-            layer,
-            attention=_shard_heads(layer.attention, rank, num_ranks, tensor_parallel),
-            mlp=_shard_moe(layer.mlp, rank, num_ranks, expert_parallel)
-            if isinstance(layer.mlp, MoESpec)
-            else _shard_mlp(layer.mlp, rank, num_ranks),
-        )
-        for layer in decoder.layers
-    ]
+    layers = []
+    for x in decoder.layers:
+        is_moe = isinstance(x.mlp, MoESpec)
+        mlp = _shard_moe(x.mlp, rank, num_ranks, expert_parallel) if is_moe else _shard_mlp(x.mlp, rank, num_ranks)
+        layers.append(replace(x, attention=_shard_heads(x.attention, rank, num_ranks, tensor_parallel), mlp=mlp))
     return replace(decoder, layers=layers, lm_head=head)
 
 
 def vocab_range(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return the first token of a rank's part of the vocabulary, and the one after the last."""
-    units = -(-vocab_size // _VOCAB_UNIT)
-    return tuple(min(units * r // num_ranks * _VOCAB_UNIT, vocab_size) for r in (rank, rank + 1))  # type: ignore[return-value]
+    start, stop = _part(-(-vocab_size // _VOCAB_UNIT), rank, num_ranks)
+    return min(start * _VOCAB_UNIT, vocab_size), min(stop * _VOCAB_UNIT, vocab_size)
+
+
+def _part(count: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the first of a rank's part of so many things, and the one after the last."""
+    return count * rank // num_ranks, count * (rank + 1) // num_ranks
 
 
 def _divides_heads(a: AttentionSpec, num_ranks: int) -> bool:
@@ -114,18 +111,15 @@ def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSp
         return a
     group = a.num_heads // a.num_kv_heads
     if num_ranks <= a.num_kv_heads:
-        first, last = a.num_kv_heads * rank // num_ranks, a.num_kv_heads * (rank + 1) // num_ranks
+        first, last = _part(a.num_kv_heads, rank, num_ranks)
         low, high = first * group, last * group
     else:  # several ranks share a head of keys and values, and keep it twice
-        low, high = a.num_heads // num_ranks * rank, a.num_heads // num_ranks * (rank + 1)
+        low, high = _part(a.num_heads, rank, num_ranks)
         first, last = low // group, low // group + 1
     keys = a.num_heads * a.head_dim
     values = keys + a.num_kv_heads * a.head_dim
-    ranges = [
-        (low * a.head_dim, high * a.head_dim),
-        (keys + first * a.head_dim, keys + last * a.head_dim),
-        (values + first * a.head_dim, values + last * a.head_dim),
-    ]
+    parts = (0, low, high), (keys, first, last), (values, first, last)
+    ranges = [(base + start * a.head_dim, base + stop * a.head_dim) for base, start, stop in parts]
     return replace(
         a,
         num_heads=high - low,
@@ -150,9 +144,7 @@ def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> M
     if num_ranks == 1:
         return m
     ranks_per_expert_shard = num_ranks // expert_parallel
-    begin, end = (
-        len(m.up) * n // expert_parallel for n in (rank // ranks_per_expert_shard, rank // ranks_per_expert_shard + 1)
-    )
+    begin, end = _part(len(m.up), rank // ranks_per_expert_shard, expert_parallel)
     inner = m.down.shape[2]
     low, high = _intermediate_range(inner, rank % ranks_per_expert_shard, ranks_per_expert_shard)
     up = torch.cat([m.up[begin:end, low:high], m.up[begin:end, inner + low : inner + high]], 1)
@@ -163,15 +155,13 @@ def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> M
 
 def _intermediate_range(intermediate_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return a part of the inner units: whole groups of the quantised formats, where there are enough."""
-    unit = next(
-        u for u in (32, 16, 1) if (intermediate_size % u == 0 and intermediate_size // u >= num_ranks) or u == 1
-    )
-    units = intermediate_size // unit
-    if units < num_ranks:
+    fitting = [u for u in (32, 16, 1) if intermediate_size % u == 0 and intermediate_size // u >= num_ranks]
+    if not fitting:
         raise ValueError(
             f"{num_ranks} ranks share each layer; an MLP of {intermediate_size} inner units has too few for that"
         )
-    return units * rank // num_ranks * unit, units * (rank + 1) // num_ranks * unit
+    start, stop = _part(intermediate_size // fitting[0], rank, num_ranks)
+    return start * fitting[0], stop * fitting[0]
 
 
 def _slice_rows(layer: LinearSpec, ranges: list[tuple[int, int]]) -> LinearSpec:

@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thalweg.ops import _torch_private
 from thalweg.ops._torch_private import (
     forward_ad_active,
     functorch_active,
     is_jit_tracing,
     onednn_linear_op,
-    register_onednn_flops,
     unsafe_view,
 )
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
@@ -240,7 +240,7 @@ def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
         raise ValueError(f"cpu_kernels is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
     if mode == "torch" or onednn_linear_op() is None:
         return 0
-    register_onednn_flops()
+    _torch_private.register_onednn_flops()
     num_patched = 0
     for module in model.modules():
         forward = _forward_for(module)

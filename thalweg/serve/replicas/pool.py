@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, batch_prompts
 from thalweg.serve import engine_process as wire
 from thalweg.serve import errors
 from thalweg.serve.replicas.launcher import ReplicaHandle
@@ -351,7 +351,8 @@ class ReplicaPool(BasePool):
         """
         deadline = self._deadline()
         with self._open_inbox() as inbox:
-            batches = [await self._embed_batch(part, inbox, deadline) for part in _batch_prompts(prompts)]
+            parts = batch_prompts(prompts, MAX_EMBED_PROMPTS, _MAX_EMBED_TOKENS)
+            batches = [await self._embed_batch(part, inbox, deadline) for part in parts]
         return [row for part in batches for row in part]
 
     async def _embed_batch(
@@ -634,19 +635,6 @@ class Replica:
             with contextlib.suppress(OSError, RuntimeError):
                 self._writer.close()
         self.died.set()
-
-
-def _batch_prompts(prompts: list[list[int]]) -> Iterator[list[list[int]]]:
-    """Cut a list of prompts into what an engine embeds at a time."""
-    batch: list[list[int]] = []
-    num_tokens = 0
-    for prompt in prompts:
-        if batch and (len(batch) == MAX_EMBED_PROMPTS or num_tokens + len(prompt) > _MAX_EMBED_TOKENS):
-            yield batch
-            batch, num_tokens = [], 0
-        batch.append(prompt)
-        num_tokens += len(prompt)
-    yield batch
 
 
 async def _next_event(inbox: asyncio.Queue[Any], deadline: float | None) -> tuple[Any, Any]:
