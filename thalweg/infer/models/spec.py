@@ -302,10 +302,8 @@ def build_linear(*modules: nn.Module) -> LinearSpec:
     stacked = weights[0] if len(weights) == 1 else lambda: torch.cat(weights)
     shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
     copy = partial(_copy_stacked, weights)
-    if all(bias is None for bias in biases):
-        return LinearSpec(stacked, None, shape, modules=modules, copy_rows_fn=copy)
     filled = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    bias = filled[0] if len(filled) == 1 else torch.cat(filled)
+    bias = None if all(b is None for b in biases) else filled[0] if len(filled) == 1 else torch.cat(filled)
     return LinearSpec(stacked, bias, shape, modules=modules, copy_rows_fn=copy)
 
 
@@ -335,14 +333,8 @@ def permute_outputs(layer: LinearSpec, permutation: Tensor) -> LinearSpec:
                 layer.copy_rows(source_row, source_row + high - low, out[low - start : high - start])
             first = last
 
-    return LinearSpec(
-        lambda: layer.weight[permutation],
-        bias,
-        shape,
-        modules=layer.modules,
-        output_permutation=combined,
-        copy_rows_fn=copy,
-    )
+    order: dict[str, Any] = {"modules": layer.modules, "output_permutation": combined, "copy_rows_fn": copy}
+    return LinearSpec(lambda: layer.weight[permutation], bias, shape, **order)
 
 
 def deinterleave_qkv(layer: LinearSpec, num_heads: int, head_dim: int) -> LinearSpec:

@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
-from thalweg.infer.parallel.process_group import InferenceGroup, WorkerDiedError, connect_to_spawner
+from thalweg.infer.parallel.process_group import LOOPBACK, InferenceGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
@@ -220,10 +221,10 @@ def main(argument: str) -> int:
     fields = json.loads(argument)
     torch.set_num_threads(fields["num_threads"])
     with contextlib.suppress(WorkerDiedError):  # rank 0 has ended or closed the engine: this rank has no other purpose
-        connect = connect_to_spawner(fields["port"])
+        store = TCPStore(LOOPBACK, fields["port"], is_master=False)
         model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
-        rank, num_ranks = fields["rank"], fields["num_ranks"]
-        group = InferenceGroup(connect, rank, num_ranks, num_threads=fields["num_threads"])
+        ranks = fields["rank"], fields["num_ranks"]
+        group = InferenceGroup(connect_by_store(store), *ranks, num_threads=fields["num_threads"])
         worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
         del model
         worker_loop.run()

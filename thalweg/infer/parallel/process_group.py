@@ -48,7 +48,7 @@ _LENGTH = struct.Struct("!I")
 _FRAME_BYTES = 4096  # of a message; longer ones have a second part
 _NO_TIMEOUT = timedelta(days=365)  # an engine may idle as long as it likes; dead ranks are noticed otherwise
 _JOIN_TIMEOUT_S = 600.0  # for spawned ranks to load the model
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 class WorkerDiedError(RuntimeError):
@@ -58,21 +58,17 @@ class WorkerDiedError(RuntimeError):
 class InferenceGroup:
     """The ranks of an engine as one of them sees them.
 
-    ``connect`` returns the process group, on the first use; all ranks of the engine do so together.  ``processes``:
-    those that this rank has started, for ranks 1 and on.  ``num_threads``: of each rank, 0 for as many as torch has.
+    ``connect`` returns the process group, on the first use; all ranks of the engine do so together.  ``num_threads``:
+    of each rank, 0 for as many as torch has.
     """
 
     def __init__(
-        self,
-        connect: Callable[[InferenceGroup], Any],
-        rank: int,
-        num_ranks: int,
-        *,
-        processes: Sequence[subprocess.Popen[bytes]] = (),
-        num_threads: int = 0,
+        self, connect: Callable[[InferenceGroup], Any], rank: int, num_ranks: int, *, num_threads: int = 0
     ) -> None:
         self.rank, self.num_ranks, self.num_threads = rank, num_ranks, num_threads
-        self._connect, self.processes = connect, list(processes)
+        # Those that this rank has started, for ranks 1 and on.
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._connect = connect
         self._group: Any = None
         # The first rank that is known to have ended.
         self.failed_rank: int | None = None
@@ -170,9 +166,8 @@ class InferenceGroup:
         """Say which rank has ended, and how."""
         exited = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]
         rank = exited[0] if exited else self.failed_rank
-        return "an inference rank is gone. Load the engine again" if rank is None else self._exit_cause(rank)
-
-    def _exit_cause(self, rank: int) -> str:
+        if rank is None:
+            return "an inference rank is gone. Load the engine again"
         name = f"inference rank {rank} of {self.num_ranks}"
         if not 0 < rank <= len(self.processes):
             return f"{name} is gone: see its own output for the cause"
@@ -229,11 +224,6 @@ def _refuse_connection(group: InferenceGroup) -> Any:
     raise WorkerDiedError(group.failure_message())
 
 
-def connect_to_spawner(port: int) -> Callable[[InferenceGroup], Any]:
-    """Return what connects a spawned rank, by the store of the process that has started it."""
-    return connect_by_store(TCPStore(_LOOPBACK, port, is_master=False))
-
-
 def connect_by_store(store: Store) -> Callable[[InferenceGroup], Any]:
     """Return what connects the ranks that know a store, over the loopback interface."""
 
@@ -248,7 +238,7 @@ def connect_by_store(store: Store) -> Callable[[InferenceGroup], Any]:
             time.sleep(0.01)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout = _NO_TIMEOUT
         return gloo(store, group.rank, group.num_ranks, options)
 
@@ -265,7 +255,7 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
         )
     num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel_size // num_ranks)  # stages take turns
     worker_options = replace(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
-    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     group = InferenceGroup(connect_by_store(store), 0, num_ranks, num_threads=num_threads)
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
