@@ -8,7 +8,7 @@ request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from typing import Any
@@ -66,7 +66,7 @@ class LLMEngine:
         kept, self._kept_outputs = self._kept_outputs, []
         return kept + self._run_step()
 
-    def run_requests(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+    def run_requests(self, requests: Iterable[Request]) -> Generator[RequestOutput]:
         """Queue requests, run steps until they have ended, and yield their outputs; closing it drops what still runs.
 
         Outputs of other requests are kept for the next :meth:`step`.

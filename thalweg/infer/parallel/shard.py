@@ -74,8 +74,8 @@ def shard_stage(
         head = _slice_rows(head, [vocab_range(decoder.vocab_size, rank, num_ranks)])
     layers = []
     for x in decoder.layers:
-        is_moe = isinstance(x.mlp, MoESpec)
-        mlp = _shard_moe(x.mlp, rank, num_ranks, expert_parallel) if is_moe else _shard_mlp(x.mlp, rank, num_ranks)
+        m, own = x.mlp, (rank, num_ranks)
+        mlp = _shard_moe(m, *own, expert_parallel) if isinstance(m, MoESpec) else _shard_mlp(m, *own)
         layers.append(replace(x, attention=_shard_heads(x.attention, rank, num_ranks, tensor_parallel), mlp=mlp))
     return replace(decoder, layers=layers, lm_head=head)
 
