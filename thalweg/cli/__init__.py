@@ -75,11 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = arguments[:position] + own_arguments
         parsed, unknown = parser.parse_known_args(arguments, argparse.Namespace(passthrough=passthrough))
         if unknown:
-            suggestion = (
-                _suggest(unknown[0].partition("=")[0], _list_options(command_parser))
-                if command_parser is not None
-                else ""
-            )
+            known = [] if command_parser is None else _list_options(command_parser)
+            suggestion = _suggest(unknown[0].partition("=")[0], known)
             (command_parser or parser).error(f"there is no {' '.join(unknown)}{suggestion}")
         if module is None:
             parser.print_help(sys.stderr)

@@ -111,9 +111,8 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
 
     def stream_reply(messages: Messages) -> Iterator[str]:
         try:
-            prompt, special = chat_tokenizer.apply_chat_template(
-                [dict(message) for message in messages], None, False, {}
-            )
+            copies = [dict(message) for message in messages]
+            prompt, special = chat_tokenizer.apply_chat_template(copies, None, False, {})
         except ApiError as error:
             raise ValueError(str(error)) from None
         tokens = engine.tokenizer.encode(prompt, add_special_tokens=special)

@@ -44,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
         config = load_config(_read_source(args.file), world_size=ranks)
     except ConfigError as error:
         print(f"thalweg config: {error}", file=sys.stderr)
-        if args.world_size is None and any(
-            p.path in ("train_batch_size", "data_parallel_size") for p in error.problems
-        ):
+        sized = ("train_batch_size", "data_parallel_size")
+        if args.world_size is None and any(p.path in sized for p in error.problems):
             print("  (to check the config for another number of ranks, add --world-size N)", file=sys.stderr)
         return 2
     print(json.dumps(config.to_dict(), indent=2) if args.json else config.describe())

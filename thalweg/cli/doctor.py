@@ -121,9 +121,8 @@ def _check_processor() -> CheckResult:
     found += f"; `thalweg run --nproc 2` gives each rank {plan.num_threads} thread(s)"
     if "OMP_NUM_THREADS" in os.environ:
         threads = os.environ["OMP_NUM_THREADS"]
-        return CheckResult(
-            "processor", "warn", f"{found}; OMP_NUM_THREADS={threads} is set", "unset it to let `thalweg run` share out"
-        )
+        found += f"; OMP_NUM_THREADS={threads} is set"
+        return CheckResult("processor", "warn", found, "unset it to let `thalweg run` share out")
     return CheckResult("processor", "ok", found)
 
 
@@ -195,9 +194,8 @@ def _check_loopback() -> CheckResult:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
     except OSError as error:
-        return CheckResult(
-            "loopback", "fail", str(error), "bring it up: ip link set lo up; add `127.0.0.1 localhost` to hosts"
-        )
+        cure = "bring it up: ip link set lo up; add `127.0.0.1 localhost` to hosts"
+        return CheckResult("loopback", "fail", str(error), cure)
     return CheckResult("loopback", "ok", f"localhost is {', '.join(addresses)}")
 
 
@@ -212,9 +210,8 @@ def _check_two_ranks() -> CheckResult:
         return CheckResult("two ranks over gloo", "fail", str(error).splitlines()[0], "see the checks above")
     seconds = time.monotonic() - start
     if outcome.exit_code:
-        return CheckResult(
-            "two ranks over gloo", "fail", outcome.report.strip().splitlines()[-1], "see the loopback check"
-        )
+        last_line = outcome.report.strip().splitlines()[-1]
+        return CheckResult("two ranks over gloo", "fail", last_line, "see the loopback check")
     return CheckResult("two ranks over gloo", "ok", f"started, summed and ended in {seconds:.1f} s")
 
 
@@ -253,9 +250,8 @@ def _check_disk() -> CheckResult:
     if refused:
         return CheckResult("disk", "warn", "; ".join(refused), "change to a folder you may write to, or set TMPDIR")
     if free < 1:
-        return CheckResult(
-            "disk", "warn", f"{free:.2f} GiB free here", "checkpoints want three times the model: free some"
-        )
+        cure = "checkpoints want three times the model: free some"
+        return CheckResult("disk", "warn", f"{free:.2f} GiB free here", cure)
     return CheckResult("disk", "ok", f"writable, {free:.0f} GiB free here")
 
 

@@ -44,9 +44,8 @@ def run(args: argparse.Namespace) -> int:
     check_parent_folder("--output", args.output)
     planner = build_planner(args.model, **cluster_options(args))
     source = read_config(args)
-    config = resolve(
-        load(source), world_size=planner.cluster.world_size, model=get_model_size(planner.meta_model.model)
-    )
+    model_size = get_model_size(planner.meta_model.model)
+    config = resolve(load(source), world_size=planner.cluster.world_size, model=model_size)
     result = tune(planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=_print_progress)
     if result.best is None:
         print("thalweg tune: no candidate fits; try `thalweg plan` for what is missing", file=sys.stderr)
@@ -55,12 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         Path(args.output).write_text(json.dumps(best, indent=2) + "\n")
     if args.json:
-        trials = [trial.to_dict() for trial in result.trials]
-        print(
-            json.dumps(
-                {"best": best, "changes": result.best.changes, "ruled_out": result.num_ruled_out, "trials": trials}
-            )
-        )
+        facts = {"changes": result.best.changes, "ruled_out": result.num_ruled_out}
+        print(json.dumps({"best": best, **facts, "trials": [trial.to_dict() for trial in result.trials]}))
     else:
         print(json.dumps(best, indent=2))
     return 0

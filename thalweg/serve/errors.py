@@ -48,8 +48,7 @@ class ContextLengthExceeded(BadRequest):
 class InvalidApiKey(ApiError):
     """No key, or none of ours."""
 
-    status = 401
-    code = "invalid_api_key"
+    status, code = 401, "invalid_api_key"
     headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
@@ -74,22 +73,19 @@ class ModelNotFound(NotFound):
 class RequestTimeout(ApiError):
     """Headers or body did not arrive in time."""
 
-    status = 408
-    code = "timeout"
+    status, code = 408, "timeout"
 
 
 class BodyTooLarge(ApiError):
     """The body has more bytes than the server takes."""
 
-    status = 413
-    code = "body_too_large"
+    status, code = 413, "body_too_large"
 
 
 class UnsupportedMediaType(ApiError):
     """The body is not declared as JSON."""
 
-    status = 415
-    code = "content_type"
+    status, code = 415, "content_type"
 
 
 class HeadersTooLarge(ApiError):
@@ -101,8 +97,7 @@ class HeadersTooLarge(ApiError):
 class EngineFailed(ApiError):
     """The engine failed on this request alone."""
 
-    status = 500
-    code = "engine_error"
+    status, code = 500, "engine_error"
 
 
 class _RetryLater(ApiError):
@@ -117,8 +112,7 @@ class _RetryLater(ApiError):
 class Overloaded(_RetryLater):
     """The queue is full."""
 
-    status = 429
-    code = "overloaded"
+    status, code = 429, "overloaded"
 
     def __init__(self, retry_after: int) -> None:
         super().__init__(f"the queue is full: try again in {retry_after} s", retry_after=retry_after)
@@ -127,8 +121,7 @@ class Overloaded(_RetryLater):
 class Unavailable(_RetryLater):
     """The fault is the server's, and passes."""
 
-    status = 503
-    code = "unavailable"
+    status, code = 503, "unavailable"
 
 
 class Unhealthy(Unavailable):
@@ -155,8 +148,7 @@ class ReplicaLost(Unavailable):
 class DeadlineExceeded(ApiError):
     """The request took longer than it may."""
 
-    status = 504
-    code = "timeout"
+    status, code = 504, "timeout"
 
     def __init__(self) -> None:
         super().__init__("the request took longer than this server allows: ask for fewer tokens")

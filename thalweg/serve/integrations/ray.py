@@ -85,12 +85,8 @@ class RayApp:
     def __init__(
         self, engine_spec: EngineSpec, model_name: str, api_keys: tuple[str, ...], pool_limits: PoolLimits
     ) -> None:
-        self._engine_spec, self._model_name, self._api_keys, self._pool_limits = (
-            engine_spec,
-            model_name,
-            api_keys,
-            pool_limits,
-        )
+        self._engine_spec, self._model_name = engine_spec, model_name
+        self._api_keys, self._pool_limits = api_keys, pool_limits
         self._pool: ReplicaPool | None = None
         self._app: ASGIApp | None = None
 
@@ -118,14 +114,9 @@ class RayApp:
     async def _start_engine(self) -> ASGIApp:
         self._pool = ReplicaPool(ProcessLauncher(self._engine_spec), 1, self._pool_limits)
         model_info = await self._pool.start()
-        trust_remote_code = self._engine_spec.options.trust_remote_code
-        app_state = AppState(
-            pool=self._pool,
-            tokenizer=load_chat_tokenizer(self._engine_spec.model, self._engine_spec.loader, None, trust_remote_code),
-            model_info=model_info,
-            model_name=self._model_name,
-            created=int(time.time()),
-        )
+        spec = self._engine_spec
+        tokenizer = load_chat_tokenizer(spec.model, spec.loader, None, spec.options.trust_remote_code)
+        app_state = AppState(self._pool, tokenizer, model_info, self._model_name, int(time.time()))
         return RequestGuard(build_app(app_state), self._api_keys, BodyLimits(), self._pool.metrics.count_response)
 
     def check(self) -> None:
