@@ -182,7 +182,8 @@ def test_samples_of_a_large_file_tell_other_weights(tmp_path: Path, monkeypatch:
 def pack_all(model: Any, folder: Path, source: str, weights_id: Any) -> WeightRing:
     """Pack a model's weights as a runner does."""
     decoder = build_decoder_spec(model)
-    ring = WeightRing(decoder, "int8", folder, weights_id, source=source, max_bytes=1 << 30)
+    asked = EngineConfig(weight_offload=source, weight_offload_dir=str(folder), weight_offload_bytes=1 << 30)
+    ring = WeightRing(decoder, "int8", asked, weights_id)
     try:
         for layer in decoder.layers:
             for linear in layer_linears(layer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -149,11 +150,8 @@ def _default_model_name(model: str) -> str:
 def require_packages() -> None:
     """Raise ImportError that names the cure where the server's packages are missing."""
     try:
-        import fastapi  # noqa: F401
-        import httptools  # noqa: F401
-        import jinja2  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
+        for name in ("fastapi", "httptools", "jinja2", "prometheus_client", "uvicorn"):
+            importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed: pip install 'thalweg[serve]'") from None
 

@@ -257,7 +257,7 @@ def _make_runner(
 
 def _build_offloaded(runner_type: Any, request: RunnerRequest, weights_id: Any) -> ModelRunner:
     """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
-    from thalweg.infer.offload.weight_ring import build_weight_ring
+    from thalweg.infer.offload.weight_ring import WeightRing
 
     assert isinstance(request.spec, DecoderSpec), "only described models are offloaded"
     if runner_type is not CpuRunner:
@@ -271,7 +271,7 @@ def _build_offloaded(runner_type: Any, request: RunnerRequest, weights_id: Any) 
                 )
         verify(request.model, request.spec, cache_weights=False)
         return runner_type(request)
-    weights = build_weight_ring(request.spec, request.weight_format, request.config, weights_id)
+    weights = WeightRing(request.spec, request.weight_format, request.config, weights_id)
     try:
         if not weights.file.complete:
             verify(request.model, request.spec, cache_weights=False)

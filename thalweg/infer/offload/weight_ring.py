@@ -151,25 +151,17 @@ class WeightRing(WeightStore):
     """A model's packed weights in a file, each segment at an address that stays, for the programs of a runner.
 
     On the first load they are packed into the file; ``weights_id``: what the model was loaded from, or None for a live
-    one.  ``source``: ``cpu`` (the page cache) or ``nvme`` (the disk).  ``max_bytes``: of weights in memory with
-    ``nvme``, None for a quarter of the free memory.
+    one.  ``options``: their ``weight_offload`` is ``cpu`` (the page cache) or ``nvme`` (the disk).
     """
 
-    def __init__(
-        self,
-        decoder: DecoderSpec,
-        weight_format: str,
-        folder: Path,
-        weights_id: Any = None,
-        *,
-        source: str,
-        max_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, decoder: DecoderSpec, weight_format: str, options: EngineConfig, weights_id: Any = None) -> None:
+        assert options.weight_offload is not None, "only offloaded weights are in a ring"
+        folder = Path(options.weight_offload_dir) if options.weight_offload_dir else default_weights_folder()
         self._ranges, sizes = split_into_segments(decoder, weight_format)
-        self.file = PackedWeightsFile(folder, sizes, weights_id)
+        self.file = PackedWeightsFile(folder, sizes, None if weights_id is None else [weights_id, weight_format])
         self._layer_index, self._current_segment, self._offset = 0, -1, 0
         self._futures: dict[int, IoFuture] = {}
-        self._is_mapped = source == "cpu"
+        self._is_mapped, max_bytes = options.weight_offload == "cpu", options.weight_offload_bytes
         try:
             if self._is_mapped:  # every segment is resident, where the page cache has it
                 self.ring = RingPlan(tuple(sizes), len(sizes), 0)
@@ -267,17 +259,6 @@ class WeightRing(WeightStore):
             future.wait_ignoring_errors()
         self._futures.clear()
         self.file.close()
-
-
-def build_weight_ring(decoder: DecoderSpec, weight_format: str, options: EngineConfig, weights_id: Any) -> WeightRing:
-    """Return the ring that ``options.weight_offload`` asks for; the runner that uses it packs the weights."""
-    folder = Path(options.weight_offload_dir) if options.weight_offload_dir else default_weights_folder()
-    weights_id = None if weights_id is None else [weights_id, weight_format]
-    assert options.weight_offload is not None, "only offloaded weights are in a ring"
-    return WeightRing(
-        decoder, weight_format, folder, weights_id,
-        source=options.weight_offload, max_bytes=options.weight_offload_bytes,
-    )  # fmt: skip
 
 
 def optimal_batch_size(
