@@ -14,7 +14,7 @@ The picture.  One *server* process speaks HTTP; each *replica* is a process of i
   outstanding work, tries again elsewhere when a replica died before anything was passed on, replaces it, and counts.
   Whoever stops listening cancels, and cancelling frees the KV blocks.
 - ``engine_process.py`` is the engine's side: one thread owns the engine and does nothing but take messages and step;
-  a reader and a heartbeat thread stand beside it.  What passes between is JSON in frames.
+  a reader and a heartbeat thread stand beside it.  What passes between is JSON, a message a line.
 - ``replicas/router.py`` takes the pool's place in a server that forwards to servers on other hosts.
 
 Why processes and not a thread in the server.  A decoding step in eager torch is thousands of short Python
