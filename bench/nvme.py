@@ -255,7 +255,7 @@ def streamed_step(
         for _ in range(rounds):
             seconds, cpu, read, written = step.run()
             after = rates()
-            turn = {"seconds": seconds, "cpu": cpu, "waited": step.update.io_wait_seconds}
+            turn = {"seconds": seconds, "cpu": cpu, "waited": step.update.io_pipeline.io_wait_seconds}
             turn |= {"read": read, "written": written}
             for name in bounds:
                 mean = {verb: (before[name][verb] + after[name][verb]) / 2 for verb in ("read", "write")}

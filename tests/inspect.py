@@ -61,7 +61,9 @@ def step_strategy(engine: Any) -> Any:
 
 def wait_for_updates(engine: Any) -> None:
     """Wait for updates that another thread makes, where the strategy has one."""
-    getattr(step_strategy(engine), "wait_for_updates", lambda: None)()
+    error = getattr(step_strategy(engine), "wait_for_updates", lambda: None)()
+    if error is not None:
+        raise error
 
 
 def optimizer_swap_file(engine: Any) -> Any:

@@ -42,8 +42,8 @@ class Twins:
         self.update = NvmeStep(
             self.optimizer, self.swap, BufferRing(3, 40 * ALIGN_ELEMENTS), compute_copies=self.copies
         )
-        self.swap_bytes = double_buffer_bytes(self.optimizer, self.swap, self.copies)
-        self.tentative = DoubleBufferedStep(self.update, self.swap)
+        self.swap_bytes = double_buffer_bytes(self.update)
+        self.tentative = DoubleBufferedStep(self.update)
 
     def _place(self, value: Tensor) -> Tensor:
         view = self.swap.view(self.swap.allocate(value.nbytes), value.shape, value.dtype)

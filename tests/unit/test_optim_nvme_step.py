@@ -87,7 +87,6 @@ class Where:
 
     masters: bool = True
     grads: bool = True
-    swap: bool = True
     buffer_bytes: int = 6 * 4 * ALIGN_ELEMENTS
     num_buffers: int = 3
     batch: int = ALIGN_ELEMENTS
@@ -149,10 +148,10 @@ def _twin(
     cls, hyper = CLASSES[name]
     torch.manual_seed(1)
     values = [torch.randn(shape).to(dtype) for shape in shapes]
-    swap = SwapFile(folder, 64 * MIB, num_threads=2) if where.swap else None
-    ring = BufferRing(where.num_buffers, where.buffer_bytes) if where.swap else None
+    swap = SwapFile(folder, 64 * MIB, num_threads=2)
+    ring = BufferRing(where.num_buffers, where.buffer_bytes)
     plain = [nn.Parameter(v.clone()) for v in values]
-    inside = where.masters and where.swap
+    inside = where.masters
     streamed = [nn.Parameter(_into(swap, v) if inside and v.numel() else v.clone()) for v in values]
     twin = Twin(plain, streamed, swap=swap)
     for params in (plain, streamed):
@@ -183,9 +182,8 @@ def test_every_elementwise_optimiser(tmp_path: Path, name: str) -> None:
         Where(masters=False, grads=False),
         Where(masters=True, grads=False, num_buffers=2),
         Where(masters=False, grads=True, buffer_bytes=50 * 4 * ALIGN_ELEMENTS, num_buffers=5),
-        Where(swap=False),
     ],
-    ids=["state alone", "masters too", "grads too", "all in memory"],
+    ids=["state alone", "masters too", "grads too"],
 )
 def test_every_placement(tmp_path: Path, name: str, where: Where) -> None:
     twin = _twin(tmp_path, name, SHAPES + TINY, where)
@@ -247,7 +245,7 @@ def test_any_shapes_and_buffers(
     grads: bool,
     groups: int,
 ) -> None:
-    where = Where(masters, grads, True, grains * 4 * ALIGN_ELEMENTS, num_buffers)
+    where = Where(masters, grads, grains * 4 * ALIGN_ELEMENTS, num_buffers)
     twin = _twin(tmp_path_factory.mktemp("s"), name, [(n,) for n in sizes], where, groups)
     for turn in range(2):
         twin.step(factor=0.5 if turn else 1.0, without=(1,) if turn else (), grads_in_swap=grads)

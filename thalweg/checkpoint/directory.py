@@ -39,7 +39,7 @@ from thalweg.checkpoint.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from thalweg.checkpoint.filesystem import FileSystem, read_file, remove_tree, write_file
+from thalweg.checkpoint.filesystem import FileSystem, list_if_there, read_file, remove_tree, write_file
 from thalweg.checkpoint.format.manifest import Manifest, ManifestHead, parse_head, parse_manifest, serialize_manifest
 from thalweg.utils.log import get_logger
 from thalweg.utils.processes import process_start_time
@@ -99,10 +99,7 @@ def list_checkpoints(io: FileSystem, directory: Path, *, ignore_read_errors: boo
     Unless ``ignore_read_errors`` an ``OSError`` passes through: that a disk cannot read a manifest now
     does not make it damaged, and a save that took it for damaged might remove it.
     """
-    try:
-        names = io.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    names = list_if_there(io, directory)
     paths = [directory / name for name in names if not name.startswith(".") and name != LATEST]
     entries = [
         _read_entry(io, path, ignore_read_errors=ignore_read_errors) for path in paths if _is_checkpoint(io, path)
@@ -114,10 +111,7 @@ def _is_checkpoint(io: FileSystem, path: Path) -> bool:
     """Whether a directory is a checkpoint, be it one that has lost its manifest."""
     if io.exists(path / MANIFEST):
         return True
-    try:
-        return any(re.fullmatch(r"shard-\d+-of-\d+\..*safetensors", name) for name in io.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):  # a file, or removed since it was listed
-        return False
+    return any(re.fullmatch(r"shard-\d+-of-\d+\..*safetensors", name) for name in list_if_there(io, path))
 
 
 def _newest_first_key(entry: CheckpointEntry) -> tuple[int, int, str]:
@@ -138,11 +132,7 @@ def _read_entry(io: FileSystem, path: Path, *, ignore_read_errors: bool = False)
 def find_versions(io: FileSystem, directory: Path, tag: str) -> list[CheckpointEntry]:
     """The directories that hold ``tag``, newest first; more than one only after a save was cut off."""
     pattern = re.compile(re.escape(tag) + r"(~\d+)?")
-    try:
-        names = [name for name in io.listdir(directory) if pattern.fullmatch(name)]
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    entries = [_read_entry(io, directory / name) for name in names]
+    entries = [_read_entry(io, directory / name) for name in list_if_there(io, directory) if pattern.fullmatch(name)]
     return sorted(entries, key=_newest_first_key)
 
 

@@ -178,6 +178,14 @@ def read_file(io: FileSystem, path: Path) -> bytes:
         io.close(handle)
 
 
+def list_if_there(io: FileSystem, path: Path) -> list[str]:
+    """Sorted names in a directory; none where it is a file, or has been removed since it was listed."""
+    try:
+        return io.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def write_file(io: FileSystem, path: Path, data: bytes) -> None:
     """Write a new file and make its bytes durable (its name is durable after ``fsync_dir``)."""
     handle = io.open_write(path)
@@ -193,11 +201,7 @@ def remove_tree(io: FileSystem, path: Path) -> None:
 
     What somebody else removes meanwhile is gone, too.
     """
-    try:
-        names = io.listdir(path)
-    except FileNotFoundError:
-        return
-    for name in names:
+    for name in list_if_there(io, path):
         try:
             io.remove(path / name)
         except FileNotFoundError:

@@ -219,36 +219,19 @@ def get_shard_groups(params: Iterable[Tensor]) -> list[ShardGroups]:
     return shard_groups
 
 
-def all_reduce_rows(rows: Tensor, shard_groups: Sequence[ShardGroups]) -> Tensor:
-    """Add up each row of partial results over its shard groups.
-
-    ``rows`` is [n, ...], row i belonging to a tensor with ``shard_groups[i]``. All rows of one group travel in one
-    all-reduce; a row that has two groups (two axes of a mesh) passes through both. Every rank of a
-    group must hold the same shard groups in the same order, which it does if the ranks hold the same parameters.
-    """
-    for group in dict.fromkeys(group for row_groups in shard_groups for group in row_groups):
-        chosen = [i for i, row_groups in enumerate(shard_groups) if group in row_groups]
-        if len(chosen) == len(shard_groups):
-            dist.all_reduce(rows, group=group)
-            continue
-        index = torch.tensor(chosen, device=rows.device)
-        group_rows = rows.index_select(0, index)
-        dist.all_reduce(group_rows, group=group)
-        rows.index_copy_(0, index, group_rows)
-    return rows
-
-
 def all_reduce_tensors_(tensors: Sequence[Tensor], shard_groups: Sequence[ShardGroups]) -> None:
     """Add up each tensor over its shard groups, in place; shapes may differ, the dtype may not.
 
-    All tensors of one group travel in one all-reduce. Same condition as :func:`all_reduce_rows`.
+    Tensor i has ``shard_groups[i]``. All tensors of one group travel in one all-reduce; one that has two groups (two
+    axes of a mesh) passes through both. Every rank of a group must hold the same shard groups in the same order,
+    which it does if the ranks hold the same parameters.
     """
     for group in dict.fromkeys(group for tensor_groups in shard_groups for group in tensor_groups):
         chosen = [tensor for tensor, its_groups in zip(tensors, shard_groups, strict=True) if group in its_groups]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
         dist.all_reduce(flat, group=group)
-        for tensor, total in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
-            tensor.copy_(total.view_as(tensor))
+        totals = flat.split([tensor.numel() for tensor in chosen])
+        foreach.copy_(chosen, [total.view_as(tensor) for tensor, total in zip(chosen, totals, strict=True)])
 
 
 def match_layout(tensor: Tensor, param: Tensor, placements: Sequence[Placement]) -> Tensor:

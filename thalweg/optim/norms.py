@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from thalweg.optim import foreach
 from thalweg.optim.dtensor_local import (
     ShardGroups,
-    all_reduce_rows,
+    all_reduce_tensors_,
     get_shard_groups,
     local_grad,
     to_local,
@@ -184,7 +184,8 @@ def global_grad_norm(
             if dist.get_rank(replicate_group) > 0:  # one copy counts, the others only if they are not finite
                 row.copy_(torch.where(row.isfinite(), torch.zeros_like(row), row))
         reduce_groups.append(shard_groups)
-    return all_reduce_rows(rows, reduce_groups).sum() ** 0.5
+    all_reduce_tensors_(rows.unbind()[: len(reduce_groups)], reduce_groups)
+    return rows.sum() ** 0.5
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

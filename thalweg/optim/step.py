@@ -27,7 +27,7 @@ from thalweg.optim import foreach
 from thalweg.optim.accumulation import AccumulationWindow, StepResult
 from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.loss_scaler import LossScaler
-from thalweg.optim.norms import PartialNorm, clip_factor, global_grad_norm
+from thalweg.optim.norms import PartialNorm, RowNorms, clip_factor, compute_row_norms, global_grad_norm
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.zero.shard import ShardedModel
 
@@ -45,7 +45,13 @@ class InMemoryStep:
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; collective."""
-        return float(global_grad_norm(params, replicate_group=replicate_group, partial_norms=partial_norms))
+        norms = {"replicate_group": replicate_group, "partial_norms": partial_norms}
+        with_grad = [p for p in params if p.grad is not None and p not in (partial_norms or {})]
+        return float(global_grad_norm(params, row_norms_fn=self.row_norms_fn(with_grad), **norms))
+
+    def row_norms_fn(self, params: Sequence[Tensor]) -> Callable[[Tensor], RowNorms]:
+        """What gives the row norms of the gradients of ``params``."""
+        return compute_row_norms
 
     @torch.no_grad()
     def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -43,10 +44,13 @@ def distribute_like(value: Tensor, reference: DTensor, src_rank: int | None = 0)
     return replicated.redistribute(placements=reference.placements)
 
 
-def make_dtensor(local: Tensor, placements: Sequence[Placement], like: DTensor) -> DTensor:
-    """The DTensor of ``like``'s mesh and logical shape of which ``local`` is this rank's part."""
+def make_dtensor(
+    local: Tensor, placements: Sequence[Placement], like: DTensor, shape: Sequence[int] | None = None
+) -> DTensor:
+    """The DTensor of ``like``'s mesh and logical shape (or of ``shape``) of which ``local`` is this rank's part."""
+    full = like if shape is None else torch.empty(tuple(shape), device="meta")
     return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, like.device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 

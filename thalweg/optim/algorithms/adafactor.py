@@ -37,6 +37,7 @@ from thalweg.optim.dtensor_local import (
     zeros_state_like,
 )
 from thalweg.optim.norms import square_sums
+from thalweg.zero.full_state_dict import make_dtensor
 
 
 @dataclass
@@ -142,10 +143,7 @@ def _new_factor(param: Tensor, mean_dim: int) -> Tensor:
     piece = to_local(param).new_zeros(_with_one(to_local(param).shape, mean_dim), dtype=default_state_dtype(param))
     if not isinstance(param, DTensor):
         return piece
-    shape = _with_one(param.shape, mean_dim)
-    stride = torch.empty(shape, device="meta").stride()
-    placements = _factor_placements(param, mean_dim)
-    return DTensor.from_local(piece, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return make_dtensor(piece, _factor_placements(param, mean_dim), param, _with_one(param.shape, mean_dim))
 
 
 def _with_one(shape: torch.Size, dim: int) -> torch.Size:

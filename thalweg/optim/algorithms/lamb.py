@@ -20,7 +20,7 @@ from thalweg.optim import foreach
 from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.dtensor_local import (
     StepMixin,
-    all_reduce_rows,
+    all_reduce_tensors_,
     get_shard_groups,
     to_local,
     working_copies,
@@ -83,7 +83,8 @@ class Lamb(StepMixin, torch.optim.Optimizer):
                 chosen = torch.tensor([position[id(p)] for p in params], device=rows.device)
                 sums = torch.stack([square_sums(work), square_sums(directions)], dim=1)
                 rows.index_copy_(0, chosen, sums.to(rows.device))
-            norms = all_reduce_rows(rows, get_shard_groups(every_param)).sqrt().tolist()
+            all_reduce_tensors_(rows.unbind(), get_shard_groups(every_param))
+            norms = rows.sqrt().tolist()
             for group, params, work, directions in stepped:
                 ratios = [self._clamped_trust_ratio(group, *norms[position[id(p)]]) for p in params]
                 foreach.mul_(directions, [-float(group["lr"]) * ratio for ratio in ratios])

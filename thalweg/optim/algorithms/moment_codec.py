@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from thalweg.optim.dtensor_local import default_state_dtype, is_chunk_sharded, match_layout, sharded_dim, to_local
+from thalweg.zero.full_state_dict import make_dtensor
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 BLOCK_SIZE = 256
@@ -175,10 +176,7 @@ def _new_scales(param: Tensor) -> Tensor:
     scales = torch.zeros(piece.shape[0], blocks, dtype=torch.float32, device=piece.device)
     if not isinstance(param, DTensor):
         return scales
-    shape = torch.Size((param.shape[0], blocks))
-    return DTensor.from_local(
-        scales, param.device_mesh, param.placements, run_check=False, shape=shape, stride=(blocks, 1)
-    )
+    return make_dtensor(scales, param.placements, param, (param.shape[0], blocks))
 
 
 def convert_moments(

@@ -114,8 +114,8 @@ class Muon(StepMixin, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters: as it is if it says ``use_muon``, else split in two by the rule."""
-        for half in split_group(param_group, self._rates):
-            super().add_param_group(half)
+        for half in split_group(param_group):
+            super().add_param_group({"lr": self._rates[half["use_muon"]], **half})
 
     def configure_like_torch(self, replicate_group: dist.ProcessGroup | None) -> None:
         """Go on with the groups of a ``torch.optim.Muon``: only matrices, the plain iteration, in bf16."""

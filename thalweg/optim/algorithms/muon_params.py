@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,11 +42,7 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
         if "use_muon" in group:
             halves.append(dict(group))
             continue
-        members = list(group["params"])
-        matrix = [p.ndim >= 2 and id(p) not in excluded_ids for p in map(get_param, members)]
-        for use_muon in (True, False):
-            half = [member for member, is_matrix in zip(members, matrix, strict=True) if is_matrix is use_muon]
-            halves.append({**group, "params": half, "use_muon": use_muon})
+        halves += split_group(group, lambda p, _: p.ndim >= 2 and id(p) not in excluded_ids)
     return [half for half in halves if half["params"]]
 
 
@@ -64,30 +60,22 @@ def get_param(member: Any) -> Tensor:
     return member[1] if isinstance(member, tuple) else member
 
 
-def split_group(group: Mapping[str, Any], rates: Mapping[bool, float]) -> list[dict[str, Any]]:
+def split_group(
+    group: Mapping[str, Any], is_matrix: Callable[[Tensor, str | None], bool] = is_hidden_matrix
+) -> list[dict[str, Any]]:
     """Return the hidden matrices of ``group`` and its others as groups of their own, the empty one left out.
 
-    ``rates``: the learning rate of Muon's half (True) and of AdamW's, where the group itself sets none.
+    ``is_matrix(parameter, name)`` decides where the group does not say ``use_muon``.
     """
-    group_params = group["params"]
-    members: list[Any] = [group_params] if isinstance(group_params, Tensor) else list(group_params)
+    members: Any = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     halves: dict[bool, list[Any]] = {True: [], False: []}
     for member in members:
-        halves[_belongs_to_muon(group, member)].append(member)
-    return [
-        {"lr": rates[use_muon], **group, "params": half, "use_muon": use_muon}
-        for use_muon, half in halves.items()
-        if half
-    ]
-
-
-def _belongs_to_muon(group: Mapping[str, Any], member: Any) -> bool:
-    name, param = member if isinstance(member, tuple) else (None, member)
-    if "use_muon" not in group:
-        return is_hidden_matrix(param, name)
-    if group["use_muon"] and param.ndim < 2:
-        raise ValueError(
-            f"a group with use_muon: true holds a parameter of shape {tuple(param.shape)}: Muon is for "
-            "matrices, put it into a group with use_muon: false"
-        )
-    return bool(group["use_muon"])
+        name, param = member if isinstance(member, tuple) else (None, member)
+        use_muon = bool(group["use_muon"]) if "use_muon" in group else is_matrix(param, name)
+        if use_muon and param.ndim < 2:
+            raise ValueError(
+                f"a group with use_muon: true holds a parameter of shape {tuple(param.shape)}: Muon is for "
+                "matrices, put it into a group with use_muon: false"
+            )
+        halves[use_muon].append(member)
+    return [{**group, "params": half, "use_muon": use_muon} for use_muon, half in halves.items() if half]

@@ -93,11 +93,9 @@ class MmapStep(StateInSwapFile):
 
     def _readahead(self, upcoming: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Let the disk read what the next parameter needs while this one is computed."""
-        assert self.swap is not None
         for param, grad in upcoming:
             state = (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
             for tensor in (param, grad, *state):
                 piece = to_local(tensor)
-                offset = self.swap.locate(piece)
-                if offset is not None:
+                if (offset := self.swap.locate(piece)) is not None:
                     self.swap.readahead(offset, piece.nbytes)

@@ -29,19 +29,18 @@ optimisers and only for them; ``is_elementwise`` says which are known to be.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS
 from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
-from thalweg.optim.norms import ROW_LENGTH, PartialNorm, RowNorms, compute_row_norms, full_row_norms, global_grad_norm
+from thalweg.optim.norms import ROW_LENGTH, RowNorms, compute_row_norms, full_row_norms
 from thalweg.optim.offload.io_pipeline import (
     ALIGN_ELEMENTS,
     IoChunk,
@@ -130,13 +129,13 @@ class StateInSwapFile(InMemoryStep):
     """An optimizer whose per-element state lies in ``swap``, unless ``state_in_memory`` or for ``in_memory_params``.
 
     ``compute_copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype, which
-    the update fills.  ``swap`` None: all is in memory.
+    the update fills.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        swap: SwapFile | None,
+        swap: SwapFile,
         compute_copies: Mapping[Tensor, Tensor] | None,
         state_in_memory: bool,
         in_memory_params: Collection[Tensor],
@@ -154,8 +153,7 @@ class StateInSwapFile(InMemoryStep):
 
     def release(self, tensor: Tensor) -> None:
         """Give back the pages of the mapping that ``tensor`` lies in, if it does."""
-        offset = self.swap.locate(tensor) if self.swap is not None else None
-        if self.swap is not None and offset is not None:
+        if (offset := self.swap.locate(tensor)) is not None:
             self.swap.trim(offset, tensor.nbytes)
 
     def offload_state(self) -> None:
@@ -192,16 +190,15 @@ class StateInSwapFile(InMemoryStep):
 class NvmeStep(StateInSwapFile):
     """Steps an elementwise ``optimizer`` whose tensors may lie in ``swap``.
 
-    ``swap`` None: all is in memory, and only the batching above remains (the host step).  ``buffers``: a
-    ring of at least two; its memory is all that the stream needs, apart from a batch of gradients.
-    ``chunk_elements``: elements of parameters that share a buffer, at most (where nothing is swapped, of one call);
+    ``buffers``: a ring of at least two; its memory is all that the stream needs, apart from a batch of gradients.
+    ``chunk_elements``: elements of parameters that share a buffer, at most;
     ``batch_elements``: elements that the arithmetic runs over at a time, where gradients are widened or copies written.
     ``compute_copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype (in
     memory, in the swap file on a page boundary, or on a GPU), which the update fills.
 
     A master or gradient is streamed if ``local(param)`` or ``param.grad`` is a view of ``swap`` that begins
     on a page boundary and owns its pages to the end; anything else is used where it is.  New state goes to
-    the swap file if ``swap`` is given, unless ``state_in_memory``, or the parameter is among ``in_memory_params``.
+    the swap file unless ``state_in_memory``, or the parameter is among ``in_memory_params``.
 
     Raises:
         ValueError: the swap file or the buffers are too small.
@@ -211,8 +208,8 @@ class NvmeStep(StateInSwapFile):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        swap: SwapFile | None = None,
-        buffers: BufferRing | None = None,
+        swap: SwapFile,
+        buffers: BufferRing,
         *,
         compute_copies: Mapping[Tensor, Tensor] | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
@@ -220,40 +217,12 @@ class NvmeStep(StateInSwapFile):
         state_in_memory: bool = False,
         in_memory_params: Collection[Tensor] = (),
     ) -> None:
-        assert (swap is None) == (buffers is None), "a swap file needs buffers, and buffers a swap file"
-        self.buffers = buffers
-        self._io_pipeline = None if swap is None or buffers is None else IoPipeline(swap, buffers)
+        self.buffers, self.io_pipeline = buffers, IoPipeline(swap, buffers)
         self._chunk_elements = max(chunk_elements, ALIGN_ELEMENTS)
         self._batch_elements = max(batch_elements, ALIGN_ELEMENTS)
         self._piecewise = PiecewiseOptimizer(optimizer)
         self._scratch: dict[torch.dtype, Tensor] = {}
         super().__init__(optimizer, swap, compute_copies, state_in_memory, in_memory_params)
-
-    @property
-    def io_wait_seconds(self) -> float:
-        """Seconds of the last step in which the arithmetic waited for the disk."""
-        return 0.0 if self._io_pipeline is None else self._io_pipeline.io_wait_seconds
-
-    # The face of an Update
-
-    def grad_norm(
-        self,
-        params: Sequence[Tensor],
-        replicate_group: dist.ProcessGroup | None,
-        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
-    ) -> float:
-        """The global 2-norm of the gradients; collective.  Those in the swap file stream through."""
-        known = self._read_row_norms([p for p in params if p.grad is not None and p not in (partial_norms or {})])
-
-        def row_norms_fn(piece: Tensor) -> RowNorms:
-            row_norms = known.get(piece.data_ptr())
-            return compute_row_norms(piece) if row_norms is None else row_norms
-
-        return float(
-            global_grad_norm(
-                params, replicate_group=replicate_group, row_norms_fn=row_norms_fn, partial_norms=partial_norms
-            )
-        )
 
     @torch.no_grad()
     def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
@@ -275,26 +244,18 @@ class NvmeStep(StateInSwapFile):
 
     def execute(self, param_steps: Sequence[ParamStep], factor: float) -> None:
         """Read, update and write."""
-        chunks = self._split_into_chunks(param_steps)
-        if self._io_pipeline is None:
-            for chunk in chunks:
-                self._update(factor, chunk, None)
-        else:
-            self._io_pipeline.run(chunks, partial(self._update, factor))
+        self.io_pipeline.run(self._split_into_chunks(param_steps), partial(self._update, factor))
 
     def readahead(self, params: Collection[Tensor]) -> None:
         """A hint that these parameters, whose gradients will be in memory, are updated next; none: take the
         hint back, as must be done before anything else may write to them."""
-        if self._io_pipeline is None:
-            return
         if not params:
-            self._io_pipeline.cancel_readahead()
+            self.io_pipeline.cancel_readahead()
         elif all(self.optimizer.state.get(param) for param in params):
-            self._io_pipeline.readahead(self._split_into_chunks(self.build_param_steps(params, needs_grad=False)))
+            self.io_pipeline.readahead(self._split_into_chunks(self.build_param_steps(params, needs_grad=False)))
 
     def _split_into_chunks(self, param_steps: Sequence[ParamStep]) -> list[IoChunk]:
-        buffer_bytes = self.buffers.buffer_bytes if self.buffers is not None else 0
-        return split_into_chunks(param_steps, buffer_bytes, self._chunk_elements)
+        return split_into_chunks(param_steps, self.buffers.buffer_bytes, self._chunk_elements)
 
     def publish_state(self, param_steps: Sequence[ParamStep]) -> None:
         """Let ``optimizer.state`` have what was carried out: views for what was cut, and the counters."""
@@ -313,17 +274,14 @@ class NvmeStep(StateInSwapFile):
 
     # One step
 
-    def _read_row_norms(self, params: Sequence[Tensor]) -> dict[int, RowNorms]:
-        """What the norm needs to know of the gradients that lie in the swap file, by their address."""
-        if self._io_pipeline is None:
-            return {}
-        assert self.buffers is not None
+    def row_norms_fn(self, params: Sequence[Tensor]) -> Callable[[Tensor], RowNorms]:
+        """Those gradients of ``params`` that lie in the swap file have streamed through when it returns."""
         items = []
         for param in params:
             step_tensor = self._make_step_tensor(local_grad(param))
             if step_tensor.file_offset is not None:
                 items.append(ParamStep({}, param, step_tensor.tensor.numel(), {"grad": step_tensor}, (), {}, False))
-        known: dict[int, RowNorms] = {}
+        known: dict[int, RowNorms] = {}  # by their address
 
         def collect(chunk: IoChunk, buffer: Tensor) -> None:
             for piece in chunk.slices:
@@ -337,10 +295,10 @@ class NvmeStep(StateInSwapFile):
                     remainder = flat[full_size:]
                     rest.append(remainder.float() if remainder.dtype in HALF_DTYPES else remainder.clone())
 
-        self._io_pipeline.run(split_into_chunks(items, self.buffers.buffer_bytes, 1 << 62), collect)
-        return known
+        self.io_pipeline.run(split_into_chunks(items, self.buffers.buffer_bytes, 1 << 62), collect)
+        return lambda piece: known.get(piece.data_ptr()) or compute_row_norms(piece)
 
-    def _update(self, factor: float, chunk: IoChunk, buffer: Tensor | None) -> None:
+    def _update(self, factor: float, chunk: IoChunk, buffer: Tensor) -> None:
         if any(self._needs_batches(piece.param_step, factor) for piece in chunk.slices):
             for batch in split_into_batches(chunk.slices, self._batch_elements):
                 self._step(batch, buffer, factor)
@@ -354,7 +312,7 @@ class NvmeStep(StateInSwapFile):
         is_upcast = operands["grad"].tensor.dtype != operands["master"].tensor.dtype
         return factor != 1.0 or is_upcast or "copy" in operands
 
-    def _step(self, pieces: Sequence[ParamSlice], buffer: Tensor | None, factor: float) -> None:
+    def _step(self, pieces: Sequence[ParamSlice], buffer: Tensor, factor: float) -> None:
         jobs: list[SliceStep] = []
         used = 0
         for piece in pieces:
@@ -426,15 +384,13 @@ class NvmeStep(StateInSwapFile):
         return param_steps
 
     def _make_step_tensor(self, tensor: Tensor, read: bool = True, write: bool = False) -> StepTensor:
-        offset = self.swap.locate(tensor) if self.swap is not None else None
-        if offset is not None and offset % PAGE:
-            offset = None
+        offset = self.swap.locate(tensor)
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a tensor of shape {list(tensor.shape)} is not contiguous and cannot be streamed: call "
                 ".contiguous() on the parameter before the engine is made"
             )
-        return StepTensor(tensor.view(-1), offset, read, write)
+        return StepTensor(tensor.view(-1), None if offset is None or offset % PAGE else offset, read, write)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor] = ()) -> int:

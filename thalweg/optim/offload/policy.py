@@ -105,11 +105,10 @@ def _build_step_strategy(
     Raises:
         ValueError: the swap file's folder or disk does not do.
     """
-    swap, compute_copies = sharded.swap, sharded.get_compute_copies()
-    elementwise, new_swap = is_elementwise(optimizer), None
     section = config.zero_optimization.offload_optimizer
     steps_early = may_step_in_backward(config, on_cpu=sharded.device.type == "cpu")
-    on_disk = section.device == "nvme"
+    elementwise, on_disk = is_elementwise(optimizer), section.device == "nvme"
+    swap, new_swap = sharded.swap, None
     in_memory_params = _params_with_state_in_memory(optimizer, section.ratio) if on_disk else frozenset()
     if on_disk:
         size = optimizer_state_bytes if elementwise else _max_state_bytes
@@ -119,22 +118,21 @@ def _build_step_strategy(
         else:
             swap.extend(needed)
     where: dict[str, Any] = {"state_in_memory": not on_disk, "in_memory_params": in_memory_params}
-    where["compute_copies"] = compute_copies
+    where["compute_copies"] = sharded.get_compute_copies()
+    double_buffered = None
     if swap is None:
         strategy = InMemoryStep(optimizer)
     elif elementwise:
-        strategy = NvmeStep(optimizer, swap, BufferRing(*buffer_ring_args(section), pin=section.pin_memory), **where)
+        ring = BufferRing(*buffer_ring_args(section), pin=section.pin_memory)
+        strategy = NvmeStep(optimizer, swap, ring, **where)
+        double_buffered = _make_double_buffered_step(strategy) if on_disk and steps_early else None
     else:
         strategy = MmapStep(optimizer, swap, step_together=isinstance(optimizer, ZenFlowAdam), **where)
     in_place = section.device == "cpu" and steps_early and elementwise
     grad_offload = GradOffload(swap) if on_disk and swap is not None else None
-    double_buffered = None
-    if on_disk and steps_early and isinstance(strategy, NvmeStep):
-        double_buffered = _make_double_buffered_step(strategy, optimizer)
     if in_place or grad_offload is not None:
         strategy = StepInBackward(
             strategy,
-            optimizer,
             window,
             sharded.mark_params_updated,
             in_place=in_place,
@@ -146,24 +144,22 @@ def _build_step_strategy(
     return strategy, new_swap
 
 
-def _make_double_buffered_step(nvme_step: NvmeStep, optimizer: torch.optim.Optimizer) -> DoubleBufferedStep | None:
+def _make_double_buffered_step(nvme_step: NvmeStep) -> DoubleBufferedStep | None:
     """Second places for what an update writes; None where there is nothing to gain, or no room."""
-    swap = nvme_step.swap
-    assert swap is not None
-    double_buffered = DoubleBufferedStep(nvme_step, swap)
-    if not any(map(double_buffered.can_step, trainable_params(optimizer))) or not swap.can_swap_ranges():
+    double_buffered, swap = DoubleBufferedStep(nvme_step), nvme_step.swap
+    if not any(map(double_buffered.can_step, trainable_params(nvme_step.optimizer))) or not swap.can_swap_ranges():
         return None
-    needed = double_buffer_bytes(optimizer, swap, nvme_step.compute_copies)
+    needed = double_buffer_bytes(nvme_step)
     # As much is left for others (checkpoints) as is taken.
-    if not swap.extend_if_free(needed, 2 * needed):
-        _log.info(
-            "updates wait for step(), and gradients rest on the disk meanwhile: within the backward pass "
-            "they would need %.1f MiB more of %s",
-            needed / 2**20,
-            swap.folder,
-        )
-        return None
-    return double_buffered
+    if swap.extend_if_free(needed, 2 * needed):
+        return double_buffered
+    _log.info(
+        "updates wait for step(), and gradients rest on the disk meanwhile: within the backward pass "
+        "they would need %.1f MiB more of %s",
+        needed / 2**20,
+        swap.folder,
+    )
+    return None
 
 
 def _params_with_state_in_memory(optimizer: torch.optim.Optimizer, ratio: float) -> frozenset[Tensor]:

@@ -82,11 +82,11 @@ MAX_PENDING_UPDATES = 2
 
 
 class DoubleBufferedStep:
-    """Steps parameters of ``nvme_step``, all of whose tensors lie in ``swap``, until :meth:`commit` or
+    """Steps parameters of ``nvme_step``, all of whose tensors lie in its swap file, until :meth:`commit` or
     :meth:`discard`.  One step at a time; not from two threads at once."""
 
-    def __init__(self, nvme_step: NvmeStep, swap: SwapFile) -> None:
-        self._nvme_step, self._swap = nvme_step, swap
+    def __init__(self, nvme_step: NvmeStep) -> None:
+        self._nvme_step, self._swap = nvme_step, nvme_step.swap
         self._shadow_offsets: dict[int, int] = {}
         self._uncommitted: list[ParamStep] = []
 
@@ -165,13 +165,12 @@ class DoubleBufferedStep:
         return offset is not None and offset % PAGE == 0
 
 
-def double_buffer_bytes(
-    optimizer: torch.optim.Optimizer, swap: SwapFile, compute_copies: Mapping[Tensor, Tensor]
-) -> int:
-    """Bytes of swap file for the second places of all that an elementwise ``optimizer`` writes."""
-    on_disk = [p for p in trainable_params(optimizer) if swap.locate(to_local(p)) is not None]
-    written = [to_local(p) for p in on_disk] + [compute_copies[p] for p in on_disk if p in compute_copies]
-    return optimizer_state_bytes(optimizer) + sum(round_up(tensor.nbytes) for tensor in written)
+def double_buffer_bytes(nvme_step: NvmeStep) -> int:
+    """Bytes of swap file for the second places of all that it writes."""
+    copies, params = nvme_step.compute_copies, trainable_params(nvme_step.optimizer)
+    on_disk = [p for p in params if nvme_step.swap.locate(to_local(p)) is not None]
+    written = [to_local(p) for p in on_disk] + [copies[p] for p in on_disk if p in copies]
+    return optimizer_state_bytes(nvme_step.optimizer) + sum(round_up(tensor.nbytes) for tensor in written)
 
 
 BUFFER_BYTES = 16 << 20
@@ -293,7 +292,6 @@ class StepInBackward(InMemoryStep, StepListener):
     def __init__(
         self,
         inner: InMemoryStep,
-        optimizer: torch.optim.Optimizer,
         window: AccumulationWindow,
         on_params_updated: Callable[[list[str]], None],
         *,
@@ -304,7 +302,7 @@ class StepInBackward(InMemoryStep, StepListener):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         assert not (in_place and double_buffered is not None), "in place or tentative, not both"
-        super().__init__(optimizer)
+        super().__init__(inner.optimizer)
         self.inner, self.window = inner, window
         self.partial_norms: dict[Tensor, PartialNorm] = {}
         self.skipped_units: list[str] = []
@@ -327,7 +325,8 @@ class StepInBackward(InMemoryStep, StepListener):
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
     ) -> float:
         """The global 2-norm, gradients that have left included; collective."""
-        self.wait_for_updates()
+        if (error := self.wait_for_updates()) is not None:
+            raise error
         offloaded_norms = self._grad_offload.partial_norms() if self._grad_offload is not None else {}
         return self.inner.grad_norm(
             params, replicate_group, {**offloaded_norms, **self.partial_norms, **(partial_norms or {})}
@@ -373,12 +372,7 @@ class StepInBackward(InMemoryStep, StepListener):
         else:
             self._incomplete_units[unit] = with_grad
 
-    def wait_for_updates(self) -> None:
-        """Wait for the updates under way; raises what one of them has raised."""
-        if (error := self._wait_for_updates()) is not None:
-            raise error
-
-    def _wait_for_updates(self) -> BaseException | None:
+    def wait_for_updates(self) -> BaseException | None:
         """Return when no update is under way, with the first error of one."""
         pending, self._pending_updates = self._pending_updates, []
         return next((error for error in [future.exception() for future in pending] if error), None)
@@ -395,7 +389,7 @@ class StepInBackward(InMemoryStep, StepListener):
 
     def discard(self) -> None:
         """The user forgets this step's gradients, and with them what became of their updates."""
-        if (error := self._wait_for_updates()) is not None:
+        if (error := self.wait_for_updates()) is not None:
             _log.warning("an update that is dropped had failed: %s", error)
         if self.partial_norms and self._in_place:
             _log.warning(
@@ -430,7 +424,7 @@ class StepInBackward(InMemoryStep, StepListener):
     def before_backward(self) -> None:
         """Before a backward pass."""
         if self.partial_norms:
-            self._wait_for_updates()
+            self.wait_for_updates()
             self._reset()
             raise ValueError(
                 "a second backward pass in one step: offload_optimizer has used the gradients of the first "
