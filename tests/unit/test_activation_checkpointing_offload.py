@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from thalweg.activation_checkpointing import (
     remove_activation_checkpointing,
 )
 from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.storage_io.disk import Disk
 from thalweg.storage_io.swap_file import SwapFile
 
 FULL = ActivationCheckpointPolicy("full")
@@ -36,7 +36,7 @@ def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def saver(tmp_path: Path) -> Iterator[NvmeActivationOffloader]:
-    made = NvmeActivationOffloader(partial(SwapFile, tmp_path), segment_bytes=1 << 20)
+    made = NvmeActivationOffloader(tmp_path, segment_bytes=1 << 20)
     yield made
     gc.collect()
     made.close()
@@ -94,12 +94,17 @@ def test_on_disk_the_bits_are_the_same(
 
 
 def test_a_disk_without_room_for_a_segment_takes_what_is_needed(tmp_path: Path) -> None:
-    def small_disk(num_bytes: int) -> SwapFile:
-        if num_bytes > 1 << 16:
-            raise ValueError("make room")
-        return SwapFile(tmp_path, num_bytes)
+    class SmallDisk(Disk):
+        taken = 0
 
-    saver = NvmeActivationOffloader(small_disk, segment_bytes=1 << 28)
+        def free_bytes(self, folder: Path) -> int:
+            return (4 << 16) - self.taken
+
+        def fallocate(self, handle: int, num_bytes: int, start: int = 0) -> None:
+            super().fallocate(handle, num_bytes, start)
+            self.taken = num_bytes
+
+    saver = NvmeActivationOffloader(tmp_path, segment_bytes=1 << 28, disk=SmallDisk())
     assert same(train(build(saver)), train(small()))
     assert 0 < saver.num_bytes <= 4 << 16
     with pytest.raises(ValueError, match="make room"):

@@ -237,7 +237,7 @@ def test_row24_a_disk_that_is_too_small_is_refused_at_once(tmp_path: Path) -> No
     class _Lying(Disk):
         """Says that there is room (a quota, another writer), and then there is none."""
 
-        def fallocate(self, handle: int, num_bytes: int) -> None:
+        def fallocate(self, handle: int, num_bytes: int, start: int = 0) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(ValueError, match="No space left on device"):

@@ -11,11 +11,7 @@ from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
     apply_activation_checkpointing,
 )
-from thalweg.activation_checkpointing.offload import (
-    NvmeActivationOffloader,
-    PartitionedActivationOffloader,
-    build_activation_offloader,
-)
+from thalweg.activation_checkpointing.offload import PartitionedActivationOffloader, build_activation_offloader
 from thalweg.config import Config
 from thalweg.parallel_dims import ParallelMeshes
 
@@ -36,7 +32,7 @@ def setup_activation_checkpointing(
         else:
             config.add_note("activation_checkpointing.partition_activations", "idle: there is one tensor rank")
     apply_activation_checkpointing(model, units, policy, offloader)
-    return base_offloader.close if isinstance(base_offloader, NvmeActivationOffloader) else _noop
+    return getattr(base_offloader, "close", _noop)
 
 
 def default_nvme_path(config: Config) -> str | None:

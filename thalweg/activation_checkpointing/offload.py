@@ -12,21 +12,21 @@ again) and exceptions need no care of their own.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thalweg.storage_io.disk import Disk
 from thalweg.storage_io.evictable_memory import aligned_empty
 from thalweg.storage_io.io_threads import IoFuture
-from thalweg.storage_io.swap_file import SwapFile
+from thalweg.storage_io.swap_file import MAX_SWAP_BYTES, SwapFile
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -112,7 +112,8 @@ class _NvmeTensor:
     def __init__(self, offloader: NvmeActivationOffloader, tensor: Tensor) -> None:
         self._offloader, self._device = offloader, tensor.device
         self._shape, self._dtype = tensor.shape, tensor.dtype
-        self._region = self._file, self._offset = offloader.allocate(tensor.nbytes)
+        self._file = offloader.file
+        self._offset = self._file.allocate(tensor.nbytes)
         self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype)
         self._buffer.copy_(tensor)
         self._write = self._file.write(self._offset, self._buffer)
@@ -147,27 +148,30 @@ class _NvmeTensor:
         for future in (self.__dict__.get("_write"), self.__dict__.get("_read")):
             if future is not None:
                 future.wait_ignoring_errors()
-        region = self.__dict__.get("_region")
-        if region is not None:
-            self._offloader.free(region)
-
-
-_SwapRegion = tuple[SwapFile, int]  # the offset in it
+        if "_offset" in self.__dict__:
+            self._file.free(self._offset)
 
 
 class NvmeActivationOffloader(_ReadAheadOffloader):
-    """Keeps tensors in swap files below ``folder``, which grow with what a step needs.
+    """Keeps tensors in a swap file below ``folder``, which grows with what a step needs, ``segment_bytes`` at a time.
 
-    ``open_file(num_bytes)`` makes a swap file ; ``depth``: how many tensors may be
-    on their way out, and how many are read ahead.
+    ``depth``: how many tensors may be on their way out, and how many are read ahead.
     """
 
-    def __init__(self, open_file: Callable[[int], SwapFile], *, depth: int = 2, segment_bytes: int = 2**28) -> None:
+    def __init__(
+        self, folder: str | Path, *, depth: int = 2, segment_bytes: int = 2**28, disk: Disk | None = None
+    ) -> None:
         super().__init__(depth)
-        self._open_file, self._segment_bytes = open_file, segment_bytes
-        self._files: list[SwapFile] = []
+        self._open_file = partial(SwapFile, folder, 0, capacity=MAX_SWAP_BYTES, segment_bytes=segment_bytes, disk=disk)
+        self._file: SwapFile | None = None
         self._pending_writes: deque[weakref.ref[_NvmeTensor]] = deque()
-        self._lock = threading.Lock()
+
+    @property
+    def file(self) -> SwapFile:
+        """The swap file; it is made when it is needed."""
+        if self._file is None:
+            self._file = self._open_file()
+        return self._file
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
         offloaded = _NvmeTensor(self, tensor)
@@ -184,43 +188,15 @@ class NvmeActivationOffloader(_ReadAheadOffloader):
         self._free_buffers.clear()
         super().on_fetch(offloaded)
 
-    def allocate(self, num_bytes: int) -> _SwapRegion:
-        """Room for ``num_bytes``, whatever sizes were given back before: lengths of sequences differ."""
-        with self._lock:
-            file = next((candidate for candidate in self._files if candidate.largest_gap >= num_bytes), None)
-            if file is None:
-                file = self._add_swap_file(num_bytes)
-                self._files.append(file)
-            return file, file.allocate(num_bytes)
-
-    def _add_swap_file(self, num_bytes: int) -> SwapFile:
-        """A swap file of a whole segment, or of less where the disk has no room for that."""
-        size = max(self._segment_bytes, num_bytes)
-        while True:
-            try:
-                return self._open_file(size)
-            except ValueError:
-                if size == num_bytes:
-                    raise
-                size = max(size // 2, num_bytes)
-
-    def free(self, region: _SwapRegion) -> None:
-        """Room that nobody needs any more."""
-        with self._lock:
-            file, offset = region
-            if file in self._files:
-                file.free(offset)
-
     @property
     def num_bytes(self) -> int:
-        """Bytes of all swap files."""
-        return sum(file.num_bytes for file in self._files)
+        """Bytes of the swap file."""
+        return 0 if self._file is None else self._file.num_bytes
 
     def close(self) -> None:
-        """Close the swap files; nothing saved may be fetched afterwards."""
-        for file in self._files:
-            file.close()
-        self._files.clear()
+        """Close the swap file; nothing saved may be fetched afterwards."""
+        if self._file is not None:
+            self._file.close()
         self._free_buffers.clear()
 
 
@@ -335,4 +311,4 @@ def build_activation_offloader(
             "activation_checkpointing.offload is 'nvme' and no folder is named: set memory.nvme_path, or "
             "nvme_path in offload_param or offload_optimizer"
         )
-    return NvmeActivationOffloader(partial(SwapFile, folder))
+    return NvmeActivationOffloader(folder)

@@ -45,10 +45,10 @@ class Disk:
             raise OSError(errno.EINVAL, "this system has no O_DIRECT")
         return os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
 
-    def fallocate(self, handle: int, num_bytes: int) -> None:
-        """Make the file ``num_bytes`` long, every byte of it backed by the disk."""
+    def fallocate(self, handle: int, num_bytes: int, start: int = 0) -> None:
+        """Make the file ``num_bytes`` long, every byte of it from ``start`` on backed by the disk."""
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, num_bytes)
+            os.posix_fallocate(handle, start, num_bytes - start)
         else:
             os.ftruncate(handle, num_bytes)
 

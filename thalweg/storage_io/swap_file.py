@@ -46,6 +46,8 @@ _log = get_logger(__name__)
 # Beyond this a larger block gains nothing and a smaller one spreads over more threads.
 BLOCK_BYTES = 8 << 20
 NUM_THREADS = 4
+# Addresses for a file that may grow as long as its disk has room.
+MAX_SWAP_BYTES = 1 << 40
 
 
 class SwapError(RuntimeError):
@@ -55,7 +57,8 @@ class SwapError(RuntimeError):
 class SwapFile:
     """``num_bytes`` of disk below ``folder``, with views and asynchronous transfers.
 
-    ``capacity``: bytes that it may grow to (by default none more); they cost addresses only.
+    ``capacity``: bytes that it may grow to (by default none more); they cost addresses only.  ``segment_bytes``: it
+    grows to a multiple of that where the disk has room for it, else by what is needed.
     ``block_bytes``: transfers are cut into blocks of this size, spread over ``num_threads`` threads.
     ``direct`` tells whether the page cache is bypassed; ``reads`` and ``writes`` measure transfers.
 
@@ -69,13 +72,14 @@ class SwapFile:
         num_bytes: int,
         *,
         capacity: int = 0,
+        segment_bytes: int = PAGE,
         num_threads: int = NUM_THREADS,
         block_bytes: int = BLOCK_BYTES,
         disk: Disk | None = None,
     ) -> None:
         self.folder, self.num_bytes = Path(folder).expanduser(), max(round_up(num_bytes), PAGE)
         self._disk = disk or Disk()
-        self._block_bytes = max(round_up(block_bytes), PAGE)
+        self._block_bytes, self._segment_bytes = max(round_up(block_bytes), PAGE), segment_bytes
         self.reads, self.writes = IoThroughput(), IoThroughput()
         self._handle = self._create()
         self._direct = self._open_direct()
@@ -118,7 +122,9 @@ class SwapFile:
         with self._lock:
             offset = self._allocator.allocate(nbytes)
             if offset is None and self.num_bytes + round_up(nbytes) <= self._capacity:
-                self.extend(nbytes)
+                extra = round_up(self.num_bytes + nbytes, self._segment_bytes) - self.num_bytes
+                if not self.extend_if_free(extra, extra):
+                    self.extend(nbytes)
                 offset = self._allocator.allocate(nbytes)
         if offset is None:
             raise ValueError(
@@ -145,7 +151,8 @@ class SwapFile:
             free = self._disk.free_bytes(self.folder)
             if free < extra:
                 raise ValueError(self._too_small_message(free, needed=extra))
-            self._fallocate(self._handle, self.num_bytes + extra)
+            # Not from the start: where the disk has no such call the C library writes to each block, transfers or not.
+            self._fallocate(self._handle, self.num_bytes + extra, self.num_bytes)
             self.num_bytes += extra
             self._allocator.extend(extra)
 
@@ -363,9 +370,9 @@ class SwapFile:
                     raise
         raise AssertionError
 
-    def _fallocate(self, handle: int, num_bytes: int) -> None:
+    def _fallocate(self, handle: int, num_bytes: int, start: int = 0) -> None:
         try:
-            self._disk.fallocate(handle, num_bytes)
+            self._disk.fallocate(handle, num_bytes, start)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise ValueError(self._too_small_message(self._disk.free_bytes(self.folder), error.strerror)) from error

@@ -53,18 +53,16 @@ NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS = 2, 1
 class Collectives:
     """The collectives of a run; ``arena`` holds unsharded parameters where they are shared.
 
-    ``divisor``, ``memory``: common to all reductions; ``separate_masters``: parameters whose shards lie beside the
+    ``memory``: common to all reductions; ``separate_masters``: parameters whose shards lie beside the
     shared copy; ``cross_host_sync``: what brings the copies of several hosts up to date; ``async_reduction``: what
     reduces during the backward pass; ``hpz_group_size``: ranks among which FSDP2 keeps gathered parameters for the
-    backward pass; ``replicas``: the sum over the ranks that hold the same shard; ``option_messages``: what an option
+    backward pass; ``option_messages``: what an option
     comes to here, by its name.
     """
 
+    spec: CollectivesSpec
     storage_kind: StorageKind
-    ledger: CommsLog
-    output_dtype: torch.dtype
-    divisor: GradDivisor
-    memory: GradientMemory
+    memory: GradientMemory = field(default_factory=GradientMemory)
     arena: SharedMemoryArena | None = None
     make_reducer: ReducerFactory | None = None
     make_all_gather: AllGatherFactory | None = None
@@ -72,7 +70,6 @@ class Collectives:
     cross_host_sync: CrossHostSync | None = None
     separate_masters: frozenset[str] = frozenset()
     hpz_group_size: int = 1
-    replicas: ReplicaSum | None = None
     option_messages: dict[str, str] = field(default_factory=dict)
     async_reduction: AsyncReduction | None = None
 
@@ -95,12 +92,12 @@ class Collectives:
         return reducers
 
     def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
-        options = ReduceOptions(self.ledger, self.output_dtype, self.divisor, self.memory)
-        if self.replicas is not None:
-            num_replicas = len(self.replicas.topology.host_ids)
-            options = replace(options, num_replicas=num_replicas, replica_reduce=self.replicas)
+        spec, replicas = self.spec, self.spec.replicas
+        options = ReduceOptions(spec.ledger, spec.output_dtype, spec.divisor, self.memory)
+        if replicas is not None:
+            options = replace(options, num_replicas=len(replicas.topology.host_ids), replica_reduce=replicas)
         if self.async_reduction is not None:
-            options = replace(options, try_submit=self.async_reduction.make_try_submit(group, self.output_dtype))
+            options = replace(options, try_submit=self.async_reduction.make_try_submit(group, spec.output_dtype))
         return options
 
 
@@ -143,16 +140,8 @@ class CollectivesSpec:
             messages["zeropp_loco_param.err_beta"] = "idle: zero_quantized_gradients, which it corrects, is off"
         if self.zero.mics_hierarchical_params_gather and self.replicas is None:
             messages["mics_hierarchical_params_gather"] = "idle: mics_shard_size makes no groups"
-        return Collectives(
-            "wire" if self.shards_on_host else storage_kind,
-            self.ledger,
-            self.output_dtype,
-            self.divisor,
-            GradientMemory(),
-            replicas=self.replicas,
-            option_messages=messages,
-            **given,
-        )
+        storage_kind = "wire" if self.shards_on_host else storage_kind
+        return Collectives(self, storage_kind, option_messages=messages, **given)
 
     @property
     def unsharded_bytes(self) -> int:

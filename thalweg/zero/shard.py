@@ -121,10 +121,10 @@ class ShardedModel:
         paging: ParamPaging | None = None,
     ) -> None:
         self.module, self.options, self.device, self.groups = module, options, device, groups
-        self.ledger: CommsLog = collectives.ledger
+        self.ledger: CommsLog = collectives.spec.ledger
         self.paging = paging
         self.option_messages = collectives.option_messages | get_offload_messages(options.zero, device)
-        self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.divisor
+        self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.spec.divisor
         self._world_size = mesh.size()
         self._storages, self._shard_storages, self._other_params = storages, shard_storages, other_params
         self._reducers = collectives.install(groups)
@@ -362,7 +362,7 @@ def shard_model(
     fsdp_mesh = single_rank_mesh(mesh) if replicate else shard_mesh
     reshard_by_unit = {name: reshard_after_forward or name in paged_units for name in units}
     if expert_params is None:
-        expert_params = ZeroExpertParams(collectives.ledger, options.policy.shards_optimizer_states)
+        expert_params = ZeroExpertParams(collectives.spec.ledger, options.policy.shards_optimizer_states)
     expert_params.adopt(model)
     _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
     groups = private_api.get_fsdp_groups(model)
@@ -387,7 +387,7 @@ def shard_model(
         [params for params in (ScalarParams(scalars, mesh.get_group()), expert_params) if params],
         paging,
     )
-    register_sharded_model(model, collectives.ledger)
+    register_sharded_model(model, collectives.spec.ledger)
     return sharded_model
 
 
@@ -476,5 +476,5 @@ def _build_storages(
     is_shared = collectives.storage_kind == "shared"
     full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
     sizes = {"full_bytes": full_bytes, "world_size": world_size}
-    log_gather = partial(collectives.ledger.timed, "all_gather", "parameters", "shared", **sizes)
+    log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
     return [*built, ResidentStorage(groups, storages, arena=arena, log_gather=log_gather)]

@@ -6,26 +6,14 @@ import torch
 
 # torch dtype name: the name that safetensors gives it, None where it has none (stored as U8 bytes)
 _SAFETENSORS_DTYPES: dict[str, str | None] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
+    **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
+    **{f"int{bits}": f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
     "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": None,
-    "float8_e5m2fnuz": None,
-    "float8_e8m0fnu": None,
-    "complex64": None,
-    "complex128": None,
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex64", "complex128")),
 }
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _SAFETENSORS_DTYPES if hasattr(torch, name)}

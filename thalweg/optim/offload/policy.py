@@ -41,10 +41,9 @@ from thalweg.optim.step import EngineOptimizer, InMemoryStep
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import BufferRing
-from thalweg.storage_io.swap_file import SwapFile
+from thalweg.storage_io.swap_file import MAX_SWAP_BYTES, SwapFile
 from thalweg.utils.log import get_logger
 from thalweg.zero.shard import ShardedModel
-from thalweg.zero.storage.nvme import OPTIMIZER_CAPACITY_BYTES
 
 _log = get_logger("optim")
 # Beyond this a larger buffer gains nothing: a transfer is cut into blocks anyway.
@@ -114,7 +113,7 @@ def _build_step_strategy(
         size = optimizer_state_bytes if elementwise else _max_state_bytes
         needed = size(optimizer, in_memory_params) + grad_offload_bytes(optimizer)
         if swap is None:
-            swap = new_swap = SwapFile(section.nvme_path or "", needed, capacity=needed + OPTIMIZER_CAPACITY_BYTES)
+            swap = new_swap = SwapFile(section.nvme_path or "", needed, capacity=needed + MAX_SWAP_BYTES)
         else:
             swap.extend(needed)
     where: dict[str, Any] = {"state_in_memory": not on_disk, "in_memory_params": in_memory_params}

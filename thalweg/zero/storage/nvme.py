@@ -67,14 +67,12 @@ from thalweg.config.schema.zero import OffloadParam, ZeroOptimization
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
-from thalweg.storage_io.swap_file import SwapFile
+from thalweg.storage_io.swap_file import MAX_SWAP_BYTES, SwapFile
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 from thalweg.zero.storage.base import ParameterStorage, ParamSpec, PassKind, ShardStorage, StorageKind, view_unsharded
 
 PagingPhase = Literal["out", "coming", "in"]
 WRITE_CHUNK_BYTES = 16 << 20
-# Addresses for what an optimiser may want to add.
-OPTIMIZER_CAPACITY_BYTES = 1 << 40
 
 
 def shards_on_host(zero: ZeroOptimization, on_cpu: bool) -> bool:
@@ -438,7 +436,7 @@ def _make_swap_file(folder: str | None, num_bytes: int) -> tuple[SwapFile, Buffe
     Raises:
         ValueError: the folder cannot be used, or its disk is too small.
     """
-    swap = SwapFile(folder or "", num_bytes, capacity=num_bytes + OPTIMIZER_CAPACITY_BYTES)
+    swap = SwapFile(folder or "", num_bytes, capacity=num_bytes + MAX_SWAP_BYTES)
     return swap, BufferRing(2, WRITE_CHUNK_BYTES)
 
 
