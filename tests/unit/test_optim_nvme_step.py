@@ -278,8 +278,8 @@ def test_bf16_gradients_and_copies(tmp_path: Path, swapped: bool) -> None:
         optimizer, reference = make(params), make(plain)
         update = NvmeStep(
             optimizer,
-            swap if swapped else None,
-            BufferRing(3, 40 * ALIGN_ELEMENTS) if swapped else None,
+            swap,
+            BufferRing(3, 40 * ALIGN_ELEMENTS),
             compute_copies=dict(zip(params, copies, strict=True)),
             batch_elements=ALIGN_ELEMENTS,
         )
