@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,11 @@ _log = get_logger(__name__)
 _KEY = "engine"
 
 
-class StepCounters(Protocol):
-    """What a run has counted."""
-
-    global_steps: int
-    global_samples: int
-
-
 class TrainingState:
-    """A run's way to disk and back; every method is collective.  ``counters``: whose these are, an engine's."""
+    """A run's way to disk and back; every method is collective.  ``counters`` has ``global_steps`` and
+    ``global_samples``, an engine's."""
 
-    def __init__(self, components: Components, config: Config, loader: Any, counters: StepCounters) -> None:
+    def __init__(self, components: Components, config: Config, loader: Any, counters: Any) -> None:
         self.components, self.config, self.loader, self.counters = components, config, loader, counters
 
     def save(

@@ -71,7 +71,7 @@ def compute_values(refs: Sequence[ViewRef]) -> list[Tensor]:
         for cell in stale:
             del cached[cell]
         ops = _collect_ops(refs, cached)
-    with pause_recording_no_grad(), _preserve_default_generator():
+    with pause_recording_no_grad(), torch.random.fork_rng(devices=()):
         executor = _Executor(ops, cached, retained={ref.storage_record for ref in refs})
         executor.run()
         values = [executor.get_tensor(ref) for ref in refs]
@@ -85,18 +85,9 @@ def replay_targets(targets: Sequence[ViewRef], emit: Callable[[int, Tensor], Non
 
     The order is the same on every rank that recorded the same program.
     """
-    with pause_recording_no_grad(), _preserve_default_generator():
+    with pause_recording_no_grad(), torch.random.fork_rng(devices=()):
         for indices, ops in _split_components(targets):
             _Executor(ops).run([(index, targets[index]) for index in indices], emit)
-
-
-@contextmanager
-def _preserve_default_generator() -> Any:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _collect_ops(refs: Iterable[ViewRef], cached: dict[StorageRecord, tuple[RecordedOp, Any]]) -> list[RecordedOp]:

@@ -19,7 +19,7 @@ from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
 from thalweg.optim.algorithms.moment_codec import check_state_dtype
 from thalweg.optim.algorithms.muon import Muon
-from thalweg.optim.algorithms.muon_params import get_param, muon_groups
+from thalweg.optim.algorithms.muon_params import get_param, group_members, muon_groups
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
 from thalweg.optim.keyword_check import check_keywords, get_keyword_parameters, match_name
 from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -206,8 +206,7 @@ def _param_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 def _group_members(group: Mapping[str, Any]) -> list[Any]:
     if "params" not in group:
         raise ValueError(f"a parameter group needs the key 'params'; this one has {sorted(group)}")
-    members = group["params"]
-    return [members] if isinstance(members, Tensor) else list(members)
+    return group_members(group)
 
 
 def _tensors(members: Iterable[Any]) -> list[Tensor]:

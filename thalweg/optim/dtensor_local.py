@@ -156,6 +156,7 @@ class LocalStepMixin(StepMixin):
 
     def _update_params(self) -> None:
         optimizer: Any = self
+        own_class: Any = type(self)
         groups, state = optimizer.param_groups, optimizer.state
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         with working_copies(params) as (work, grads):
@@ -173,7 +174,7 @@ class LocalStepMixin(StepMixin):
                         local_groups.append({**group, "params": chosen})
             try:
                 optimizer.param_groups, optimizer.state = local_groups, local_state
-                inspect.unwrap(super(StepMixin, type(optimizer)).step)(optimizer)  # torch's, without its hooks
+                inspect.unwrap(super(StepMixin, own_class).step)(optimizer)  # torch's, without its hooks
             finally:
                 optimizer.param_groups, optimizer.state = groups, state
             for param, piece in pieces.items():

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from thalweg.optim.algorithms.muon_params import get_param, group_members
 from thalweg.zero.full_state_dict import distribute_if_sharded
 
 
@@ -21,9 +22,7 @@ def groups_with_names(optimizer: Any, model_parameters: Any, names: dict[int, st
         source = [{"params": source}]
     groups = []
     for index, group in enumerate(source):
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        members = [member[1] if isinstance(member, tuple) else member for member in members]
+        members = [get_param(member) for member in group_members(group)]
         num_foreign = sum(1 for member in members if id(member) not in names)
         if num_foreign:
             raise ValueError(

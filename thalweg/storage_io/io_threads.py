@@ -45,11 +45,6 @@ class IoFuture:
         for future in self._futures:
             future.exception()
 
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return (or raise) at once."""
-        return all(future.done() for future in self._futures)
-
 
 def combine_futures(futures: Iterable[IoFuture]) -> IoFuture:
     """One ticket for all of ``futures``."""

@@ -107,11 +107,6 @@ class SwapFile:
         """Bytes that no region has taken."""
         return self._allocator.free_bytes
 
-    @property
-    def largest_gap(self) -> int:
-        """Bytes of the largest region that could be had without growing."""
-        return self._allocator.largest_gap
-
     def allocate(self, nbytes: int) -> int:
         """Take ``nbytes`` (rounded up to pages); returns their offset, a multiple of the page size.  The file
         grows where it has no gap of that size and its capacity allows.

@@ -60,6 +60,11 @@ def get_param(member: Any) -> Tensor:
     return member[1] if isinstance(member, tuple) else member
 
 
+def group_members(group: Mapping[str, Any]) -> list[Any]:
+    """Return the members of a group as a list, a single parameter too."""
+    return [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+
+
 def split_group(
     group: Mapping[str, Any], is_matrix: Callable[[Tensor, str | None], bool] = is_hidden_matrix
 ) -> list[dict[str, Any]]:
@@ -67,9 +72,8 @@ def split_group(
 
     ``is_matrix(parameter, name)`` decides where the group does not say ``use_muon``.
     """
-    members: Any = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     halves: dict[bool, list[Any]] = {True: [], False: []}
-    for member in members:
+    for member in group_members(group):
         name, param = member if isinstance(member, tuple) else (None, member)
         use_muon = bool(group["use_muon"]) if "use_muon" in group else is_matrix(param, name)
         if use_muon and param.ndim < 2:
