@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -62,7 +63,9 @@ class RecordMode(TorchDispatchMode):
         super().__init__()
         self.max_real_numel = max_real_numel
         self._built_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._new_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        # Not a WeakSet: the Python objects of large storages that go at once would scatter the heap.
+        self._new_storages: dict[int, StorageWeakRef] = {}
+        self._cleanup_threshold = 4096
         self._registration_hooks: list[Any] = []
         self._set_data_mode = _SetDataMode()
 
@@ -97,7 +100,7 @@ class RecordMode(TorchDispatchMode):
         storages: dict[int, torch.UntypedStorage] = {}
         for param in {id(p): p for module in list(self._built_modules) for p in module.parameters()}.values():
             is_plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device == CPU
-            if is_plain and param.grad is None and param.untyped_storage() in self._new_storages:
+            if is_plain and param.grad is None and param.untyped_storage()._cdata in self._new_storages:
                 defer_parameter(param, storages)
 
     def _track_new_storages(self, leaves: list[Any], known_storages: set[int]) -> None:
@@ -106,7 +109,10 @@ class RecordMode(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device == CPU:
                 storage = leaf.untyped_storage()
                 if storage._cdata not in known_storages:
-                    self._new_storages.add(storage)
+                    self._new_storages[storage._cdata] = StorageWeakRef(storage)
+        if len(self._new_storages) > self._cleanup_threshold:
+            self._new_storages = {key: ref for key, ref in self._new_storages.items() if not ref.expired()}
+            self._cleanup_threshold = max(4096, 2 * len(self._new_storages))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
