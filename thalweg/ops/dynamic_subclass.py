@@ -43,11 +43,7 @@ def make_subclass(base_class: type, *mixins: type, **namespace: Any) -> type:
     One that ``base_class`` has already stands before it again, as a subclass of itself: Python orders bases so.
     """
     mixins = tuple(type(one.__name__, (one,), {}) if issubclass(base_class, one) else one for one in mixins)
-    identity = {
-        "__module__": base_class.__module__,
-        "__qualname__": base_class.__qualname__,
-        "__doc__": base_class.__doc__,
-    }
+    identity = {name: getattr(base_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     body = namespace | identity
     return types.new_class(base_class.__name__, (*mixins, base_class), exec_body=lambda scope: scope.update(body))
 

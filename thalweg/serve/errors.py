@@ -103,9 +103,8 @@ class EngineFailed(ApiError):
 class _RetryLater(ApiError):
     """Passes: ``retry_after`` seconds from now it may be better."""
 
-    def __init__(self, message: str, *, code: str | None = None, retry_after: int = 5) -> None:
-        super().__init__(message, code=code)
-        self.retry_after = retry_after
+    def __init__(self, message: str, *, retry_after: int = 5) -> None:
+        super().__init__(message)
         self.headers = {"Retry-After": str(retry_after)}
 
 

@@ -330,10 +330,8 @@ def _num_kv_blocks(
     element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)
     scale_bytes = 4 if kv_cache_dtype == "int8" else 0
     layers = [*decoder.layers, *(() if draft_spec is None else draft_spec.layers)]
-    per_token = sum(
-        2 * a.num_kv_heads * (a.head_dim * element_size + scale_bytes) for a in (x.attention for x in layers)
-    )
-    per_block = per_token * _BLOCK_SIZE
+    shapes = [(x.attention.num_kv_heads, x.attention.head_dim) for x in layers]
+    per_block = _BLOCK_SIZE * sum(2 * heads * (dim * element_size + scale_bytes) for heads, dim in shapes)
     blocks_per_seq = -(-max_length // _BLOCK_SIZE) * (1 if decoder.encoder is None else 2)
     if options.kv_cache_bytes is not None:
         blocks = options.kv_cache_bytes // per_block
@@ -343,10 +341,8 @@ def _num_kv_blocks(
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if torch.device(options.device).type == "cuda":
         free = torch.cuda.mem_get_info(options.device)[0]
-    return max(
-        blocks_per_seq,
-        min(blocks_per_seq * options.max_num_seqs, int(free * _MEMORY_FRACTION) // (num_processes * per_block)),
-    )
+    free_blocks = int(free * _MEMORY_FRACTION) // (num_processes * per_block)
+    return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ weights are (outputs, inputs); queries, keys and values are stacked in one, gate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -245,7 +245,6 @@ class DecoderSpec:
     position_embeddings: Tensor | None = None
     logit_softcap: float = 0.0
     encoder: EncoderSpec | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) -> int:

@@ -131,7 +131,7 @@ class _EncoderProgram(ProgramBuilder):
         super().__init__(request, weights, max_tokens, kv_cache_dtype, block_tables)
         num_blocks = max_tokens // cpu_kernels.BLOCK_SIZE + request.num_slots
         self.refs.append(cross_block_tables)
-        self.last_positions, self.cross_table_offsets = (
+        self.last_visible, self.cross_table_offsets = (  # a token sees its sequence to the end
             self.keep_alive(torch.zeros(max_tokens, dtype=torch.int64)) for _ in range(2)
         )
         kv_regions: dict[tuple[int, int], KVRegion] = {}
@@ -151,11 +151,6 @@ class _EncoderProgram(ProgramBuilder):
             for cross, attention, kv_region in cross_targets:
                 if cross is not None:
                     self._write_cross_kv(cross, rows, attention, kv_region, cross_block_tables.ctypes.data)
-
-    @property
-    def last_visible(self) -> Tensor:
-        """A token sees its sequence to the end."""
-        return self.last_positions
 
     def _write_cross_kv(
         self,

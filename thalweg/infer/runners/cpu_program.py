@@ -89,6 +89,7 @@ class ProgramBuilder:
         self.weights, self.weight_bytes = weights, 0
         self.inputs = [torch.zeros(max_tokens, dtype=torch.int64) for _ in range(4)]
         _, self.positions, self.table_offsets, self.logit_rows = self.inputs
+        self.last_visible = self.positions  # the last position that each token sees; of a decoder's its own
         self.counts = torch.zeros(2, dtype=torch.int64)
         self.count_address = self.counts.data_ptr()  # the address of how many rows there are
         self.tables_address = block_tables.ctypes.data
@@ -285,11 +286,6 @@ class ProgramBuilder:
 
     def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
         """Keep only the rows whose logits are wanted; decoders do."""
-        raise NotImplementedError
-
-    @property
-    def last_visible(self) -> Tensor:
-        """The last position that each token sees."""
         raise NotImplementedError
 
     def rope_and_store_kv(

@@ -225,11 +225,6 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
             self.emit_call(self.kernels.barrier(), *self.comm.barrier_args)
         self.final, self.argmax_buffers = rows.y, self._argmax(d.vocab_size)
 
-    @property
-    def last_visible(self) -> Tensor:
-        """A token sees the positions up to its own."""
-        return self.positions
-
     def cross_attention(
         self, cross: specs.CrossAttentionSpec, a: specs.AttentionSpec, region: cpu_program.KVRegion
     ) -> None:
@@ -259,6 +254,7 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         self._gather_rows(self.x, x, 4 * self.x.shape[1])
         self.x = x
         self.positions, self.table_offsets = map(self._gather_input, (self.positions, self.table_offsets))
+        self.last_visible = self.positions
         if self.lora is not None:
             self.row_lora_ids = self._gather_input(self.row_lora_ids)
         if self._has_encoder:

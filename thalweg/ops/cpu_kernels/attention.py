@@ -37,10 +37,8 @@ ATTENTION_ARGS = (
 
 def _block_offset(code: KernelBuilder, shape: AttentionShape, block: Any, stripe: Any) -> Any:
     """Where a block of a head lies behind the head's first one."""
-    return code.add(
-        code.mul(code.div(block, BLOCKS_PER_STRIPE), stripe),
-        code.mul(code.rem(block, BLOCKS_PER_STRIPE), shape.head_bytes),
-    )
+    of_stripe = code.mul(code.div(block, BLOCKS_PER_STRIPE), stripe)
+    return code.add(of_stripe, code.mul(code.rem(block, BLOCKS_PER_STRIPE), shape.head_bytes))
 
 
 def emit_rope_and_store_kv(module: Any, shape: AttentionShape) -> str:
@@ -115,11 +113,9 @@ def emit_paged_attention(module: Any, shape: AttentionShape) -> str:
         out = code.add(a["out"], code.mul(code.add(code.mul(token, shape.num_heads), head), 4 * shape.head_dim))
         last_visible = code.load(I64, code.add(a["lasts"], code.mul(token, 8)))
         slope = code.load(F32, code.add(a["slopes"], code.mul(head, 4))) if shape.alibi else code.f32_const(0.0)
-        bias = (
-            code.add(a["slopes"], code.mul(head, 4 * (2 * shape.bias_span + BLOCK_SIZE)))
-            if shape.bias_span
-            else code.int_const(0)
-        )
+        bias = code.int_const(0)
+        if shape.bias_span:
+            bias = code.add(a["slopes"], code.mul(head, 4 * (2 * shape.bias_span + BLOCK_SIZE)))
         kv = code.mul(code.div(head, shape.num_heads // shape.num_kv_heads), BLOCKS_PER_STRIPE * shape.head_bytes)
         keys, values = code.add(a["keys"], kv), code.add(a["values"], kv)
         call_args = [query, position, last_visible, table, keys, values, a["stripe"], out, scratch, bias]
@@ -133,11 +129,9 @@ def _emit_attention_head(module: Any, shape: AttentionShape) -> Any:
     code.function.linkage = "internal"
     code.function.attributes.add("noinline")
     query, position, last, table, keys, values, stripe, out, scratch, bias, slope = code.function.args
-    start = (
-        code.max(code.sub(code.add(position, 1), shape.sliding_window), 0)
-        if shape.sliding_window
-        else code.int_const(0)
-    )
+    start = code.int_const(0)
+    if shape.sliding_window:
+        start = code.max(code.sub(code.add(position, 1), shape.sliding_window), 0)
     block0, blocks = code.div(start, BLOCK_SIZE), code.add(code.div(last, BLOCK_SIZE), 1)
     if shape.bias_span:
         bias = code.add(bias, code.mul(code.sub(shape.bias_span, position), 4))

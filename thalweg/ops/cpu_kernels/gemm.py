@@ -159,8 +159,7 @@ def _emit_load_row(code: KernelBuilder, fmt: WeightFormat, address: Any) -> Any:
 def _emit_multiply_add(code: KernelBuilder, fmt: WeightFormat, acc: Any, weight: Any, x: Any) -> Any:
     if fmt.name == "fp32":
         return code.fma(weight, x, acc)
-    name = "avx512bf16.dpbf16ps" if fmt.name == "bf16" else "avx512.vpdpbusd"
-    return code.call(f"llvm.x86.{name}.512", acc.type, [acc, weight, x])
+    return code.dot_pairs(acc, weight, x) if fmt.name == "bf16" else code.dot_bytes(acc, weight, x)
 
 
 def _emit_int4_sums(
@@ -189,11 +188,7 @@ def _emit_int4_sums(
                     x = code.load(I32, code.add(a_rows[r], at, 8 * eight + 4 * half))
                     quad = code.builder.bitcast(code.splat(x, 16), vec(64, I8))
                     lane = half if rows <= 4 else 0
-                    inner[r][lane] = code.call(
-                        "llvm.x86.avx512.vpdpbusd.512",
-                        zero.type,
-                        [inner[r][lane], code.builder.bitcast(nibbles, vec(64, I8)), quad],
-                    )
+                    inner[r][lane] = code.dot_bytes(inner[r][lane], code.builder.bitcast(nibbles, vec(64, I8)), quad)
         for r in range(rows):
             total = code.builder.add(*inner[r]) if rows <= 4 else inner[r][0]
             value = code.fma(scale, code.builder.sitofp(total, vec(16)), acc[r].value)

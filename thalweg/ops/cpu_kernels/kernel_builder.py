@@ -195,6 +195,14 @@ class KernelBuilder:
         known = self.module.globals.get(name)
         return self.builder.call(known or ir.Function(self.module, signature, name=name), values)
 
+    def dot_bytes(self, acc: Any, a: Any, b: Any) -> Any:
+        """Add to 16 int32 the products of four bytes each, of a without a sign, of b with one."""
+        return self.call("llvm.x86.avx512.vpdpbusd.512", acc.type, [acc, a, b])
+
+    def dot_pairs(self, acc: Any, a: Any, b: Any) -> Any:
+        """Add to 16 fp32 the products of two bf16 each."""
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", acc.type, [acc, a, b])
+
     # floating point, scalar or vector
 
     def _suffix(self, typ: Any) -> str:

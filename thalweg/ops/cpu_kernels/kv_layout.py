@@ -227,7 +227,7 @@ class Bf16PairKV(PlainKV):
         return self.code.builder.bitcast(self.code.splat(self.code.load(I32, address), 16), vec(32, BF16))
 
     def _dot(self, cell: StackVar, a: Any, b: Any) -> None:
-        cell.value = self.code.call("llvm.x86.avx512bf16.dpbf16ps.512", vec(16), [cell.value, a, b])
+        cell.value = self.code.dot_pairs(cell.value, a, b)
 
 
 class Int8KV(PlainKV):
@@ -283,11 +283,7 @@ class Int8KV(PlainKV):
                 for lane in range(4):
                     four = code.splat(code.load(I32, code.add(query_buffer, d, 4 * lane)), 16)
                     key = code.load(vec(64, I8), code.add(block, code.mul(d, BLOCK_SIZE), 4 * BLOCK_SIZE * lane))
-                    acc[lane].value = code.call(
-                        "llvm.x86.avx512.vpdpbusd.512",
-                        zero.type,
-                        [acc[lane].value, key, code.builder.bitcast(four, vec(64, I8))],
-                    )
+                    acc[lane].value = code.dot_bytes(acc[lane].value, key, code.builder.bitcast(four, vec(64, I8)))
             scale = code.builder.fmul(code.load(vec(16), code.add(block, BLOCK_SIZE * shape.head_dim)), query_scale)
             return code.builder.fmul(code.builder.sitofp(_combine_four(code.builder.add, acc), vec(16)), scale)
 
@@ -306,10 +302,8 @@ class Int8KV(PlainKV):
 
 def make_kv_layout(code: KernelBuilder, shape: AttentionShape) -> PlainKV:
     """Return the layout of a cache, for the code of one function."""
-    kind = (
-        Int8KV if shape.kv_dtype == "int8" else Bf16PairKV if shape.kv_dtype == "bf16" and shape.bf16_pairs else PlainKV
-    )
-    return kind(code, shape)
+    in_pairs = shape.kv_dtype == "bf16" and shape.bf16_pairs
+    return (Int8KV if shape.is_int8 else Bf16PairKV if in_pairs else PlainKV)(code, shape)
 
 
 def _combine_four(combine: Callable[[Any, Any], Any], acc: Sequence[StackVar]) -> Any:

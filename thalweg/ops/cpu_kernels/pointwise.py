@@ -208,10 +208,8 @@ def emit_argmax(module: Any) -> str:
     sixteen = code.splat(code.int_const(16, I32), 16)
     with code.range(first, last) as row:
         x = code.add(a["x"], code.mul(row, a["x_stride"]))
-        lane_max, lane_index = (
-            code.stack_var(code.f32_const(-math.inf, 16)),
-            code.stack_var(code.splat(code.int_const(0, I32), 16)),
-        )
+        lane_max = code.stack_var(code.f32_const(-math.inf, 16))
+        lane_index = code.stack_var(code.splat(code.int_const(0, I32), 16))
         current_index, lane_nan = code.stack_var(lane_ids), code.stack_var(code.f32_const(0.0, 16))
         with code.range(0, code.mul(code.div(a["width"], 16), 16), 16) as i:
             value = code.load(vec(16), code.add(x, code.mul(i, 4)))
@@ -227,20 +225,15 @@ def emit_argmax(module: Any) -> str:
         nan = code.stack_var(code.reduce_add(lane_nan.value))
 
         def update_best(value: Any, at: Any) -> None:
-            equal = code.builder.and_(
-                code.builder.fcmp_ordered("==", value, best_value.value),
-                code.builder.icmp_signed("<", at, best_index.value),
-            )
+            equal = code.builder.fcmp_ordered("==", value, best_value.value)
+            equal = code.builder.and_(equal, code.builder.icmp_signed("<", at, best_index.value))
             better = code.builder.or_(code.builder.fcmp_ordered(">", value, best_value.value), equal)
             best_value.value = code.builder.select(better, value, best_value.value)
             best_index.value = code.builder.select(better, at, best_index.value)
 
         for i in range(16):
-            number = code.int_const(i, I32)
-            update_best(
-                code.builder.extract_element(lane_max.value, number),
-                code.builder.extract_element(lane_index.value, number),
-            )
+            value = code.builder.extract_element(lane_max.value, code.int_const(i, I32))
+            update_best(value, code.builder.extract_element(lane_index.value, code.int_const(i, I32)))
         with code.range(code.mul(code.div(a["width"], 16), 16), a["width"]) as i:
             value = code.load(F32, code.add(x, code.mul(i, 4)))
             nan.value = code.builder.select(code.builder.fcmp_unordered("uno", value, value), value, nan.value)

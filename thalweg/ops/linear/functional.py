@@ -184,11 +184,8 @@ def get_linear_kernels(x: Tensor, weight: Tensor, *, autotuned: bool = True) -> 
     if not autotuned or not _is_eligible(x, weight, None, weight.shape[-1]):
         return LinearKernels(_NT[REFERENCE], _NN[REFERENCE], _TN[REFERENCE])
     (n, k), autotune_cache = weight.shape, get_autotune_cache()
-    return LinearKernels(
-        _NT[autotune_cache.best_kernel("nt", x.dtype, x.shape[0], k, n)],
-        _NN[autotune_cache.best_kernel("nn", x.dtype, x.shape[0], n, k)],
-        _TN[autotune_cache.best_kernel("tn", x.dtype, x.shape[0], n, k)],
-    )
+    products = (_NT, "nt", k, n), (_NN, "nn", n, k), (_TN, "tn", n, k)
+    return LinearKernels(*(t[autotune_cache.best_kernel(kind, x.dtype, len(x), *dims)] for t, kind, *dims in products))
 
 
 # Moving a model's layers over, and back

@@ -47,6 +47,7 @@ FALLBACK_STOP = "\nUser:"
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt = str | list[TokenId]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class _StrictModel(BaseModel):
@@ -109,11 +110,7 @@ class SamplingFields(_StrictModel):
 class CompletionRequest(SamplingFields):
     """``/v1/completions``."""
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
-    )
+    prompt: str | TokenIds | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -207,11 +204,7 @@ class EmbeddingRequest(_StrictModel):
     """``/v1/embeddings``."""
 
     model: str | None = None
-    input: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_INPUTS)]
-    )
+    input: str | TokenIds | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
 
@@ -336,9 +329,8 @@ class ChatTokenizer:
         self.hf_tokenizer = tokenizer
         templates = chat_template or getattr(tokenizer, "chat_template", None)
         templates_by_name = templates if isinstance(templates, dict) else {"default": templates}
-        self.chat_template: str | None = templates_by_name.get("default") or next(
-            iter(templates_by_name.values()), None
-        )
+        first = next(iter(templates_by_name.values()), None)
+        self.chat_template: str | None = templates_by_name.get("default") or first
         self._tool_template: str | None = templates_by_name.get("tool_use")
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         # One thread, so that a flood of long prompts takes one core.
@@ -522,11 +514,8 @@ def fit_max_tokens(
 ) -> SamplingParams:
     """Check a prompt's room; where nobody asked for a length, what there is must do."""
     num_available = model_info.max_length - len(prompt)
-    if (
-        model_info.kind == "causal"
-        and "max_tokens" not in request.model_fields_set
-        and params.min_tokens <= num_available
-    ):
+    is_open = model_info.kind == "causal" and "max_tokens" not in request.model_fields_set
+    if is_open and params.min_tokens <= num_available:
         return replace(params, max_tokens=min(params.max_tokens or num_available, num_available))
     check_context_length(prompt, params.max_tokens, model_info, "max_tokens")
     return params
@@ -618,9 +607,8 @@ async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_in
 
 def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info: ModelMetadata) -> SamplingParams:
     """Return the parameters of a request in MII's form; ``max_length`` counts the prompt."""
-    num_initial_tokens = (
-        1 if model_info.kind == "seq2seq" else num_prompt_tokens
-    )  # of a model that listens, what it begins with
+    # Of a model that listens, what it begins with.
+    num_initial_tokens = 1 if model_info.kind == "seq2seq" else num_prompt_tokens
     num_available = min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
     max_tokens = request.max_new_tokens if request.max_new_tokens is not None else num_available
     if num_available < 1 or max_tokens > model_info.max_length - num_initial_tokens:

@@ -321,10 +321,8 @@ class Completion(_OpenAIAnswer):
             request.prompt, self._tokenizer, model_info, add_special_tokens=request.add_special_tokens
         )
         params = [api.fit_max_tokens(prompt, self._params, request, model_info) for prompt in self._prompts]
-        return [
-            self._engine_request(prompt, _with_prompt_seed(one, i))
-            for i, (prompt, one) in enumerate(zip(self._prompts, params, strict=True))
-        ]
+        seeded = [_with_prompt_seed(one, i) for i, one in enumerate(params)]
+        return [self._engine_request(*both) for both in zip(self._prompts, seeded, strict=True)]
 
     def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
         if self._request.max_tokens == 0:  # the prompt's own logprobs are all that is wanted
@@ -428,10 +426,10 @@ async def _embedding_json(index: int, vector: list[float], encoding_format: str)
     """One vector as JSON; spelling out thousands of them must not keep the loop from others."""
     if index % 16 == 15:
         await asyncio.sleep(0)
-    packed = (
-        vector if encoding_format == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-    )
-    return json.dumps({"object": "embedding", "index": index, "embedding": packed})
+    embedding: Any = vector
+    if encoding_format != "float":
+        embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return json.dumps({"object": "embedding", "index": index, "embedding": embedding})
 
 
 class ClientDisconnected(Exception):
