@@ -306,9 +306,11 @@ class EngineCore(Protocol):
         Raises ValueError, and leaves the engine as it was, when the request can never run: an empty prompt,
         one that leaves no room to generate, a token outside the vocabulary, a name in use, no such adapter.
         """
+        ...
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; no further outputs come.  Unknown names are ignored."""
+        ...
 
     def step(self) -> list[RequestOutput]:
         """Run the model once and return what every sequence got; empty when there is no work.
@@ -316,18 +318,23 @@ class EngineCore(Protocol):
         A failure that concerns one request is that request's output with ``finish_reason`` ``error``; an
         exception means that the engine is broken.
         """
+        ...
 
     def has_work(self) -> bool:
         """Whether a request is queued or running."""
+        ...
 
     def stats(self) -> EngineStats:
         """Return the gauges and counters; cheap."""
+        ...
 
     def embed(self, prompts: Sequence[Sequence[int]]) -> Any:
         """Return embeddings, fp32 (len(prompts), width): the mean over tokens of the last hidden states.
 
         Raises ValueError where the model offers none.
         """
+        ...
 
     def close(self) -> None:
         """Free everything; what is still queued is dropped."""
+        ...

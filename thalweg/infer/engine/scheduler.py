@@ -232,12 +232,15 @@ class Proposer(Protocol):
 
     def num_proposals(self, sequence: Sequence, limit: int) -> int:
         """Return how many draft tokens there will be for a sequence, up to ``limit`` (at least 1)."""
+        ...
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return as many draft tokens as requested; the sequences hold blocks for them."""
+        ...
 
     def close(self) -> None:
         """Free what it holds."""
+        ...
 
 
 @dataclass

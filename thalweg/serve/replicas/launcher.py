@@ -52,9 +52,11 @@ class ReplicaHandle(Protocol):
 
     def exit_code(self) -> int | None:
         """Return the exit code (minus n for signal n), or None while it lives."""
+        ...
 
     def terminate(self, grace: float) -> None:
         """End it: politely, and after ``grace`` seconds for certain.  Blocks."""
+        ...
 
 
 class ProcessLauncher:
