@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -88,6 +88,16 @@ def _on_shards(original: Any) -> Any:
     return faulty
 
 
+def _only_weights(original: Any) -> Any:
+    """A load that leaves the optimizer's state as it is."""
+
+    def faulty(self: Any, tensors: Any, **kwargs: Any) -> Any:
+        weights = [(name, tensor) for name, tensor in tensors if not name.startswith("optim/")]
+        return original(self, weights, **kwargs)
+
+    return faulty
+
+
 def _needs_hidden_size(original: Any) -> Any:
     return lambda path, default, context: (
         (original(path, default, context)[0], "hidden_size")
@@ -126,10 +136,10 @@ FAULTS = {
         ("tests/unit/test_serve_engine.py::test_row42_overload_completes_and_a_broken_engine_fails_health",),
     ),
     "moments left behind by a resume (row 1)": Fault(
-        "thalweg.checkpoint.model_state",
-        "apply_optimizer_plan",
-        _returns(None),
-        ("tests/dist/test_checkpoint_engine.py::test_row01_an_engine_resumes_at_another_world_and_stage",),
+        "thalweg.checkpoint.reader",
+        "Checkpoint.read_into",
+        _only_weights,
+        ("tests/dist/test_checkpoint_engine.py::test_row01_an_engine_resumes_at_another_world_and_stage[2-stages1]",),
     ),
     "auto asks the model for hidden_size (row 18)": Fault(
         "thalweg.config.resolve",
@@ -156,7 +166,7 @@ FAULTS = {
         "thalweg.plan.memory.rank_memory",
         "RankMemory._adjust",
         _forgets("activations"),
-        ("tests/dist/test_plan.py::test_rows_21_22_sizes_around_a_limit_none_exceeds_it[none-11-96]",),
+        ("tests/dist/test_plan.py::test_row22_the_activations_of_many_tokens_are_in_the_plan",),
     ),
     "what exceeds a buffer is dropped (row 24)": Fault(
         "thalweg.optim.offload.io_pipeline",
@@ -170,10 +180,11 @@ FAULTS = {
         lambda original: lambda self, record: original(self, record) or True,
         ("tests/e2e/test_run_concurrent.py::test_row28_ranks_that_train_stay_within_a_budget_of_lines",),
     ),
-    "a norm with another epsilon (row 41)": Fault(
-        "thalweg.infer.models.spec",
-        "build_norm",
-        lambda original: lambda module: replace(original(module), eps=1e-2),
+    # Loading compares a model with its Hugging Face one, and takes that where they differ: the fault is in company.
+    "requests share a block of keys and values (row 41)": Fault(
+        "thalweg.infer.engine.scheduler",
+        "BlockPool.allocate_many",
+        lambda original: lambda self, count: [block // 2 for block in original(self, count)],
         ("tests/unit/test_serve_engine.py::test_row41_the_server_gives_what_hugging_face_gives",),
     ),
     "a matrix's update computed on shards (row 44)": Fault(

@@ -27,7 +27,7 @@ ROWS = {
     19: "tests/unit/test_config_resolve.py::test_row19_a_mismatch_shows_both_sides_and_the_missing_launcher_variable",
     20: "tests/dist/test_engine_pain_points.py::test_rows_18_19_20_bad_input_is_one_clear_error",
     21: "tests/dist/test_plan.py::test_row21_offload_stays_within_the_plan_and_saves_what_it_says",
-    22: "tests/dist/test_plan.py::test_rows_21_22_sizes_around_a_limit_none_exceeds_it",
+    22: "tests/dist/test_plan.py::test_row22_the_activations_of_many_tokens_are_in_the_plan",
     23: "tests/dist/test_offload_rows.py::test_row23_transfers_run_beside_the_computation",
     24: "tests/unit/test_optim_nvme_step.py::test_row24_a_tensor_larger_than_the_buffer",
     25: "tests/repo/test_wheel.py::test_wheel_works_without_a_compiler",
