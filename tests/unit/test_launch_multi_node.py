@@ -7,19 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from thalweg.launch import local, schedulers
 from thalweg.launch import rendezvous as launch_rendezvous
@@ -284,10 +280,8 @@ MakeNodes = Callable[..., FakeNodes]
 
 
 @pytest.fixture
-def fake_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNodes]:
+def fake_nodes() -> Iterator[MakeNodes]:
     """Makes parties of launchers, and ends them with the test."""
-    # torch's hosts ask each second whether the others have joined
-    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: time.sleep(0.02))
     with contextlib.ExitStack() as stack:
 
         def make(**options: float) -> FakeNodes:
@@ -360,23 +354,23 @@ def test_the_failure_of_one_host_is_the_result_of_all(fake_nodes: MakeNodes) -> 
 def test_a_silent_host_is_named_by_the_others(fake_nodes: MakeNodes) -> None:
     job = fake_nodes(heartbeat_timeout=2.0).start_job(3)
     assert _wait_ended(job[0], 2.5) is None, "hearts beat"
-    job[1]._stop_heartbeats()
+    assert job[1].shutdown()
     for node in (job[0], job[2]):
         ended = _wait_ended(node, 8.0)
         assert ended is not None and ended.silent_node == 1
     assert "host b (rank 1) is gone: no sign of life" in job[0].lost_result(1).report
 
 
-def test_a_host_whose_store_is_gone_ends_for_all(fake_nodes: MakeNodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_whose_store_is_gone_ends_for_all(fake_nodes: MakeNodes) -> None:
     party = fake_nodes(heartbeat_timeout=2.0)
     job = party.start_job()
     assert _wait_ended(job[1], 0.1) is None
-    job[0]._stop_heartbeats()
-    party.server = job[0]._shared_tcp_store_server = None  # type: ignore[assignment]
+    assert job[0].shutdown()
+    party.server = None
     ended = _wait_ended(job[1], 8.0)
     assert ended is not None and ended.silent_node == 0
     assert not job[1].lost_result(0).is_certain, "it may be this host that was cut off"
-    assert sum("failed to send a keep-alive" in text for text in caplog.messages) == 1, "it does not try again"
+    assert not job[1]._heart.is_alive(), "it does not try again"
 
 
 def test_no_heartbeat_outlives_a_job_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +386,7 @@ def test_no_heartbeat_outlives_a_job_that_breaks(monkeypatch: pytest.MonkeyPatch
             raise OSError("no more processes")
 
     def list_heartbeats() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("RendezvousKeepAlive")]
+        return [thread.name for thread in threading.enumerate() if thread.name == "thalweg-heartbeat"]
 
     monkeypatch.setattr(local, "_build_agent", BrokenAgent)
     listener = bind_master("127.0.0.1")
@@ -402,36 +396,26 @@ def test_no_heartbeat_outlives_a_job_that_breaks(monkeypatch: pytest.MonkeyPatch
     assert caught.tb and not list_heartbeats()
 
 
-def test_hosts_whose_clocks_differ_by_a_day_stay_together(fake_nodes: MakeNodes) -> None:
+def test_hosts_whose_clocks_differ_by_a_day_stay_together(
+    fake_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = fake_nodes(heartbeat_timeout=1.5).start_job()
-    job[1]._stop_heartbeats()
-    deadline, holder = time.monotonic() + 2.5, job[1]._state_holder
+    now, deadline = time.time, time.monotonic() + 2.5
+    monkeypatch.setattr(time, "time", lambda: now() - 86400 * (threading.current_thread() is job[1]._heart))
     while time.monotonic() < deadline:
-        holder.sync()
-        holder.state.last_heartbeats[job[1]._this_node] = datetime.now(UTC) - timedelta(days=1)
-        holder.mark_dirty()
-        holder.sync()
-        assert job[0].num_nodes_waiting() == 0
+        assert [node.num_nodes_waiting() for node in job] == [0, 0]
         time.sleep(0.2)
-    assert len(job[0]._state_holder.state.participants) == 2
 
 
 def test_what_a_stranger_writes_into_the_store_is_not_executed(fake_nodes: MakeNodes, tmp_path: Path) -> None:
-    """The payload writes a file when it is unpickled, which torch's own holder does."""
+    """The payload writes a file when it is unpickled."""
     job = fake_nodes().start_job()
     payload = f"cos\nsystem\n(S'touch {tmp_path}/executed'\ntR."
-    store, encoded = PrefixStore("nodes", job[0]._store), b64encode(payload.encode()).decode()
-    strange: list[Any] = [payload, encoded, b"\xff", "{}", "[]", "[" * 100000]
+    strange: list[Any] = [payload, b"\xff", "{}", "[]", "[" * 100000]
     for text in strange:
-        store.set("state", text)
-        with pytest.raises(RendezvousStateError):
-            job[1]._state_holder.sync()
+        job[0]._control_store.set("end/result", text)
+        assert job[1].finish(None, 1.0) is None
     assert not (tmp_path / "executed").exists()
-    job[0]._store.set("torch.rendezvous.theirs", encoded)
-    with contextlib.suppress(AttributeError):  # what the payload returns is no state
-        theirs = C10dRendezvousBackend(job[0]._store, "theirs")
-        dynamic_rendezvous._BackendRendezvousStateHolder(theirs, job[0].settings).sync()
-    assert (tmp_path / "executed").exists()
 
 
 def test_a_rank_too_many_is_told_and_the_others_go_on() -> None:

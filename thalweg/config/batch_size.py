@@ -59,41 +59,26 @@ def resolve_batch_sizes(config: Section, world_size: int) -> tuple[dict[str, int
     """The values of the three and of ``data_parallel_size``, how each was found, and what contradicts."""
     dp_size, dp_problem = resolve_dp_size(config, world_size)
     total, micro, steps = (_as_int(get_by_path(config, path)) for path in (TOTAL, MICRO, STEPS))
-    if total is None:
-        derived = _derive_from_micro_batch(micro, steps, dp_size)
-        return derived[0], derived[1], [dp_problem] if dp_problem else []
-    return _derive_from_total(total, micro, steps, dp_size, world_size, dp_problem)
-
-
-def _derive_from_micro_batch(
-    micro: int | None, steps: int | None, dp_size: int
-) -> tuple[dict[str, int], dict[str, str]]:
-    reasons = {TOTAL: f"{MICRO} x {STEPS} x {dp_size} data-parallel rank{'s' if dp_size != 1 else ''}"}
-    if micro is None:
-        micro, reasons[MICRO] = 1, "no batch size was given"
-    if steps is None:
-        steps, reasons[STEPS] = 1, "no accumulation was asked for"
-    values = {TOTAL: micro * steps * dp_size, MICRO: micro, STEPS: steps, "data_parallel_size": dp_size}
-    return values, reasons
-
-
-def _derive_from_total(
-    total: int, micro: int | None, steps: int | None, dp_size: int, world_size: int, dp_problem: ConfigProblem | None
-) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
     reasons: dict[str, str] = {}
-    if micro is None:
-        if steps is None:
-            steps, reasons[STEPS] = 1, "no accumulation was asked for"
+    problems = [dp_problem] if dp_problem else []
+    if steps is None and (total is None or micro is None):
+        steps, reasons[STEPS] = 1, "no accumulation was asked for"
+    if total is None:
+        if micro is None:
+            micro, reasons[MICRO] = 1, "no batch size was given"
+        assert steps is not None
+        total = micro * steps * dp_size
+        reasons[TOTAL] = f"{MICRO} x {STEPS} x {dp_size} data-parallel rank{'s' if dp_size != 1 else ''}"
+    elif micro is None:
+        assert steps is not None
         micro = max(1, total // (steps * dp_size))
         reasons[MICRO] = f"{TOTAL} / ({STEPS} x {dp_size} data-parallel ranks)"
     elif steps is None:
         steps = max(1, total // (micro * dp_size))
         reasons[STEPS] = f"{TOTAL} / ({MICRO} x {dp_size} data-parallel ranks)"
-    values = {TOTAL: total, MICRO: micro, STEPS: steps, "data_parallel_size": dp_size}
-    problems = [dp_problem] if dp_problem else []
     if total != micro * steps * dp_size and not dp_problem:
         problems.append(_mismatch_problem(total, micro, steps, dp_size, world_size, reasons))
-    return values, reasons, problems
+    return {TOTAL: total, MICRO: micro, STEPS: steps, "data_parallel_size": dp_size}, reasons, problems
 
 
 def _mismatch_problem(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 _MAX_LISTED = 100  # problems that the message of an error spells out; `problems` holds them all
 _MAX_VALUE_CHARS = 80  # characters of an offending value that a message repeats
@@ -24,13 +24,12 @@ class ConfigProblem:
     expected: str
     suggestion: str | None = None
     line: int | None = None
+    _form: ClassVar[str] = "{where} = {value}: expected {expected}"
 
     def __str__(self) -> str:
-        where = self.path or "the config"
-        if self.line is not None:
-            where += f" (line {self.line})"
-        hint = f"; did you mean {self.suggestion}?" if self.suggestion else ""
-        return escape_surrogates(f"{where} = {to_json_snippet(self.value)}: expected {self.expected}{hint}")
+        where = (self.path or "the config") + ("" if self.line is None else f" (line {self.line})")
+        text = self._form.format(where=where, value=to_json_snippet(self.value), expected=self.expected)
+        return escape_surrogates(text + (f"; did you mean {self.suggestion}?" if self.suggestion else ""))
 
 
 class ConfigError(ValueError):
@@ -80,18 +79,11 @@ def join_path(*keys: str | int) -> str:
 class UnknownKey(ConfigProblem):
     """A key that its block does not have."""
 
-    def __str__(self) -> str:
-        where = f" (line {self.line})" if self.line is not None else ""
-        hint = f"; did you mean {self.suggestion}?" if self.suggestion else ""
-        return escape_surrogates(
-            f"unknown key {self.path}{where} = {to_json_snippet(self.value)}: expected {self.expected}{hint}"
-        )
+    _form = "unknown key {where} = {value}: expected {expected}"
 
 
 @dataclass(frozen=True)
 class UnsupportedOption(ConfigProblem):
     """A switch of later work that is on; ``expected`` says what to do today."""
 
-    def __str__(self) -> str:
-        where = f" (line {self.line})" if self.line is not None else ""
-        return escape_surrogates(f"not built yet: {self.path}{where} = {to_json_snippet(self.value)}; {self.expected}")
+    _form = "not built yet: {where} = {value}; {expected}"

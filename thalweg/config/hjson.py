@@ -38,184 +38,158 @@ class ParsedText:
 
 
 class _HjsonSyntaxError(Exception):
-    pass
+    """Holds the one :class:`ConfigProblem` that ends the reading."""
 
 
 def parse(text: str) -> ParsedText:
     """Parse ``text``; a syntax fault ends the reading and is the last of ``problems``."""
-    parser = _Parser(text)
+    parser, faults = _Parser(text), []
     try:
         parser.parsed.tree = parser.parse_root()
-    except _HjsonSyntaxError:
-        parser.parsed.tree = None
-    parser.parsed.problems[:0] = parser.duplicate_problems()
+    except _HjsonSyntaxError as error:
+        faults = [*error.args]
+    parser.parsed.problems = sorted(parser.parsed.problems, key=lambda problem: problem.line or 0) + faults
     return parser.parsed
 
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.pos = 0
+        self.text, self.pos, self.parsed = text, 0, ParsedText()
+        self._path: list[str | int] = []  # of the value at hand
         self._num_values = 0
-        self.parsed = ParsedText()
-        self._lines_by_path: dict[tuple[str | int, ...], list[int]] = {}
-        self._last_value: dict[tuple[str | int, ...], Any] = {}
         self._line_cache = (0, 1)  # a position and its line: positions only grow, so lines are counted once
 
     def parse_root(self) -> Any:
         self._skip_blanks()
         if self.pos == len(self.text):
             self._fail("a config; the text is empty")
-        braces = self.text[self.pos] == "{"
-        tree = self._parse_value((), 0) if braces or self.text[self.pos] == "[" else self._parse_members((), 0, end="")
+        tree = self._parse_value() if self.text[self.pos] in "{[" else self._parse_block("")
         self._skip_blanks()
         if self.pos < len(self.text):
             self._fail("nothing after the end of the config")
         return tree
 
-    def _parse_value(self, path: tuple[str | int, ...], depth: int) -> Any:
+    def _parse_value(self) -> Any:
         self._num_values += 1
-        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
-            self._fail(f"at most {MAX_DEPTH} levels and {MAX_VALUES} values", path[:4])
-        head = self.text[self.pos : self.pos + 1]
-        if head == "{":
+        if len(self._path) > MAX_DEPTH or self._num_values > MAX_VALUES:
+            del self._path[4:]
+            self._fail(f"at most {MAX_DEPTH} levels and {MAX_VALUES} values")
+        head = self._peek()
+        if head and head in "{[":
             self.pos += 1
-            return self._parse_members(path, depth, end="}")
-        if head == "[":
-            self.pos += 1
-            return self._parse_items(path, depth)
-        if head and head in "\"'":
-            return self._parse_string(path)
-        return self._parse_word(path)
+            return self._parse_block("}" if head == "{" else "]")
+        return self._parse_string() if head and head in "\"'" else self._parse_word()
 
-    def _parse_members(self, path: tuple[str | int, ...], depth: int, end: str) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
+    def _parse_block(self, end: str) -> Any:
+        """The members of a block, or the items of a list (``end`` is "]"); without ``end`` to the end of the text."""
+        values: dict[Any, Any] = {}
+        lines: dict[Any, list[int]] = {}
+        path = tuple(self._path)
         self._skip_blanks()
-        while not self._consume_end(end, path):
-            line = self._current_line()
-            key = self._parse_key(path)
-            key_path = (*path, key)
-            self._skip_blanks()
-            if self.text[self.pos : self.pos + 1] != ":":
-                self._fail(f'":" after the key "{key}"', key_path)
-            self.pos += 1
-            self._skip_blanks()
-            value = self._parse_value(key_path, depth + 1)
-            self._record_key(key_path, line, value)
-            tree[key] = value
-            self._parse_separator(end, path)
-        return tree
+        try:
+            while not self._consume_end(end):
+                line = self._current_line()
+                key = len(values) if end == "]" else self._parse_key()
+                self._path.append(key)
+                if end != "]":
+                    self._skip_blanks()
+                    if self._peek() != ":":
+                        self._fail(f'":" after the key "{key}"')
+                    self.pos += 1
+                    self._skip_blanks()
+                self.parsed.lines[join_path(*self._path)] = line
+                values[key] = self._parse_value()
+                lines.setdefault(key, []).append(line)
+                self._path.pop()
+                self._parse_separator(end)
+        finally:
+            self._report_duplicates(path, lines, values)
+        return list(values.values()) if end == "]" else values
 
-    def _parse_items(self, path: tuple[str | int, ...], depth: int) -> list[Any]:
-        items: list[Any] = []
-        self._skip_blanks()
-        while not self._consume_end("]", path):
-            self.parsed.lines[join_path(*path, len(items))] = self._current_line()
-            items.append(self._parse_value((*path, len(items)), depth + 1))
-            self._parse_separator("]", path)
-        return items
+    def _report_duplicates(
+        self, path: tuple[str | int, ...], lines_by_key: dict[Any, list[int]], values: dict[Any, Any]
+    ) -> None:
+        """One problem for each key of a block given more than once, with all its lines."""
+        for key, lines in lines_by_key.items():
+            if len(lines) > 1:
+                numbers = " and ".join(map(str, lines[:20])) + (" and more" if len(lines) > 20 else "")
+                expected = f"the key once; it is on lines {numbers}"
+                problem = ConfigProblem(join_path(*path, key), values[key], expected, None, lines[-1])
+                self.parsed.problems.append(problem)
 
-    def _consume_end(self, end: str, path: tuple[str | int, ...]) -> bool:
-        if self.pos == len(self.text):
-            if end:
-                self._fail(f'"{end}" to close what was opened', path)
-            return True
-        if end and self.text[self.pos] == end:
-            self.pos += 1
-            return True
-        return False
+    def _peek(self) -> str:
+        return self.text[self.pos : self.pos + 1]
 
-    def _parse_separator(self, end: str, path: tuple[str | int, ...]) -> None:
+    def _consume_end(self, end: str) -> bool:
+        if self.pos == len(self.text) and end:
+            self._fail(f'"{end}" to close what was opened')
+        is_end = self._peek() == end
+        self.pos += len(end) * is_end
+        return is_end
+
+    def _parse_separator(self, end: str) -> None:
         """One comma, or a line end in its place; a comma before the closing brace is allowed."""
         new_lines = self._skip_blanks()
-        if self.text[self.pos : self.pos + 1] == ",":
+        if self._peek() == ",":
             self.pos += 1
             self._skip_blanks()
-        elif not new_lines and self.pos < len(self.text) and self.text[self.pos] != end:
-            self._fail("a comma or the end of the line", path)
+        elif not new_lines and self.pos < len(self.text) and self._peek() != end:
+            self._fail("a comma or the end of the line")
 
-    def _parse_key(self, path: tuple[str | int, ...]) -> str:
-        if self.text[self.pos] in "\"'":
-            return self._parse_string(path)
+    def _parse_key(self) -> str:
+        if self._peek() in "\"'":
+            return self._parse_string()
         match = _KEY.match(self.text, self.pos)
         if not match:
-            self._fail("a key", path)
+            self._fail("a key")
         self.pos = match.end()
         return match.group()
 
-    def _parse_string(self, path: tuple[str | int, ...]) -> str:
-        quote = self.text[self.pos]
-        if quote == '"':
+    def _parse_string(self) -> str:
+        if self._peek() == '"':
             try:
                 value, self.pos = _JSON.raw_decode(self.text, self.pos)
             except json.JSONDecodeError as error:
-                self._fail(f"a text closed on the same line ({error.msg})", path)
+                self._fail(f"a text closed on the same line ({error.msg})")
             return value
-        for delimiter in ("'''", "'"):
-            if self.text.startswith(delimiter, self.pos):
-                start = self.pos + len(delimiter)
-                stop = self.text.find(delimiter, start)
-                if stop < 0 or (delimiter == "'" and "\n" in self.text[start:stop]):
-                    self._fail(f"a text closed by {delimiter}", path)
-                self.pos = stop + len(delimiter)
-                return self.text[start:stop]
-        raise AssertionError("called without a quote")
+        delimiter = "'''" if self.text.startswith("'''", self.pos) else "'"
+        start = self.pos + len(delimiter)
+        stop = self.text.find(delimiter, start)
+        if stop < 0 or (delimiter == "'" and "\n" in self.text[start:stop]):
+            self._fail(f"a text closed by {delimiter}")
+        self.pos = stop + len(delimiter)
+        return self.text[start:stop]
 
-    def _parse_word(self, path: tuple[str | int, ...]) -> Any:
+    def _parse_word(self) -> Any:
         match = _BARE.match(self.text, self.pos)
         raw = match.group() if match else ""
         word = re.split(r"\s//|/\*", raw, maxsplit=1)[0].rstrip()
         if not word:
-            self._fail("a value", path)
+            self._fail("a value")
         self.pos += len(word)
         if not _VALUE_END.match(self.text, self.pos):
-            self._fail("the end of the value; put a text with punctuation in double quotes", path)
-        if word in _CONSTANTS:
-            return _CONSTANTS[word]
+            self._fail("the end of the value; put a text with punctuation in double quotes")
         number = _NUMBER.fullmatch(word)
-        if not number:
-            return word
+        if word in _CONSTANTS or not number:
+            return _CONSTANTS.get(word, word)
         if number.group(1) or number.group(2):
             return float(word)
         return int(word) if len(word) < 400 else float("inf")
-
-    def _record_key(self, path: tuple[str | int, ...], line: int, value: Any) -> None:
-        name = join_path(*path)
-        self._lines_by_path.setdefault(path, []).append(line)
-        self._last_value[path] = value
-        self.parsed.lines[name] = line
-
-    def duplicate_problems(self) -> list[ConfigProblem]:
-        """One problem for each key given more than once, with all its lines."""
-        problems = []
-        for path, lines in self._lines_by_path.items():
-            if len(lines) > 1:
-                line_numbers = " and ".join(map(str, lines[:20])) + (" and more" if len(lines) > 20 else "")
-                expected = f"the key once; it is on lines {line_numbers}"
-                problems.append(ConfigProblem(join_path(*path), self._last_value[path], expected, None, lines[-1]))
-        return sorted(problems, key=lambda problem: problem.line or 0)
 
     def _skip_blanks(self) -> int:
         """Pass blanks and comments; the number of line ends passed."""
         match = _BLANK.match(self.text, self.pos)
         start, self.pos = self.pos, match.end() if match else self.pos
         if self.text.startswith("/*", self.pos):
+            self._path.clear()
             self._fail("the end of a comment: */")
         return self.text.count("\n", start, self.pos)
 
     def _current_line(self) -> int:
         position, line = self._line_cache
-        if self.pos >= position:
-            line += self.text.count("\n", position, self.pos)
-        else:
-            line = self.text.count("\n", 0, self.pos) + 1
-        self._line_cache = (self.pos, line)
-        return line
+        self._line_cache = (self.pos, line + self.text.count("\n", position, self.pos))
+        return self._line_cache[1]
 
-    def _fail(self, expected: str, path: tuple[str | int, ...] = ()) -> NoReturn:
-        snippet = self.text[self.pos : self.pos + 24].split("\n")[0]
-        problem = ConfigProblem(
-            join_path(*path), snippet or "the end of the text", expected, None, self._current_line()
-        )
-        self.parsed.problems.append(problem)
-        raise _HjsonSyntaxError
+    def _fail(self, expected: str) -> NoReturn:
+        snippet = self.text[self.pos : self.pos + 24].split("\n")[0] or "the end of the text"
+        raise _HjsonSyntaxError(ConfigProblem(join_path(*self._path), snippet, expected, None, self._current_line()))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
@@ -127,25 +127,39 @@ def _validate(tree: dict[str, Any], problems: list[ConfigProblem]) -> Config:
             return Config.model_validate(tree)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False)
-        known = {problem.path for problem in problems}
-        new_problems = [_to_problem(fault, hint=number < _MAX_HINTS) for number, fault in enumerate(faults)]
-        problems += {problem.path: problem for problem in new_problems if problem.path not in known}.values()
+        _report_faults(faults, problems)
         for fault in faults:
             _remove_invalid(tree, fault["loc"])
     raise AssertionError(f"a tree without its faults must validate: {problems}")
 
 
-def _to_problem(fault: Any, hint: bool) -> ConfigProblem:
+def _report_faults(
+    faults: Sequence[Any],
+    problems: list[ConfigProblem],
+    root: type[Section] = Config,
+    block: str = "",
+    context: str = "",
+) -> None:
+    """Add the faults of ``root``, which stands at ``block``, one for each path."""
+    known_paths = {problem.path for problem in problems}
+    for number, fault in enumerate(faults):
+        problem = _to_problem(fault, root, block, context, hint=number < _MAX_HINTS)
+        if problem.path not in known_paths:
+            known_paths.add(problem.path)
+            problems.append(problem)
+
+
+def _to_problem(fault: Any, root: type[Section], block: str, context: str, hint: bool) -> ConfigProblem:
     """A fault of pydantic's in our words; ``loc`` may end in names of union members, which are dropped."""
-    annotation: Any = Config
+    annotation: Any = root
     metadata: Any = ()
-    path: list[str | int] = []
+    path: list[str | int] = [block] if block else []
     for key in fault["loc"]:
         section = get_section_type(annotation)
         if section and isinstance(key, str):
             option = section.model_fields.get(key)
             if option is None:
-                return _unknown_key_problem(section, join_path(*path), key, fault["input"], hint=hint)
+                return _unknown_key_problem(section, join_path(*path), key, fault["input"], context, hint)
             annotation, metadata = option.annotation, option.metadata
         else:
             inner = _item_type(annotation, key)
@@ -168,7 +182,7 @@ def _item_type(annotation: Any, key: str | int) -> Any:
 
 
 def _unknown_key_problem(
-    section: type[Section], block: str, key: str, value: Any, context: str = "", hint: bool = True
+    section: type[Section], block: str, key: str, value: Any, context: str, hint: bool
 ) -> ConfigProblem:
     path = join_path(block, key) if block else key
     suggestion = closest_match(key, section.model_fields) if hint else None
@@ -225,23 +239,13 @@ def _validate_params(block: str, name: str, params: dict[str, Any], problems: li
     try:
         checked = model.model_validate(params)
     except ValidationError as error:
-        known_paths = {problem.path for problem in problems}
-        for number, fault in enumerate(error.errors(include_url=False, include_context=False)):
-            key = str(fault["loc"][0])
-            option = model.model_fields.get(key)
-            path = f"{block}.params.{key}"
-            params.pop(key, None)
-            if option is None:
-                problem = _unknown_key_problem(
-                    model, f"{block}.params", key, fault["input"], f" of {name}", number < _MAX_HINTS
-                )
-            else:
-                value = fault["input"]
-                hint = suggest_value(option.annotation, value)
-                problem = ConfigProblem(path, value, describe_type(option.annotation, option.metadata), hint)
-            if path not in known_paths:
-                problems.append(problem)
-                known_paths.add(path)
+        # A parameter is wrong as a whole, whichever of its items is.
+        faults = [
+            {**fault, "loc": fault["loc"][:1]} for fault in error.errors(include_url=False, include_context=False)
+        ]
+        _report_faults(faults, problems, model, f"{block}.params", f" of {name}")
+        for fault in faults:
+            params.pop(str(fault["loc"][0]), None)
         checked = model.model_validate(params)
     return {key: to_jsonable(getattr(checked, key)) for key in params}
 

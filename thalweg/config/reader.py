@@ -35,8 +35,11 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tu
     else:
         problem = ConfigProblem("", source, "a path, a mapping, JSON text, or url-safe base64 of JSON")
         parsed, label = ParsedText(problems=[problem]), ""
-    if parsed.tree is not None:
-        _PlainTypeConverter(parsed).convert()
+    if isinstance(parsed.tree, Mapping):
+        parsed.tree = _PlainTypeConverter(parsed).to_plain(parsed.tree, ())
+    elif parsed.tree is not None:
+        parsed.problems.append(ConfigProblem("", parsed.tree, "a block { ... } of options"))
+        parsed.tree = None
     return parsed, label
 
 
@@ -100,76 +103,57 @@ class _PlainTypeConverter:
     """Copies the tree in plain types; what has none is reported and left out."""
 
     def __init__(self, parsed: ParsedText) -> None:
-        self.parsed = parsed
-        self.num_nodes = 0
-
-    def convert(self) -> None:
-        tree = self.parsed.tree
-        if not isinstance(tree, Mapping):
-            self._add_problem((), tree, "a block { ... } of options")
-            self.parsed.tree = None
-            return
-        self.parsed.tree = self._to_plain(tree, ())
+        self.parsed, self.num_nodes = parsed, 0
 
     def _add_problem(self, path: tuple[str | int, ...], value: Any, expected: str) -> Any:
         name = join_path(*path)
         self.parsed.problems.append(ConfigProblem(name, value, expected, None, self.parsed.lines.get(name)))
         return _SKIP
 
-    def _to_plain(self, value: Any, path: tuple[str | int, ...]) -> Any:
+    def to_plain(self, value: Any, path: tuple[str | int, ...]) -> Any:
+        """The value in plain types, or ``_SKIP``."""
         self.num_nodes += 1
         if self.num_nodes > MAX_VALUES or len(path) > MAX_DEPTH:
-            limit = f"at most {MAX_DEPTH} levels and {MAX_VALUES} values"
-            return (
-                self._add_problem(path[:4], type(value).__name__, limit) if self.num_nodes <= MAX_VALUES + 1 else _SKIP
+            if self.num_nodes > MAX_VALUES + 1:  # which has been told
+                return _SKIP
+            return self._add_problem(
+                path[:4], type(value).__name__, f"at most {MAX_DEPTH} levels and {MAX_VALUES} values"
             )
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, enum.Enum):
-            return self._to_plain(value.value, path)
+            return self.to_plain(value.value, path)
         if isinstance(value, str):
-            return self._check_str(value, path)
+            valid = _is_valid_unicode(value)
+            return str(value) if valid else self._add_problem(path, value, "a text of valid Unicode")
         if isinstance(value, Mapping):
             return self._mapping_to_plain(value, path)
         if isinstance(value, list | tuple):
-            items = (self._to_plain(item, (*path, index)) for index, item in enumerate(value))
+            items = (self.to_plain(item, (*path, index)) for index, item in enumerate(value))
             return [item for item in items if item is not _SKIP]
-        return self._scalar_to_plain(value, path)
+        if isinstance(value, os.PathLike):
+            return self.to_plain(os.fspath(value), path)
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        if isinstance(value, numbers.Real):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+            never = path == (_INFINITE_ALLOWED_KEY,) and number == math.inf
+            return None if never else self._add_problem(path, value, "a finite number")
+        if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+            return str(value)
+        return self._add_problem(path, value, "a value that JSON can hold")
 
     def _mapping_to_plain(self, value: Mapping[Any, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for key, item in value.items():
             if not isinstance(key, str) or not _is_valid_unicode(key):
-                self._add_problem(
-                    (*path, escape_surrogates(key if isinstance(key, str) else to_json_snippet(key))),
-                    item,
-                    "a key that is a text",
-                )
-                continue
-            converted = self._to_plain(item, (*path, str(key)))
-            if converted is not _SKIP:
+                name = escape_surrogates(key if isinstance(key, str) else to_json_snippet(key))
+                self._add_problem((*path, name), item, "a key that is a text")
+            elif (converted := self.to_plain(item, (*path, str(key)))) is not _SKIP:
                 tree[str(key)] = converted
         return tree
-
-    def _check_str(self, value: str, path: tuple[str | int, ...]) -> Any:
-        return str(value) if _is_valid_unicode(value) else self._add_problem(path, value, "a text of valid Unicode")
-
-    def _scalar_to_plain(self, value: Any, path: tuple[str | int, ...]) -> Any:
-        if isinstance(value, os.PathLike):
-            return self._to_plain(os.fspath(value), path)
-        if isinstance(value, numbers.Integral):
-            return int(value)
-        if isinstance(value, numbers.Real):
-            number = float(value)
-            if path == (_INFINITE_ALLOWED_KEY,) and number == math.inf:
-                return None
-            if not math.isfinite(number):
-                return self._add_problem(path, value, "a finite number")
-            return number
-        cls = type(value)
-        if cls.__module__ == "torch" and cls.__name__ == "dtype":
-            return str(value)
-        return self._add_problem(path, value, "a value that JSON can hold")
 
 
 def _is_valid_unicode(text: str) -> bool:

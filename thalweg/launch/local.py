@@ -41,7 +41,6 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from thalweg.launch.elastic_agent import mute_agent_log
     from thalweg.launch.rendezvous import JobEndedError, describe_host, join_nodes, open_local_rendezvous
@@ -69,7 +68,7 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
             if run_result.is_failed():
                 returncodes = {rank: failure.exitcode for rank, failure in run_result.failures.items()}
                 failures = collect_failures(Path(name), returncodes, agent.exited or returncodes)
-                report = format_report(failures, nodes.world_size if nodes else job.nproc, where)
+                report = format_report(failures, nodes.num_ranks if nodes else job.nproc, where)
                 result = JobResult(failures[0].exit_code, report, is_certain=not failures[0].is_peer_loss)
                 tell_others = True
         except SignalException as error:
@@ -77,7 +76,7 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
             text = f"thalweg run: stopped by {signal.Signals(number).name}{where}, and the ranks with it\n"
             tell_others = not (node and node.has_launcher)
             result = JobResult(128 + number, text, is_certain=tell_others)
-        except (JobEndedError, RendezvousError, DistError) as error:
+        except (JobEndedError, DistError) as error:
             if nodes is None:
                 raise
             silent = error.silent_node if isinstance(error, JobEndedError) else None

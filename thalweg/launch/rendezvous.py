@@ -1,20 +1,22 @@
-"""How the hosts of a job meet, notice that one is lost, and tell each other why: torch's c10d rendezvous.
+"""How the hosts of a job meet, notice that one is lost, and tell each other why.
 
-torch's part: joining, the order of the hosts, heartbeats, the closed flag, retries when two hosts write at once.
-Ours is what its agent does not do (torch 2.13):
+torch's part: its static rendezvous, which says who is who and leaves joining to others, as all hosts have numbers.
+Ours is what that and torch's agent do not do (torch 2.13):
 
 - **Ending the job.**  torch's agent asks how many hosts wait to join, never whether another host failed or fell
   silent: ranks that compute or sleep would run on, those in a collective until its timeout (gloo: 30 minutes).
-  :meth:`NodeRendezvous.num_nodes_waiting`, which the agent calls every 50 ms, asks that too.  A failed host is
+  :meth:`NodeRendezvous.num_nodes_waiting`, which the agent calls every 50 ms, asks that instead.  A failed host is
   noticed after 1 to 2 s, a silent one after 5 to 7 s.
-- **A monotonic clock.**  torch takes a host for dead when its wall clock and ours differ by more than the limit.
-  Here a host is silent when its heartbeat has not changed for ``heartbeat_timeout`` seconds of our own clock.
-- **JSON.**  torch pickles its state into the store: whoever reaches the port runs code in every launcher.
+- **Heartbeats without clocks.**  Each host adds one to a number of its own in the store, again and again.  A host is
+  silent when its number has not changed for ``heartbeat_timeout`` seconds of our own monotonic clock, whatever its
+  clock says.
+- **No pickle.**  What hosts write for each other are numbers and JSON: who reaches the port runs no code by it.
 - **One address.**  torch opens stores that listen on every interface; here one store on one address serves the
   hosts and their ranks (``MASTER_ADDR``, ``MASTER_PORT``).
 - **Contradictions.**  Two hosts with one number, other numbers of hosts, another script or version are one error
   everywhere, before a rank has started (:func:`join_nodes`).
-- **One report.**  All launchers of a job end with the first failure's report (:meth:`NodeRendezvous.finish`).
+- **One report.**  All launchers of a job end with the first failure's report (:meth:`NodeRendezvous.finish`), which is
+  also what says that the job is over.
 
 torch's private names are touched here and in ``elastic_agent.py`` alone.
 """
@@ -30,28 +32,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import TypeVar
 
 import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousSettings,
-    RendezvousTimeout,
-    _NodeDesc,
-    _RendezvousState,
-    _RendezvousStateHolder,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from thalweg import __version__
@@ -69,7 +56,7 @@ from thalweg.utils.rendezvous import (
 
 RUN_ID = "thalweg"
 _STORE_TIMEOUT = 600.0  # seconds
-_JOIN_TIMEOUT = 60.0  # seconds for torch's rendezvous of hosts that have all come
+_CONNECT_TIMEOUT = 60.0  # seconds for a second line to a store that has answered once
 _STARTUP_SECONDS = 60.0  # seconds from the start in which a launcher too many ends the job
 _MUST_MATCH = {  # what every host must say alike, and what sets it
     "num_nodes": "--num-nodes",
@@ -131,7 +118,7 @@ def bind_master(addr: str, port: int = 0, *, multi_node: bool = False) -> socket
         raise ValueError(f"port {port} of {addr} {reason}: leave out --master-port to get a free one") from error
 
 
-def open_local_rendezvous(addr: str, port: int) -> RendezvousHandler:
+def open_local_rendezvous(addr: str, port: int) -> StaticTCPRendezvous:
     """torch's static rendezvous for a job of one host; its store listens on ``addr`` (``port`` 0: a free one)."""
     store = serve_store(bind_master(addr, port), _STORE_TIMEOUT)
     handler = StaticTCPRendezvous(addr, store.port, 0, 1, RUN_ID, int(_STORE_TIMEOUT))
@@ -178,8 +165,9 @@ def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
             store_of_cards, card, node.num_nodes, node.join_timeout, find_mismatch, describe_missing, notify
         )
     except LateArrivalError as error:
-        if not store.check(["started"]):  # a job that is under way is not stopped by a stray launcher
-            NodeRendezvous(node, [card], store)._end_with(JobResult(2, f"thalweg run: {error}\n"))
+        nodes = NodeRendezvous(node, [card], store)
+        if not nodes.is_under_way():  # a job that is is not stopped by a stray launcher
+            nodes._end_with(JobResult(2, f"thalweg run: {error}\n"))
         raise
     except RuntimeError as error:
         raise ValueError(
@@ -187,8 +175,7 @@ def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
             "all hosts had come: see what that host says"
         ) from error
     nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store)
-    if node.node_rank == 0:
-        nodes.startup_timer.start()
+    nodes.start_heartbeats()
     return nodes
 
 
@@ -210,72 +197,77 @@ def find_mismatch(cards: list[Card]) -> str | None:
     return None
 
 
-class NodeRendezvous(DynamicRendezvousHandler):
-    """torch's c10d rendezvous for the hosts of ``cards`` (by their numbers), which ends when one of them does."""
+class NodeRendezvous(StaticTCPRendezvous):
+    """The hosts of ``cards`` (by their numbers), for torch's agent; ends when one of them does."""
 
     def __init__(self, node: NodeSpec, cards: list[Card], store: Store) -> None:
-        self._node, self._cards = node, cards
-        # torch orders the hosts by name
-        this_node = _NodeDesc(f"{node.node_rank:06d}", os.getpid(), 0)
-        timeout = RendezvousTimeout(join=timedelta(seconds=_JOIN_TIMEOUT))
-        interval = timedelta(seconds=node.heartbeat_timeout / 5)
-        settings = RendezvousSettings(RUN_ID, node.num_nodes, node.num_nodes, timeout, interval, 1)
-        self._state_holder: _JsonStateHolder
-        super().__init__(this_node, settings, "c10d", store, _JsonStateHolder(PrefixStore("nodes", store)))
-        # Set, these keep torch from opening one more store on every interface.
-        self._shared_tcp_store_server = store
-        self._bootstrap_store_info = self._master = RendezvousStoreInfo(node.addr, node.port)
-        self._changes: dict[str, tuple[datetime, float]] = {}  # by host: its heartbeat, and when we saw it change
-        self._silent: set[str] = set()
-        self.startup_timer = threading.Timer(_STARTUP_SECONDS, store.set, ("started", "1"))
-        self.startup_timer.daemon = True
+        super().__init__(node.addr, node.port, node.node_rank, node.num_nodes, RUN_ID, int(_STORE_TIMEOUT))
+        self._node, self._cards, self._control_store = node, cards, store
+        self._interval = node.heartbeat_timeout / 5
+        self._beats = [0] * node.num_nodes  # by host, as last read
+        self._changes: dict[int, tuple[int, float]] = {}  # by host: its beats, and when we saw them change
+        self._silent: set[int] = set()
+        self._has_ended, self._stopped = False, threading.Event()
+        self._heart = threading.Thread(target=self._send_heartbeats, name="thalweg-heartbeat", daemon=True)
 
     @property
-    def world_size(self) -> int:
+    def num_ranks(self) -> int:
         """Ranks of all hosts."""
         return sum(card["nproc"] for card in self._cards)
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks do not open a store of their own."""
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join; the agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
-        info = super().next_rendezvous()
-        store = connect_store(self._node.addr, self._node.port, _JOIN_TIMEOUT)
-        return RendezvousInfo(PrefixStore("agents", store), info.rank, info.world_size, self._master)
+        """The agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
+        self._store = connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
+        return super().next_rendezvous()
+
+    def start_heartbeats(self) -> None:
+        """Show the others that this host lives, until :meth:`shutdown`."""
+        self._heart.start()
+
+    def _send_heartbeats(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the line is lost for good: our own beats no longer change
+            while True:
+                self._control_store.add(f"beats/{self._node.node_rank}", 1)
+                self._beats = [self._control_store.add(f"beats/{rank}", 0) for rank in range(self._node.num_nodes)]
+                self._has_ended = self.is_closed()
+                if self._stopped.wait(self._interval):
+                    return
+
+    def is_under_way(self) -> bool:
+        """Whether the job started a while ago, by the beats of host 0."""
+        return self._control_store.add("beats/0", 0) * self._interval > _STARTUP_SECONDS
+
+    def is_closed(self) -> bool:
+        """Whether some host has ended the job."""
+        return self._control_store.check(["end/result"])
 
     def num_nodes_waiting(self) -> int:
-        """0: hosts do not join later.  Called every 50 ms by the agent; reads what the heartbeats brought.
+        """0: hosts do not join later.  Called every 50 ms by the agent; looks at what the heartbeats brought.
 
         Raises:
             JobEndedError: another host ended the job, or is silent.
         """
-        state, now = self._state_holder.state, time.monotonic()
-        if state.closed:
+        own, now = self._node.node_rank, time.monotonic()
+        if self._has_ended:
             raise JobEndedError
-        for node, beat in list(state.last_heartbeats.items()):
-            if self._changes.get(node.addr, (None, now))[0] != beat:
-                self._changes[node.addr] = (beat, now)
-        silent = {name for name, (_, when) in self._changes.items() if now - when > self._node.heartbeat_timeout}
-        if self._this_node.addr in silent and self._node.node_rank == 0:
+        for rank, beats in enumerate(self._beats):
+            if self._changes.get(rank, (None, now))[0] != beats:
+                self._changes[rank] = (beats, now)
+        silent = {rank for rank, (_, when) in self._changes.items() if now - when > self._node.heartbeat_timeout}
+        if own in silent and own == 0:
             self._changes.clear()  # the store is our own: this process was suspended
-        elif self._this_node.addr in silent:
+        elif own in silent:
             raise JobEndedError(0)  # our own heartbeat does not arrive in host 0's store
         elif silent:
             self._silent = silent
-            raise JobEndedError(int(min(silent)))
+            raise JobEndedError(min(silent))
         return 0
-
-    def _keep_alive(self) -> None:
-        if not self._state_holder.is_lost:  # the line does not come back; torch would warn at each beat
-            super()._keep_alive()
 
     def shutdown(self) -> bool:
         """Stop the heartbeats; a thread that is in C++ while the interpreter ends aborts the process."""
-        self.startup_timer.cancel()
-        return not wait([in_thread(self._stop_heartbeats)], timeout=2.0).not_done
+        self._stopped.set()
+        self._heart.join(2.0)
+        return not self._heart.is_alive()
 
     def lost_result(self, node_rank: int) -> JobResult:
         """The report of a host that is gone."""
@@ -301,19 +293,19 @@ class NodeRendezvous(DynamicRendezvousHandler):
         return result
 
     def _agree(self, result: JobResult | None, wait: float) -> JobResult | None:
-        store, deadline = PrefixStore("end", self._store), time.monotonic() + wait
-        while not (result and result.is_certain) and not store.check(["result"]) and time.monotonic() < deadline:
+        store, deadline = self._control_store, time.monotonic() + wait
+        while not (result and result.is_certain) and not self.is_closed() and time.monotonic() < deadline:
             time.sleep(0.05)
         if result is not None:
             result = self._end_with(result)
-        elif store.check(["result"]):
-            result = JobResult(*json.loads(store.get("result")))
+        elif self.is_closed():
+            result = JobResult(*json.loads(store.get("end/result")))
         else:
             return None
-        store.add("read", 1)
+        store.add("end/read", 1)
         deadline = time.monotonic() + wait
         while self._node.node_rank == 0 and time.monotonic() < deadline:
-            if store.add("read", 0) >= self._node.num_nodes - len(self._silent):
+            if store.add("end/read", 0) >= self._node.num_nodes - len(self._silent):
                 break
             time.sleep(0.05)
         return result
@@ -321,61 +313,4 @@ class NodeRendezvous(DynamicRendezvousHandler):
     def _end_with(self, result: JobResult) -> JobResult:
         """Make ``result`` the job's unless there is one, and end the job; returns the job's."""
         text = json.dumps([result.exit_code, result.report])
-        text = PrefixStore("end", self._store).compare_set("result", "", text)
-        self.set_closed()
-        return JobResult(*json.loads(text))
-
-
-class _JsonStateHolder(_RendezvousStateHolder):
-    """torch's rendezvous state in the store, as JSON; torch's own holder pickles it and trusts wall clocks."""
-
-    def __init__(self, store: Store) -> None:
-        self._store, self._state = store, _RendezvousState()
-        self._text, self._dirty = "", False
-        self.is_lost = False  # the store does not answer
-
-    @property
-    def state(self) -> _RendezvousState:
-        """What was last read or written, with local changes."""
-        return self._state
-
-    def mark_dirty(self) -> None:
-        """The next :meth:`sync` writes."""
-        self._dirty = True
-
-    def sync(self) -> bool | None:
-        """Write local changes unless another host wrote since we read, or read; whether they were written."""
-        written = None
-        try:
-            if self._dirty:
-                own = _encode_state(self._state)
-                text = self._store.compare_set("state", self._text, own).decode("utf-8", "replace")
-                written = text == own
-            else:
-                text = self._store.get("state").decode("utf-8", "replace") if self._store.check(["state"]) else ""
-        except RuntimeError as error:
-            self.is_lost = True
-            raise RendezvousConnectionError("host 0's store does not answer") from error
-        try:
-            state = _decode_state(text)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise RendezvousStateError(f"this is no state of a rendezvous: {text[:100]!r}") from error
-        self._state, self._text, self._dirty = state, text, False
-        return written
-
-
-def _encode_state(state: _RendezvousState) -> str:
-    """Hosts neither wait for a next round nor leave: of torch's fields these alone are ever set."""
-    beats = state.last_heartbeats
-    nodes = [[node.addr, node.pid, rank, beats[node].isoformat()] for node, rank in state.participants.items()]
-    return json.dumps([state.complete, state.closed, nodes])
-
-
-def _decode_state(text: str) -> _RendezvousState:
-    state = _RendezvousState()
-    if text:
-        state.complete, state.closed, nodes = json.loads(text)
-        for addr, pid, rank, beat in nodes:
-            node = _NodeDesc(addr, pid, 0)
-            state.participants[node], state.last_heartbeats[node] = rank, datetime.fromisoformat(beat)
-    return state
+        return JobResult(*json.loads(self._control_store.compare_set("end/result", "", text)))

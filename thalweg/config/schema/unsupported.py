@@ -7,7 +7,7 @@ see :func:`_to_field`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_origin
 
 from pydantic import BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
@@ -31,9 +31,18 @@ class UnreadBlock(Section):
     """A block whose options nothing reads."""
 
 
+class Typed(NamedTuple):
+    """An option whose default does not say what it takes."""
+
+    annotation: Any
+    default: Any
+
+
 def _to_field(option: Any) -> tuple[Any, Any]:
     """(type, default): a value stands for its type, a tuple for a choice (its first is the default), a list for any
     list, a block (or a mapping to blocks) for itself; None is the default of an option that takes anything."""
+    if isinstance(option, Typed):
+        return option
     if isinstance(option, FieldInfo):
         annotation, default = _to_field(option.default)
         return annotation, Field(default, json_schema_extra=option.json_schema_extra)
@@ -49,7 +58,9 @@ def _to_field(option: Any) -> tuple[Any, Any]:
 
 
 def block(
-    _fields: dict[str, tuple[Any, Any]] | None = None, base: type[Section] = UnreadBlock, **options: Any
+    _fields: dict[str, tuple[Any, Any]] | None = None,
+    base: type[Section] | tuple[type[Section], ...] = UnreadBlock,
+    **options: Any,
 ) -> type[Section]:
     """A block of these options; ``_fields`` give type and default in full."""
     fields: dict[str, Any] = {key: _to_field(option) for key, option in options.items()} | (_fields or {})
