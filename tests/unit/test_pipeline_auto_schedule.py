@@ -21,8 +21,8 @@ def test_the_choice_is_the_best_of_what_is_allowed(ranks, micros):
     assert best.seconds <= 1.02 * min(one.seconds for one in found)
     narrow = rank_schedules(ranks, micros, max_stages=ranks)
     assert {one.name for one in narrow} <= {"gpipe", "1f1b", "zb_h1"}
-    assert choose_schedule(narrow, max_in_flight=ranks).peak_in_flight <= ranks
-    assert choose_schedule(found, max_in_flight=0).peak_in_flight == min(one.peak_in_flight for one in found)
+    equal = [one for one in found if one.seconds <= 1.02 * found[0].seconds]
+    assert best.peak_in_flight == min(one.peak_in_flight for one in equal)
 
 
 def test_a_cut_heeds_what_fits():

@@ -64,7 +64,7 @@ def test_every_schedule_is_complete_and_never_waits_forever(name, ranks, micro, 
     schedule = build_schedule(name, ranks, micro, num_virtual_stages=chunks)
     validate_schedule(schedule)
     assert schedule.num_stages == ranks * stages_per_rank(name, chunks)
-    assert 0.0 <= simulate(schedule, ActionCosts.uniform(schedule.num_stages, transfer=0.25)).bubble < 1.0
+    assert 0.0 <= simulate(schedule, ActionCosts.uniform(schedule.num_stages)).bubble < 1.0
 
 
 def test_check_names_what_is_wrong():

@@ -19,10 +19,11 @@ from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_cal
 from thalweg.plan.inputs.model_loader import load_meta_model
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.cluster import DEVICES, Cluster, build_cluster
-from thalweg.plan.spec.run_spec import RankTopology, RunSpec, copy_to_meta
+from thalweg.plan.spec.run_spec import RankTopology, RunSpec
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
 from thalweg.plan.trace.step import trace_step
 from thalweg.utils.formatting import format_bytes, parse_bytes
+from thalweg.utils.trees import copy_to_meta
 from thalweg.zero.policy import Precision, ZeroPolicy
 
 SHAPE = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=64, block_size=64)

@@ -10,8 +10,9 @@ import torch
 import thalweg
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_example
 from thalweg.plan.inputs.model_loader import load_meta_model
-from thalweg.plan.spec.run_spec import RankTopology, RunSpec, copy_to_meta
+from thalweg.plan.spec.run_spec import RankTopology, RunSpec
 from thalweg.plan.trace.step import trace_step
+from thalweg.utils.trees import copy_to_meta
 from thalweg.zero.policy import Precision, ZeroPolicy
 
 pytest.importorskip("transformers")

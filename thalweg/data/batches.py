@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from thalweg.utils.trees import map_tensors
 
 
 def cycle(loader: Iterable[Any]) -> Iterator[Any]:
@@ -24,12 +25,4 @@ def cycle(loader: Iterable[Any]) -> Iterator[Any]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same tree with its tensors on ``device``."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

@@ -31,6 +31,8 @@ from thalweg.comm import CommsLog
 class ParallelGroup:
     """One rank's view of its group; ``ledger`` counts what it communicates, as ``axis``'s."""
 
+    comm: Any = dist  # what moves bytes
+
     def __init__(self, process_group: dist.ProcessGroup, axis: str = "tensor", ledger: CommsLog | None = None) -> None:
         self.process_group, self.axis = process_group, axis
         self.size = dist.get_world_size(process_group)
@@ -87,7 +89,7 @@ class ParallelGroup:
         """Reduce in place; returns the tensor."""
         nbytes = tensor.nbytes
         with self.ledger.timed("all_reduce", name, self.axis, full_bytes=nbytes, world_size=self.size):
-            dist.all_reduce(tensor, op=op, group=self.process_group)
+            self.comm.all_reduce(tensor, op=op, group=self.process_group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
@@ -97,7 +99,7 @@ class ParallelGroup:
         received = [torch.empty_like(sent) for _ in range(self.size)]
         full = sent.nbytes * self.size
         with self.ledger.timed("all_gather", name, self.axis, full_bytes=full, world_size=self.size):
-            dist.all_gather(received, sent, group=self.process_group)
+            self.comm.all_gather(received, sent, group=self.process_group)
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
@@ -107,7 +109,7 @@ class ParallelGroup:
         received = torch.empty(self.size, *chunks[0].shape, dtype=tensor.dtype, device=tensor.device)
         with self.ledger.timed("reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size):
             # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
-            dist.all_to_all_single(received, torch.stack(chunks), group=self.process_group)
+            self.comm.all_to_all_single(received, torch.stack(chunks), group=self.process_group)
             total = received.sum(0)
         return total.narrow(dim, 0, sizes[self.rank])
 
@@ -115,7 +117,7 @@ class ParallelGroup:
         """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``recv_counts`` come back."""
         received = sent.new_empty(sum(recv_counts))
         with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
-            dist.all_to_all_single(received, sent, recv_counts, send_counts, group=self.process_group)
+            self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=self.process_group)
         return received
 
 

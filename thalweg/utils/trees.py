@@ -22,6 +22,18 @@ def iter_tensors(tree: Any) -> Iterator[Tensor]:
             yield from iter_tensors(value)
 
 
+def map_tensors(tree: Any, transform: Callable[[Tensor], Tensor]) -> Any:
+    """The same tree with ``transform`` of each tensor; mappings become dicts."""
+    if isinstance(tree, Tensor):
+        return transform(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, transform) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        values = [map_tensors(value, transform) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return tree
+
+
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Call ``model`` with a batch: a mapping as keywords, a tuple or list as positions, else as it is."""
     if isinstance(batch, Mapping):

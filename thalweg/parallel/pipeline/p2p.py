@@ -43,8 +43,8 @@ class P2PChannel:
         ledger: CommsLog | None = None,
         reverse_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._device, self.ledger = device, ledger or CommsLog()
-        self._forward_group, self._reverse_group = group, reverse_group or group
+        self.device, self.ledger = device, ledger or CommsLog()
+        self.group, self._reverse_group = group, reverse_group or group
         self._rank = dist.get_rank(group)
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_headers: dict[tuple[int, Hashable], bytes] = {}
@@ -57,7 +57,7 @@ class P2PChannel:
         self._recv_order.setdefault(source, deque()).extend(messages)
 
     def _group_towards(self, source: int, destination: int) -> dist.ProcessGroup | None:
-        return self._forward_group if source < destination else self._reverse_group
+        return self.group if source < destination else self._reverse_group
 
     def send(self, destination: int, kind: Hashable, value: Any, name: str = "messages") -> None:
         """Send a tree without waiting; its tensors must not be written to before :meth:`drain`.
@@ -107,7 +107,7 @@ class P2PChannel:
         tag, body = node
         if tag == "tensor":
             dtype, shape, requires_grad = body
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             return self._recv(tensor, source).requires_grad_(requires_grad)
         if tag == "plain":
             return body

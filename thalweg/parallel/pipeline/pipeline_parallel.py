@@ -23,6 +23,7 @@ from thalweg.comm import CommsLog
 from thalweg.config import Config
 from thalweg.deferred_init.context import has_meta_tensors
 from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule, PipelineModuleStages, add_dummy_param
+from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.partition import partition_balanced
 from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, LocalStages, PipelineRunner
 from thalweg.parallel.pipeline.profile_blocks import BlockCost, profile_blocks, stage_costs
@@ -235,15 +236,5 @@ class PipelineParallel:
         assert self._stages is not None
         if self._tied_weights is not None:
             self._tied_weights.ledger = ledger
-        reverse_group = self._meshes.pp_reverse_group
-        return PipelineRunner(
-            self._stages,
-            self._build_schedule,
-            self.pp_rank,
-            self.pp_group,
-            device,
-            reduction,
-            hooks,
-            ledger,
-            reverse_group,
-        )
+        channel = P2PChannel(self.pp_group, device, ledger, self._meshes.pp_reverse_group)
+        return PipelineRunner(self._stages, self._build_schedule, self.pp_rank, channel, reduction, hooks)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm import CommsLog
 from thalweg.parallel.pipeline.module import PipelineModuleStages
 from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
@@ -61,18 +60,13 @@ class PipelineRunner:
         stages: LocalStages,
         make_schedule: Callable[[int], PipelineSchedule],
         pp_rank: int,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
+        channel: P2PChannel,
         reduction: ShardedModel,
         hooks: ForwardHooks,
-        ledger: CommsLog,
-        reverse_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._stages, self._make_schedule, self._pp_rank = stages, cache(make_schedule), pp_rank
-        self._group, self._device, self._ledger = group, device, ledger
-        self._reduction, self._hooks = reduction, hooks
+        self._channel, self._group, self._reduction, self._hooks = channel, channel.group, reduction, hooks
         self._copied_stages: set[int] = set()
-        self._channel = P2PChannel(group, device, ledger, reverse_group)
 
     @property
     def needs_batch(self) -> bool:
@@ -146,7 +140,7 @@ class PipelineRunner:
         return result
 
     def _mean_loss(self, losses_and_weights: list[Tensor]) -> Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        total = torch.zeros(2, dtype=torch.float64, device=self._channel.device)
         for loss_and_weight in losses_and_weights:
             total += loss_and_weight
         if self._group is not None:
@@ -155,5 +149,5 @@ class PipelineRunner:
 
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         size = dist.get_world_size(self._group)
-        with self._ledger.timed("all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size):
+        with self._channel.ledger.timed("all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size):
             dist.all_reduce(tensor, op=op, group=self._group)

@@ -13,7 +13,7 @@ sides, so receivers know the order of everybody's messages beforehand (:mod:`.p2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from thalweg.parallel.pipeline._torch_pipelining import backward_inputs, backward_weights
 from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule
-from thalweg.utils.trees import iter_tensors
+from thalweg.utils.trees import iter_tensors, map_tensors
 
 _LEDGER_NAMES = {"value": "activations", "grads": "gradients"}  # in the ledger
 
@@ -150,7 +150,7 @@ class ScheduleExecutor:
             )
 
     def _run(self, stage: int, value: Any, batch: Any) -> Any:
-        stage_input = _map_tensors(value, torch.clone) if stage in self._copied_stages else value
+        stage_input = map_tensors(value, torch.clone) if stage in self._copied_stages else value
         try:
             return self._callbacks.run(stage, stage_input, batch)
         except RuntimeError as error:  # a layer that works in place must not write to a leaf
@@ -200,15 +200,4 @@ def _run_backward(state: _MicroBatchState) -> None:
 
 def _detach_tree(value: Any) -> Any:
     """The same tree with tensors that begin a graph of their own."""
-    return _map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-
-
-def _map_tensors(value: Any, transform: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return transform(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(child, transform) for key, child in value.items()}
-    if isinstance(value, tuple | list):
-        children = [_map_tensors(child, transform) for child in value]
-        return children if isinstance(value, list) else tuple(children)
-    return value
+    return map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))

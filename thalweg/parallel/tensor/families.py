@@ -12,9 +12,10 @@ A rule maps the end of a module's name to its role; the first that fits counts. 
     grad_all_reduce          whole parameters that see a part of the heads
     replicated               left alone
 
-``attributes`` are numbers that a model's attention keeps and that must become this rank's:
-``query`` and ``key_value`` heads, or ``width`` (query heads times head width); of ``config.attention`` the
-module gets a config of its own.
+The parents of layers with a role of whole heads are attention.  What they keep of the whole model's numbers
+(``LOCAL_ATTRIBUTES``, by name: ``query`` or ``key_value`` heads, query heads for each of the latter (``repeat``), or
+``width``, query heads times head width) becomes this rank's; of ``config.attention`` the module gets a config of its
+own.
 """
 
 from __future__ import annotations
@@ -23,160 +24,69 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LOCAL_ATTRIBUTES = {
+    **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads", "n_head"), "query"),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), "key_value"),
+    **dict.fromkeys(("split_size", "inner_dim", "all_head_size"), "width"),
+    "num_key_value_groups": "repeat",
+}
+HEAD_ROLES = ("query", "key_value", "qkv_fused", "kv_fused", "qkv_interleaved", "gqa_interleaved")
+
 
 @dataclass(frozen=True)
 class Family:
-    """Rules of one family; ``attention_modules`` ends the names of the modules that hold ``local_attributes``."""
+    """Rules of one family; ``per_head_args``: arguments of its attention that carry all heads."""
 
     rules: Mapping[str, str]
-    attention_modules: tuple[str, ...]
-    local_attributes: Mapping[str, str] = field(default_factory=dict)
     per_head_args: tuple[str, ...] = ()
+    local_attributes: Mapping[str, str] = field(default_factory=LOCAL_ATTRIBUTES.copy)
 
 
 _QKV = {"self_attn.q_proj": "query", "self_attn.k_proj": "key_value", "self_attn.v_proj": "key_value"}
+_GATED_MLP = {"mlp.gate_proj": "column", "mlp.up_proj": "column", "mlp.down_proj": "row"}
 _DENSE_MLP = {"mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row"}
+_CROSS = {"crossattention.c_attn": "kv_fused", "crossattention.q_attn": "query", "crossattention.c_proj": "out"}
+_T5_ATTENTION = {"q": "query", "k": "query", "v": "query", "o": "out", "relative_attention_bias": "bias_table"}
+_LLAMA_NORMS = {"self_attn.q_norm": "grad_all_reduce", "self_attn.k_norm": "grad_all_reduce"}
+_PHI_NORMS = {"self_attn.q_layernorm": "grad_all_reduce", "self_attn.k_layernorm": "grad_all_reduce"}
 
-_GPT2 = Family(
-    {
-        "crossattention.c_attn": "kv_fused",
-        "crossattention.q_attn": "query",
-        "crossattention.c_proj": "out",
-        "attn.c_attn": "qkv_fused",
-        "attn.c_proj": "out",
-        "mlp.c_fc": "column",
-        "mlp.c_proj": "row",
-    },
-    attention_modules=("attn", "crossattention"),
-    local_attributes={"num_heads": "query", "split_size": "width"},
-)
-_LLAMA = Family(
-    {
-        **_QKV,
-        "self_attn.o_proj": "out",
-        "self_attn.q_norm": "grad_all_reduce",
-        "self_attn.k_norm": "grad_all_reduce",
-        "mlp.gate_proj": "column",
-        "mlp.up_proj": "column",
-        "mlp.down_proj": "row",
-    },
-    attention_modules=("self_attn",),
-    local_attributes={"num_key_value_groups": "repeat", "num_heads": "query", "num_key_value_heads": "key_value"},
-)
-_PHI = Family(
-    {
-        **_QKV,
-        "self_attn.dense": "out",
-        "self_attn.q_layernorm": "grad_all_reduce",
-        "self_attn.k_layernorm": "grad_all_reduce",
-        "mlp.fc1": "column",
-        "mlp.fc2": "row",
-    },
-    attention_modules=("self_attn",),
-    local_attributes={"num_key_value_groups": "repeat"},
-)
+_GPT2 = Family({**_CROSS, "attn.c_attn": "qkv_fused", "attn.c_proj": "out", "mlp.c_fc": "column", "mlp.c_proj": "row"})
+_LLAMA = Family({**_QKV, "self_attn.o_proj": "out", **_LLAMA_NORMS, **_GATED_MLP})
+_PHI = Family({**_QKV, "self_attn.dense": "out", **_PHI_NORMS, "mlp.fc1": "column", "mlp.fc2": "row"})
 _PHI3 = Family(
-    {
-        "self_attn.qkv_proj": "qkv_fused",
-        "self_attn.o_proj": "out",
-        "mlp.gate_up_proj": "gate_up_fused",
-        "mlp.down_proj": "row",
-    },
-    attention_modules=("self_attn",),
-    local_attributes={
-        "num_key_value_groups": "repeat",
-        "num_key_value_heads": "key_value",
-        "config.num_attention_heads": "query",
-    },
+    {"self_attn.qkv_proj": "qkv_fused", "self_attn.o_proj": "out", "mlp.gate_up_proj": "gate_up_fused", **_GATED_MLP},
+    local_attributes={**LOCAL_ATTRIBUTES, "config.num_attention_heads": "query"},
 )
-_OPT = Family(
-    {**_QKV, "self_attn.out_proj": "out", "fc1": "column", "fc2": "row"},
-    attention_modules=("self_attn",),
-    local_attributes={"num_heads": "query"},
-)
+_OPT = Family({**_QKV, "self_attn.out_proj": "out", "fc1": "column", "fc2": "row"})
 _BLOOM = Family(
-    {"self_attention.query_key_value": "qkv_interleaved", "self_attention.dense": "out", **_DENSE_MLP},
-    attention_modules=("self_attention",),
-    local_attributes={"num_heads": "query"},
-    per_head_args=("alibi",),
+    {"self_attention.query_key_value": "qkv_interleaved", "self_attention.dense": "out", **_DENSE_MLP}, ("alibi",)
 )
-_GPT_NEOX = Family(
-    {"attention.query_key_value": "qkv_interleaved", "attention.dense": "out", **_DENSE_MLP},
-    attention_modules=("attention",),
-)
+_GPT_NEOX = Family({"attention.query_key_value": "qkv_interleaved", "attention.dense": "out", **_DENSE_MLP})
 _FALCON = {
     kind: Family(
         {"self_attention.query_key_value": kind, "self_attention.dense": "out", **_DENSE_MLP},
-        attention_modules=("self_attention",),
-        local_attributes={"num_heads": "query", "num_kv_heads": "key_value"},
-        per_head_args=("alibi", "attention_mask"),
+        ("alibi", "attention_mask"),
     )
     for kind in ("gqa_interleaved", "qkv_fused", "qkv_interleaved")
 }
 _T5 = Family(
-    {
-        **{
-            f"{block}.{name}": role
-            for block in ("SelfAttention", "EncDecAttention")
-            for name, role in (
-                ("q", "query"),
-                ("k", "query"),
-                ("v", "query"),
-                ("o", "out"),
-                ("relative_attention_bias", "bias_table"),
-            )
-        },
-        "DenseReluDense.wi": "column",
-        "DenseReluDense.wi_0": "column",
-        "DenseReluDense.wi_1": "column",
-        "DenseReluDense.wo": "row",
-    },
-    attention_modules=("SelfAttention", "EncDecAttention"),
-    local_attributes={"n_heads": "query", "inner_dim": "width"},
+    {f"{block}.{name}": r for block in ("SelfAttention", "EncDecAttention") for name, r in _T5_ATTENTION.items()}
+    | dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "column")
+    | {"DenseReluDense.wo": "row"}
 )
 _BERT = Family(
-    {
-        "self.query": "query",
-        "self.key": "query",
-        "self.value": "query",
-        "attention.output.dense": "out",
-        "intermediate.dense": "column",
-        "output.dense": "row",
-    },
-    attention_modules=("attention.self", "crossattention.self"),
-    local_attributes={"num_attention_heads": "query", "all_head_size": "width"},
+    dict.fromkeys(("self.query", "self.key", "self.value"), "query")
+    | {"attention.output.dense": "out", "intermediate.dense": "column", "output.dense": "row"}
 )
 _REFERENCE = Family(
-    {
-        "attention.qkv": "qkv_fused",
-        "attention.proj": "out",
-        "mlp.up": "column",
-        "mlp.down": "row",
-        "wte": "embedding",
-        "head": "head",
-    },
-    attention_modules=("attention",),
-    local_attributes={"n_head": "query"},
+    {"attention.qkv": "qkv_fused", "attention.proj": "out", "mlp.up": "column", "mlp.down": "row"}
+    | {"wte": "embedding", "head": "head"}
 )
-
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma": _LLAMA,
-    "gemma2": _LLAMA,
-    "phi": _PHI,
-    "phi3": _PHI3,
-    "opt": _OPT,
-    "bloom": _BLOOM,
-    "gpt_neox": _GPT_NEOX,
-    "t5": _T5,
-    "mt5": _T5,
-    "bert": _BERT,
-    "roberta": _BERT,
-}
+FAMILIES: Mapping[str, Family] = (
+    dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), _LLAMA)
+    | {"gpt2": _GPT2, "phi": _PHI, "phi3": _PHI3, "opt": _OPT, "bloom": _BLOOM, "gpt_neox": _GPT_NEOX}
+    | {"t5": _T5, "mt5": _T5, "bert": _BERT, "roberta": _BERT}
+)
 
 
 def get_family(model: Any) -> Family | None:

@@ -9,14 +9,15 @@ model's embedding and head allow it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
 from thalweg.parallel.shard_spec import ShardSpec, aligned_spec, contiguous_spec, fused_spec
-from thalweg.parallel.tensor.families import Family, get_family
+from thalweg.parallel.tensor.families import HEAD_ROLES, LOCAL_ATTRIBUTES, get_family
 from thalweg.parallel.tensor.heads import (
     AttentionHeads,
     HeadAssignment,
@@ -80,11 +81,16 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     if family is not None and assignment is not None:
         model_type = getattr(config, "model_type", type(model).__name__)
         plan = TpPlan(f"the {model_type} family", head_assignment=assignment)
+        attention: dict[str, None] = {}
         for name, module in model.named_modules():
-            role = next((role for end, role in family.rules.items() if _matches_suffix(name, end)), None)
+            role = next((role for end, role in family.rules.items() if f".{name}".endswith(f".{end}")), None)
             if role is not None:
                 plan.layers[name] = _plan_layer(name, module, role, assignment, world_size, rank)
-        _add_local_attributes(plan, model, family, rank)
+            if role in HEAD_ROLES:
+                attention[name.rpartition(".")[0]] = None
+        _add_local_attributes(plan, model, attention, family.local_attributes, rank)
+        if family.per_head_args:
+            plan.per_head_args = dict.fromkeys(attention, family.per_head_args)
     elif hf_rules:
         plan = TpPlan(f"the plan of {type(model).__name__}", head_assignment=assignment)
         _apply_hf_rules(plan, model, hf_rules, assignment, world_size, rank)
@@ -92,10 +98,6 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
         return None
     add_vocab_parallel(plan, model, world_size)
     return plan
-
-
-def _matches_suffix(name: str, suffix: str) -> bool:
-    return name == suffix or name.endswith(f".{suffix}")
 
 
 def heads_from_config(config: Any) -> AttentionHeads | None:
@@ -178,29 +180,30 @@ def _with_bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
     return specs
 
 
-def _add_local_attributes(plan: TpPlan, model: nn.Module, family: Family, rank: int) -> None:
+def _add_local_attributes(
+    plan: TpPlan, model: nn.Module, names: Iterable[str], local_attributes: Mapping[str, str], rank: int
+) -> None:
+    """This rank's numbers in place of the whole model's, where the modules of these names keep any."""
     assignment = plan.head_assignment
     assert assignment is not None
+    heads, num_local_heads = assignment.heads, assignment.num_local_heads(rank)
     values = {
-        "query": assignment.num_local_heads(rank),
-        "key_value": len(assignment.kv_heads[rank]),
-        "repeat": assignment.kv_repeats[rank],
-        "width": assignment.num_local_heads(rank) * assignment.heads.head_dim,
+        "query": (heads.num_heads, num_local_heads),
+        "key_value": (heads.num_kv_heads, len(assignment.kv_heads[rank])),
+        "repeat": (heads.num_queries_per_kv, assignment.kv_repeats[rank]),
+        "width": (heads.num_heads * heads.head_dim, num_local_heads * heads.head_dim),
     }
-    for name, module in model.named_modules():
-        if any(_matches_suffix(name, end) for end in family.attention_modules):
-            local_values = {
-                k: values[which] for k, which in family.local_attributes.items() if _has_attribute(module, k)
-            }
-            if local_values:
-                plan.local_attributes[name] = local_values
-            if family.per_head_args:
-                plan.per_head_args[name] = family.per_head_args
+    for name in names:
+        get_attribute = partial(_get_attribute, model.get_submodule(name))
+        found = ((key, values[which]) for key, which in local_attributes.items())
+        local_values = {key: local for key, (full, local) in found if get_attribute(key) == full}
+        if local_values:
+            plan.local_attributes[name] = local_values
 
 
-def _has_attribute(module: nn.Module, key: str) -> bool:
+def _get_attribute(module: nn.Module, key: str) -> Any:
     prefix, _, name = key.rpartition(".")
-    return hasattr(getattr(module, prefix, None) if prefix else module, name)
+    return getattr(getattr(module, prefix, None) if prefix else module, name, None)
 
 
 # The model's own plan
@@ -260,17 +263,8 @@ def _apply_hf_rules(
             rank,
         )
     if assignment is not None:
-        attention = {name.rpartition(".")[0] for name, layer in plan.layers.items() if "attn" in name}
-        attention_family = Family({}, tuple(sorted(attention)), _LOCAL_ATTRIBUTES)
-        _add_local_attributes(plan, model, attention_family, rank)
-
-
-_LOCAL_ATTRIBUTES = {
-    "num_heads": "query",
-    "num_attention_heads": "query",
-    "num_key_value_heads": "key_value",
-    "num_key_value_groups": "repeat",
-}
+        attention = dict.fromkeys(name.rpartition(".")[0] for name in plan.layers if "attn" in name)
+        _add_local_attributes(plan, model, attention, LOCAL_ATTRIBUTES, rank)
 
 
 def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thalweg.plan.spec.run_spec import copy_to_meta
+from thalweg.utils.trees import copy_to_meta
 
 _GPT_CONFIG_KEYS = {"vocab_size", "n_layer", "n_head", "n_embd", "block_size", "dropout", "tied"}
 

@@ -278,18 +278,3 @@ def unmodelled_options(config: Config) -> list[str]:
     if section.partition_activations and section.policy != "none" and get_tp_size(config) > 1:
         options.append("activation_checkpointing.partition_activations")
     return options
-
-
-def copy_to_meta(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers are on the meta device; the model is not touched."""
-    import copy
-
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) in memo:
-            continue
-        meta: Any = torch.empty_like(tensor, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = meta
-    return copy.deepcopy(model, memo)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from thalweg.comm import CommsLog
-from thalweg.parallel.comm_group import ParallelGroup, pad_to_length
+from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
 from thalweg.parallel.tensor.tensor_parallel import apply_tp_offline
 from thalweg.utils.log import get_logger
@@ -20,40 +18,22 @@ from thalweg.utils.log import get_logger
 _log = get_logger(__name__)
 
 
+class _NoComm:
+    """Collectives that move nothing: their results have the right shape."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
 class FakeParallelGroup(ParallelGroup):
     """Rank 0 of ``size``; no collective waits for anyone, and ``ledger`` counts them."""
+
+    comm = _NoComm()
 
     def __init__(self, size: int, ledger: CommsLog, axis: str = "tensor") -> None:
         self.size, self.rank, self.axis = size, 0, axis
         self.ledger, self.has_dropout = ledger, False
         self._cached_input = self._saved_rng = None
-
-    def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Count it."""
-        self._record("all_reduce", name, tensor.nbytes)
-        return tensor
-
-    def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
-        """A tensor of the gathered shape."""
-        sent = pad_to_length(tensor, dim, max(sizes)).contiguous()
-        received = [torch.empty_like(sent) for _ in range(self.size)]
-        self._record("all_gather", name, sent.nbytes * self.size)
-        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
-
-    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
-        """A tensor of the shard's shape."""
-        parts = torch.stack([pad_to_length(part, dim, max(sizes)).contiguous() for part in tensor.split(sizes, dim)])
-        received = torch.empty_like(parts)
-        self._record("reduce_scatter", name, received.nbytes)
-        return received.sum(0).narrow(dim, 0, sizes[self.rank])
-
-    def all_to_all(self, sent: Tensor, send_counts: list[int], recv_counts: list[int], name: str) -> Tensor:
-        """A tensor of what would come."""
-        self._record("all_to_all", name, sent.nbytes)
-        return sent.new_empty(sum(recv_counts))
-
-    def _record(self, kind: str, name: str, full_bytes: int) -> None:
-        self.ledger.record(kind, name, self.axis, full_bytes=full_bytes, world_size=self.size)
 
 
 def apply_fake_tp(model: nn.Module, tp_size: int, ledger: CommsLog) -> None:

@@ -1,7 +1,7 @@
 """Which schedule: the one that a simulation with the costs at hand ends first.
 
-Candidates whose activations would not fit are left out; among those within two percent of the best,
-the one that holds the fewest activations wins, as the clock of a simulation is no better than that.
+Among those within two percent of the best, the one that holds the fewest activations wins, as the clock of a
+simulation is no better than that.
 """
 
 from __future__ import annotations
@@ -60,12 +60,7 @@ def rank_schedules(
     return sorted(ranked, key=lambda one: one.seconds)
 
 
-def choose_schedule(candidates: Sequence[ScheduleCandidate], max_in_flight: int | None = None) -> ScheduleCandidate:
-    """The best of ``candidates``, as :func:`candidates` gives them; ``max_in_flight``: micro-batches that fit."""
-    fitting = [one for one in candidates if max_in_flight is None or one.peak_in_flight <= max_in_flight]
-    if not fitting:
-        return min(candidates, key=lambda one: one.peak_in_flight)
-    best_seconds = fitting[0].seconds
-    return min(
-        (one for one in fitting if one.seconds <= _TIE_FACTOR * best_seconds), key=lambda one: one.peak_in_flight
-    )
+def choose_schedule(candidates: Sequence[ScheduleCandidate]) -> ScheduleCandidate:
+    """The best of ``candidates``, as :func:`rank_schedules` gives them."""
+    equal = (one for one in candidates if one.seconds <= _TIE_FACTOR * candidates[0].seconds)
+    return min(equal, key=lambda one: one.peak_in_flight)

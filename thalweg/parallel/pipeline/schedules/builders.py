@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from thalweg.parallel.pipeline._torch_pipelining import torch_schedule_orders
 from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule, dependencies, validate_schedule
-from thalweg.parallel.pipeline.schedules.simulate import ActionCosts, arrival_time, simulate
+from thalweg.parallel.pipeline.schedules.simulate import ActionCosts, simulate
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"]
 Orders = tuple[tuple[Action, ...], ...]
@@ -129,9 +129,7 @@ def _list_schedule(
                 needed = list(dependencies(action, len(stage_to_rank), lambda _: True))
                 if any(need not in intervals for need in needed):
                     continue
-                arrival = max(
-                    (arrival_time(need, intervals, rank, stage_to_rank, costs) for need in needed), default=0.0
-                )
+                arrival = max((intervals[need][1] for need in needed), default=0.0)
                 arrivals[action] = arrival
             # Later stages first among equals: what has come furthest frees memory soonest.
             stage = action.stage if action.kind == "W" else -action.stage

@@ -16,7 +16,7 @@ from thalweg.parallel.pipeline.schedules.schedule import Action, ActionKind, Pip
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Seconds (or any unit) of the actions of each stage, and of a transfer between ranks.
+    """Seconds (or any unit) of the actions of each stage; messages between ranks take no time.
 
     ``forward[s]``, ``input_grad[s]``, ``weight_grad[s]``; a whole backward is the sum of the two.
     """
@@ -24,13 +24,12 @@ class ActionCosts:
     forward: Sequence[float]
     input_grad: Sequence[float]
     weight_grad: Sequence[float]
-    transfer: float = 0.0
 
     @staticmethod
-    def uniform(num_stages: int, transfer: float = 0.0) -> ActionCosts:
+    def uniform(num_stages: int) -> ActionCosts:
         """Stages of equal cost, a backward twice its forward: 1, 1, 1."""
         ones = [1.0] * num_stages
-        return ActionCosts(ones, ones, ones, transfer)
+        return ActionCosts(ones, ones, ones)
 
     def action_cost(self, kind: ActionKind, stage: int) -> float:
         """The cost of one action."""
@@ -72,20 +71,8 @@ def simulate(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> Ti
     intervals: dict[Action, tuple[float, float]] = {}
     rank_free_at = [0.0] * schedule.num_ranks
     for rank, action, needed in replay(schedule):
-        arrivals = (arrival_time(need, intervals, rank, schedule.stage_to_rank, costs) for need in needed)
-        begin = max(rank_free_at[rank], *arrivals, 0.0)
+        begin = max(rank_free_at[rank], *(intervals[need][1] for need in needed), 0.0)
         rank_free_at[rank] = begin + costs.action_cost(action.kind, action.stage)
         intervals[action] = (begin, rank_free_at[rank])
     assert len(intervals) == sum(map(len, schedule.orders)), "an unsound schedule: validate it first"
     return Timeline(schedule, intervals)
-
-
-def arrival_time(
-    need: Action,
-    intervals: dict[Action, tuple[float, float]],
-    rank: int,
-    stage_to_rank: Sequence[int],
-    costs: ActionCosts,
-) -> float:
-    """When the result of ``need`` is at ``rank``."""
-    return intervals[need][1] + (0.0 if stage_to_rank[need.stage] == rank else costs.transfer)
