@@ -66,20 +66,13 @@ class EpochEndDetector:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._last_position = self._read_position()
+        self._num_seen = self._count()
 
-    def _read_position(self) -> tuple[int, int]:
-        """Epoch and batches of it handed over."""
-        if not hasattr(self._loader, "at_epoch_end"):
-            return 0, 0
-        if hasattr(self._loader, "position"):
-            sampler = self._loader.epoch_sampler
-            return self._loader.epoch, -(-self._loader.position // (sampler.batch_size * sampler.world_size))
-        return self._loader._epoch, self._loader._batches
+    def _count(self) -> int:
+        """Batches handed over; always 0 for a loader that does not know."""
+        return getattr(self._loader, "num_handed_over", 0)
 
     def __call__(self) -> bool:
         """Whether the window ends with this micro-batch because the epoch does."""
-        (old_epoch, old), (epoch, new) = self._last_position, self._read_position()
-        self._last_position = epoch, new
-        advanced_by_one = new - old == 1 if epoch == old_epoch else new == 1
-        return advanced_by_one and bool(getattr(self._loader, "at_epoch_end", False))
+        num_seen, self._num_seen = self._num_seen, self._count()
+        return self._num_seen - num_seen == 1 and self._loader.at_epoch_end

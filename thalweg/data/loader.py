@@ -31,7 +31,39 @@ _STATE_VERSION = 1
 _END_OF_EPOCH = object()
 
 
-class StatefulLoader:
+class PositionedLoader:
+    """A loader that counts what it hands over: ``epoch`` is that of the next batch, ``position`` how far it is in it.
+
+    ``num_handed_over``: batches so far, whatever epoch they belong to.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.position = self.num_handed_over = 0
+        self._started = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of ``epoch``, from its start.
+
+        Naming the epoch that ``load_state_dict`` has just restored keeps its position, so
+        the usual ``for epoch in range(start, n): loader.set_epoch(epoch)`` resumes in place.
+        """
+        if epoch != self.epoch or self._started:
+            self.epoch, self.position = epoch, 0
+        self._started = False
+
+    def _begin_pass(self) -> None:
+        """The next epoch after one that has begun, the rest of this one else."""
+        if self._started:
+            self.epoch, self.position = self.epoch + 1, 0
+        self._started = False
+
+    def _hand_over(self, position: int) -> None:
+        """A batch goes to the user, which brings this loader to ``position``."""
+        self.position, self._started = position, True
+        self.num_handed_over += 1
+
+
+class StatefulLoader(PositionedLoader):
     """Iterable over this rank's batches; see :func:`build_loader` for the arguments.
 
     Each ``iter()`` is one pass over the data: the rest of the epoch after
@@ -50,14 +82,13 @@ class StatefulLoader:
         collate_fn: Callable | None = None,
         **dataloader_options: Any,
     ) -> None:
+        super().__init__()
         self.dataset = dataset
         self.epoch_sampler = epoch_sampler
+        self.batch_size, self.drop_last = epoch_sampler.batch_size, epoch_sampler.drop_last
         self.collate_fn = default_collate if collate_fn is None else collate_fn
         self.last_sample_ids: list[int] = []
         self.last_num_duplicates = 0
-        self._epoch = 0
-        self._position = 0
-        self._started = False
         self.at_epoch_end = False
         self._is_iterable = is_iterable_dataset(dataset)
         self._pending_slices: deque[BatchSlice] = deque()
@@ -67,49 +98,19 @@ class StatefulLoader:
         self._dataloader_options = dataloader_options
         self._dataloader: DataLoader | None = None
 
-    @property
-    def batch_size(self) -> int:
-        """Samples per batch and rank; the last batches of an epoch may hold fewer."""
-        return self.epoch_sampler.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether samples that do not fill a step are left out."""
-        return self.epoch_sampler.drop_last
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Samples of this epoch handed over so far, over all ranks."""
-        return self._position
-
     def __len__(self) -> int:
         """Batches per rank in a whole epoch; raises ``TypeError`` for an iterable dataset, as torch does."""
         if self._is_iterable:
             raise TypeError("an IterableDataset has no length: count the batches as they come")
         return len(self.epoch_sampler)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of ``epoch``, from its start.
-
-        Naming the epoch that ``load_state_dict`` has just restored keeps its position, so
-        the usual ``for epoch in range(start, n): loader.set_epoch(epoch)`` resumes in place.
-        """
-        if epoch != self._epoch or self._started:
-            self._epoch, self._position = epoch, 0
-        self._started = False
-
     def state_dict(self) -> dict[str, int | bool | None]:
         """Return where the loader is, as a few JSON scalars that are the same on every rank."""
         finished = self._started and self.at_epoch_end
         return {
             "version": _STATE_VERSION,
-            "epoch": self._epoch + finished,
-            "position": 0 if finished else self._position,
+            "epoch": self.epoch + finished,
+            "position": 0 if finished else self.position,
             "num_samples": self._num_samples,
             "seed": self.epoch_sampler.seed,
             "shuffle": self.epoch_sampler.shuffle,
@@ -131,22 +132,20 @@ class StatefulLoader:
                     "by not restoring the loader's state"
                 )
         self._pass_number += 1
-        self._epoch, self._position, self._started = int(state["epoch"]), int(state["position"]), False
+        self.epoch, self.position, self._started = int(state["epoch"]), int(state["position"]), False
         self.at_epoch_end = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._started:
-            self._epoch, self._position = self._epoch + 1, 0
-        self._started = False
+        self._begin_pass()
         self._pass_number += 1
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self._epoch)
+            self.dataset.set_epoch(self.epoch)
         return self._iter_batches(self._pass_number)
 
     def _iter_batches(self, pass_number: int) -> Iterator[Any]:
         self._pending_slices.clear()
         # Worker processes seed their own libraries from this; nothing else reads it.
-        self._generator.manual_seed(hash((self.epoch_sampler.seed, self._epoch, self.epoch_sampler.rank)) % (1 << 63))
+        self._generator.manual_seed(hash((self.epoch_sampler.seed, self.epoch, self.epoch_sampler.rank)) % (1 << 63))
         source = iter(self._build_dataloader())
         while True:
             if pass_number != self._pass_number:
@@ -156,10 +155,10 @@ class StatefulLoader:
                 )
             item: Any = next(source, _END_OF_EPOCH)
             if item is _END_OF_EPOCH:
-                self._epoch, self._position, self._started = self._epoch + 1, 0, False
+                self.epoch, self.position, self._started = self.epoch + 1, 0, False
                 return
             batch_slice, batch = item if self._is_iterable else (self._pending_slices.popleft(), item)
-            self._position, self._started = batch_slice.stop, True
+            self._hand_over(batch_slice.stop)
             self.last_sample_ids, self.last_num_duplicates = batch_slice.ids, batch_slice.num_duplicates
             self.at_epoch_end = batch_slice.is_last
             yield batch
@@ -167,7 +166,7 @@ class StatefulLoader:
     def _build_dataloader(self) -> DataLoader:
         options = {"generator": self._generator, **self._dataloader_options}
         if self._is_iterable:
-            shares = ShardedIterableDataset(self.dataset, self.epoch_sampler, self._position, self.collate_fn)
+            shares = ShardedIterableDataset(self.dataset, self.epoch_sampler, self.position, self.collate_fn)
             return DataLoader(shares, batch_size=None, collate_fn=_identity, **options)
         if self._dataloader is None:
             batch_sampler: Any = _RankBatchSampler(self)

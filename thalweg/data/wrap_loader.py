@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from thalweg.data.loader import StatefulLoader, build_loader, is_iterable_dataset
+from thalweg.data.loader import PositionedLoader, StatefulLoader, build_loader, is_iterable_dataset
 from thalweg.data.sampler import EpochSampler
 
 _COPIED_OPTIONS = (
@@ -23,7 +23,7 @@ _COPIED_OPTIONS = (
 )
 
 
-class PassthroughLoader:
+class PassthroughLoader(PositionedLoader):
     """A user's loader left exactly as it is, with its position counted in batches.
 
     Resuming starts the pass and discards as many batches as had been handed over, so it
@@ -32,42 +32,32 @@ class PassthroughLoader:
     """
 
     def __init__(self, loader: Any) -> None:
+        super().__init__()
         self.loader = loader
-        self._epoch = 0
-        self._batches = 0
-        self._started = False
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the user's sampler or dataset which epoch comes next, where it wants to know."""
-        if epoch != self._epoch or self._started:
-            self._epoch, self._batches = epoch, 0
-        self._started = False
-
     def __iter__(self) -> Iterator[Any]:
-        if self._started:
-            self._epoch, self._batches = self._epoch + 1, 0
-        self._started = False
+        self._begin_pass()
         for component in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
             if hasattr(component, "set_epoch"):
-                component.set_epoch(self._epoch)  # pyright: ignore[reportOptionalMemberAccess]
-        skip = self._batches
+                component.set_epoch(self.epoch)  # pyright: ignore[reportOptionalMemberAccess]
+        skip = self.position
         for index, batch in enumerate(self.loader):
             if index >= skip:
-                self._batches, self._started = index + 1, True
+                self._hand_over(index + 1)
                 yield batch
 
     @property
     def at_epoch_end(self) -> bool:
         """Whether the batch just handed over was the epoch's last; False where the length is unknown."""
-        return self._started and self._batches >= _length_or_inf(self.loader)
+        return self._started and self.position >= _length_or_inf(self.loader)
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches of it handed over, as JSON scalars."""
         finished = self.at_epoch_end
-        return {"version": 1, "epoch": self._epoch + finished, "batches": 0 if finished else self._batches}
+        return {"version": 1, "epoch": self.epoch + finished, "batches": 0 if finished else self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batches that had been handed over."""
@@ -76,7 +66,7 @@ class PassthroughLoader:
                 "the checkpoint's loader position counts samples, and this loader only batches: "
                 "use the loader that the checkpoint was saved with, or do not restore its state"
             )
-        self._epoch, self._batches, self._started = int(state["epoch"]), int(state["batches"]), False
+        self.epoch, self.position, self._started = int(state["epoch"]), int(state["batches"]), False
 
 
 def wrap_dataloader(
