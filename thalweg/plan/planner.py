@@ -131,7 +131,7 @@ class Planner:
             published=self._formula_bytes(run_spec, input_spec),
             disk_limit=get_disk_limit(cluster, find_nvme_path(config)),
             ranks_per_node=cluster.devices_per_node,
-            model=self.meta_model.name,
+            model=type(model).__name__,
             config=config,
         )
 
@@ -187,4 +187,5 @@ def _process_bytes(meta_model: MetaModel, cluster: Cluster) -> int:
     if cluster.device != "cpu":
         return 0
     resident = int(resident_mib() * 2**20)
-    return max(0, resident - sum(meta_model.initial_param_bytes)) if meta_model.is_materialized else resident
+    own = sum(parameter.nbytes for parameter in meta_model.model.parameters()) if meta_model.is_materialized else 0
+    return max(0, resident - own)

@@ -177,7 +177,7 @@ class Preflight:
         try:
             return self._build_planner(input_spec).predict(self._config)
         except (ValueError, RuntimeError) as error:
-            skip_memory_check(f"{self._meta_model.name} is not modelled yet", error)
+            skip_memory_check(f"{type(self._meta_model.model).__name__} is not modelled yet", error)
             return None
 
     def _build_planner(self, input_spec: InputSpec) -> Planner:

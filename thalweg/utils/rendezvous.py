@@ -117,10 +117,31 @@ def exchange_cards(
         LateArrivalError: the others agree, without this process.
         RuntimeError: the first process went away.
     """
+
+    def collect_cards() -> tuple[list[Card], str]:
+        """The cards, and "" when all came and agree, else what is wrong."""
+        start, notified = time.monotonic(), False
+        cards: list[Card] = []
+        while True:
+            # A process has its number a moment before its card is there.
+            while len(cards) < store.add("count", 0) and store.check([f"card/{len(cards)}"]):
+                cards.append(json.loads(store.get(f"card/{len(cards)}")))
+                if problem := find_problem(cards):
+                    return cards, problem
+            waited = time.monotonic() - start
+            if len(cards) >= num_cards:
+                return cards, ""
+            if waited > timeout:
+                return cards, describe_missing(cards)
+            if waited > 15 and not notified:
+                on_wait(cards)
+                notified = True
+            time.sleep(0.02)
+
     number = store.add("count", 1) - 1
     store.set(f"card/{number}", json.dumps(card))
     if card["index"] == 0:
-        cards, problem = _collect_cards(store, num_cards, timeout, find_problem, describe_missing, on_wait)
+        cards, problem = collect_cards()
         store.set("verdict", json.dumps([cards, problem]))
         if problem:
             _wait_for_readers(store, num_cards)
@@ -133,34 +154,6 @@ def exchange_cards(
     if problem:
         raise ValueError(problem)
     return cards
-
-
-def _collect_cards(
-    store: Store,
-    num_cards: int,
-    timeout: float,
-    find_problem: Callable[[list[Card]], str | None],
-    describe_missing: Callable[[list[Card]], str],
-    on_wait: Callable[[list[Card]], None],
-) -> tuple[list[Card], str]:
-    """The cards, and "" when all came and agree, else what is wrong."""
-    start, notified = time.monotonic(), False
-    cards: list[Card] = []
-    while True:
-        # A process has its number a moment before its card is there.
-        while len(cards) < store.add("count", 0) and store.check([f"card/{len(cards)}"]):
-            cards.append(json.loads(store.get(f"card/{len(cards)}")))
-            if problem := find_problem(cards):
-                return cards, problem
-        waited = time.monotonic() - start
-        if len(cards) >= num_cards:
-            return cards, ""
-        if waited > timeout:
-            return cards, describe_missing(cards)
-        if waited > 15 and not notified:
-            on_wait(cards)
-            notified = True
-        time.sleep(0.02)
 
 
 def _wait_for_key(store: Store, key: str, timeout: float) -> None:

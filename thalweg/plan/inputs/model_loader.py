@@ -6,9 +6,10 @@ import difflib
 import importlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ _GPT_CONFIG_KEYS = {"vocab_size", "n_layer", "n_head", "n_embd", "block_size", "
 
 @dataclass(frozen=True)
 class MetaModel:
-    """``model`` on meta; ``initial_param_bytes``: its parameters as the user's program holds them before sharding."""
+    """``model`` on meta; ``is_materialized``: the user's program holds its values."""
 
     model: nn.Module
-    initial_param_bytes: tuple[int, ...]
-    name: str
     is_materialized: bool = False
 
     def copy_model(self) -> nn.Module:
@@ -47,36 +46,35 @@ def load_meta_model(model: Any, model_kwargs: Mapping[str, Any] | None = None) -
     """
     if isinstance(model, nn.Module):
         is_materialized = not all(parameter.is_meta for parameter in model.parameters())
-        return _make_meta_model(copy_to_meta(model), type(model).__name__, is_materialized)
-    if isinstance(model, str | Path):
-        return _from_path(Path(model))
-    if isinstance(model, Mapping):
-        return _from_dict(dict(model))
-    if inspect.isclass(model) or inspect.isfunction(model):
+        meta_model = copy_to_meta(model)
+    else:
+        if isinstance(model, str | Path):
+            model = _read_config_fields(Path(model))
+        is_materialized, make_model = False, _get_builder(model, model_kwargs or {})
         with torch.device("meta"):
-            built = model(**(model_kwargs or {}))
-        if not isinstance(built, nn.Module):
-            raise ValueError(f"{model.__name__} makes a {type(built).__name__}; the plan needs a torch.nn.Module")
-        return _make_meta_model(built, type(built).__name__)
+            meta_model = make_model()
+        if not isinstance(meta_model, nn.Module):
+            made = type(meta_model).__name__
+            raise ValueError(f"{model.__name__} makes a {made}; the plan needs a torch.nn.Module")
+    return MetaModel(meta_model, is_materialized)
+
+
+def _get_builder(model: Any, model_kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    if isinstance(model, Mapping):
+        return partial(_build_module, dict(model))
+    if inspect.isclass(model) or inspect.isfunction(model):
+        return partial(model, **model_kwargs)
     if hasattr(model, "model_type") and hasattr(model, "to_dict"):
-        return _from_hf_config(model)
+        return partial(_build_hf_model, model)
     raise ValueError(
         f"cannot plan a {type(model).__name__}: give a module, a class with model_kwargs, a Hugging Face "
         "config, or the path of a folder with config.json"
     )
 
 
-def _make_meta_model(model: nn.Module, name: str, is_materialized: bool = False) -> MetaModel:
-    return MetaModel(model, tuple(p.nbytes for p in model.parameters()), name, is_materialized)
-
-
 def build_cpu_model(path: str | Path) -> nn.Module:
     """The model of a config file or folder with its own initial values, on the CPU."""
     return _build_module(_read_config_fields(Path(path)))
-
-
-def _from_path(path: Path) -> MetaModel:
-    return _from_dict(_read_config_fields(path))
 
 
 def _read_config_fields(path: Path) -> dict[str, Any]:
@@ -90,12 +88,6 @@ def _read_config_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{file} holds a {type(fields).__name__}; a model's config is an object")
     return fields
-
-
-def _from_dict(fields: dict[str, Any]) -> MetaModel:
-    with torch.device("meta"):
-        model = _build_module(fields)
-    return _make_meta_model(model, type(model).__name__)
 
 
 def _build_module(fields: dict[str, Any]) -> nn.Module:
@@ -141,12 +133,6 @@ def _explain_config_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"no model can be made of this config: {' '.join(str(error).split())}") from error
-
-
-def _from_hf_config(config: Any) -> MetaModel:
-    with torch.device("meta"):
-        model = _build_hf_model(config)
-    return _make_meta_model(model, type(model).__name__)
 
 
 def _build_hf_model(config: Any) -> nn.Module:

@@ -28,7 +28,7 @@ class _NoComm:
 class FakeParallelGroup(ParallelGroup):
     """Rank 0 of ``size``; no collective waits for anyone, and ``ledger`` counts them."""
 
-    comm = _NoComm()
+    comm, process_group = _NoComm(), None  # type: ignore[assignment]
 
     def __init__(self, size: int, ledger: CommsLog, axis: str = "tensor") -> None:
         self.size, self.rank, self.axis = size, 0, axis
