@@ -109,28 +109,20 @@ RULES = (
         lambda device, stage: is_not_none_string(device) and stage != 3,
         '"none", or zero_optimization.stage to be 3, the only stage that shards parameters',
     ),
-    Rule(
-        ("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
-        lambda device, stage: is_not_none_string(device) and stage == 0,
-        '"none", or zero_optimization.stage to be 1, 2 or 3',
-    ),
     *(
         Rule(
             (f"zero_optimization.{name}", "zero_optimization.stage"),
-            lambda on, stage: bool(on) and stage == 0,
-            "false, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
+            lambda value, stage, is_on=is_on: is_on(value) and stage == 0,
+            f"{off}, or zero_optimization.stage to be 1, 2 or 3{why}",
         )
-        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-    ),
-    Rule(
-        ("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"),
-        lambda size, stage: size > 1 and stage == 0,
-        "1, or zero_optimization.stage to be 1, 2 or 3; nothing is gathered at stage 0",
-    ),
-    Rule(
-        ("zero_optimization.mics_shard_size", "zero_optimization.stage"),
-        lambda size, stage: size > 0 and stage == 0,
-        "-1, or zero_optimization.stage to be 1, 2 or 3; nothing is sharded at stage 0",
+        for name, is_on, off, why in (
+            ("offload_optimizer.device", is_not_none_string, '"none"', ""),
+            ("zero_quantized_weights", bool, "false", "; nothing is sharded at stage 0"),
+            ("zero_quantized_nontrainable_weights", bool, "false", "; nothing is sharded at stage 0"),
+            ("zero_quantized_gradients", bool, "false", "; nothing is sharded at stage 0"),
+            ("zero_hpz_partition_size", above_one, "1", "; nothing is gathered at stage 0"),
+            ("mics_shard_size", lambda size: size > 0, "-1", "; nothing is sharded at stage 0"),
+        )
     ),
     Rule(
         (

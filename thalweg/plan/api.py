@@ -45,19 +45,9 @@ def plan(
         ConfigError: with every problem of the config at once.
         ValueError: nothing that describes a model; inputs that cannot be guessed.
     """
-    planner = build_planner(
-        model,
-        cluster=cluster,
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        batch=batch,
-        sequence_length=sequence_length,
-        model_kwargs=model_kwargs,
-        process_bytes=process_bytes,
-    )
+    machines = {"num_nodes": num_nodes, "devices_per_node": devices_per_node, "device": device}
+    memory = {"device_memory": device_memory, "host_memory": host_memory}
+    planner = build_planner(model, cluster, batch, sequence_length, model_kwargs, process_bytes, **machines, **memory)
     world_size, facts = planner.cluster.world_size, get_model_size(planner.meta_model.model)
     resolved = resolve(fill_auto(load(config), planner), world_size=world_size, model=facts)
     planner = replace(planner, micro_batch=int(resolved.train_micro_batch_size_per_gpu))

@@ -160,26 +160,21 @@ class Planner:
 
 def build_planner(
     model: Any,
-    *,
     cluster: Cluster | None = None,
-    num_nodes: int = 1,
-    devices_per_node: int = 1,
-    device: str | None = None,
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
     batch: Any = None,
     sequence_length: int | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     process_bytes: int | None = None,
+    **machines: Any,
 ) -> Planner:
-    """The model and the machines of :func:`plan`, to be asked about one config after the other."""
+    """The model and the machines of :func:`plan`, to be asked about one config after the other.
+
+    ``machines``: without a ``cluster``, what :func:`build_cluster` takes.
+    """
     meta_model = load_meta_model(model, model_kwargs)
-    resolved_cluster = cluster or build_cluster(
-        num_nodes, devices_per_node, device=device, device_memory=device_memory, host_memory=host_memory
-    )
-    if process_bytes is None:
-        process_bytes = _process_bytes(meta_model, resolved_cluster)
-    return Planner(meta_model, resolved_cluster, batch, sequence_length, process_bytes)
+    cluster = cluster or build_cluster(**machines)
+    process_bytes = _process_bytes(meta_model, cluster) if process_bytes is None else process_bytes
+    return Planner(meta_model, cluster, batch, sequence_length, process_bytes)
 
 
 def _process_bytes(meta_model: MetaModel, cluster: Cluster) -> int:
