@@ -48,7 +48,7 @@ from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.comm_group import ParallelGroup
-from thalweg.parallel.expert.detect import ExpertFilter, find_experts
+from thalweg.parallel.expert.detect import find_experts
 from thalweg.parallel.expert.expert_parallel import ExpertLayer, shard_experts
 from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
 from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
@@ -290,10 +290,7 @@ def _apply_ep(
     section = config.expert_parallel
     layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
     if section.autoep_size > 1:
-        expert_filter = ExpertFilter(
-            section.moe_layer_pattern, section.expert_pattern, section.num_experts_attr, section.use_grouped_mm
-        )
-        layers |= find_experts(model, expert_filter)
+        layers |= find_experts(model, section)
         if not layers:
             raise ValueError(
                 f"expert_parallel.autoep_size is {section.autoep_size}, but no experts were found in "

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.moe_models import MODELS, NUM_EXPERTS, build_model, compute_loss, make_batch
+from thalweg.config.schema.parallel import ExpertParallel
 from thalweg.ops.grouped_mm import RowGroups
-from thalweg.parallel.expert.detect import ExpertFilter, find_experts
+from thalweg.parallel.expert.detect import find_experts
 from thalweg.parallel.expert.expert_parallel import local_rows
 from thalweg.parallel.expert.module_list import ExpertModuleList
 from thalweg.parallel.tensor.plan import UnshardableModelError
@@ -54,7 +55,7 @@ def test_spread_layers_compute_what_the_model_does(name, grouped):
     spread = copy.deepcopy(model)
     tokens = make_batch(0, 3)
     loss, wanted = _gradients(model, tokens)
-    layers = find_experts(spread, ExpertFilter(use_grouped_mm=grouped))
+    layers = find_experts(spread, ExpertParallel(use_grouped_mm=grouped))
     assert layers and all(layer.num_experts in (NUM_EXPERTS, 6) for layer in layers.values())
     exchanges = []
     for layer in layers.values():
@@ -65,15 +66,15 @@ def test_spread_layers_compute_what_the_model_does(name, grouped):
     assert torch.allclose(found_loss, loss, rtol=1e-6)
     assert _largest(found, wanted) < 1e-5
     wrong = copy.deepcopy(model)
-    for layer in find_experts(wrong, ExpertFilter(use_grouped_mm=grouped)).values():
+    for layer in find_experts(wrong, ExpertParallel(use_grouped_mm=grouped)).values():
         layer.attach_dispatcher(LocalDispatcher(1.01))
     assert not torch.allclose(compute_loss(wrong, tokens).detach(), loss, rtol=1e-6)
 
 
 def test_patterns_choose_layers():
     model = build_model("mixtral")
-    assert list(find_experts(model, ExpertFilter(layer_pattern=r"layers\.1\."))) == ["model.layers.1.mlp.experts"]
-    assert not find_experts(model, ExpertFilter(expert_pattern="^others$"))
+    assert list(find_experts(model, ExpertParallel(moe_layer_pattern=r"layers\.1\."))) == ["model.layers.1.mlp.experts"]
+    assert not find_experts(model, ExpertParallel(expert_pattern="^others$"))
 
 
 def test_dense_models_and_routers_have_no_experts():

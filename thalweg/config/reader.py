@@ -52,7 +52,8 @@ def _read_text(source: str | os.PathLike[str]) -> tuple[ParsedText, str]:
     path = Path(name)
     try:
         if os.path.exists(name):
-            return _parse_bytes(_read_bytes(path)), name
+            with path.open("rb") as file:
+                return _parse_bytes(file.read(_MAX_BYTES + 1)), name
     except OSError as error:
         return ParsedText(problems=[ConfigProblem("", name, f"a readable file ({error.strerror or error})")]), name
     decoded = _decode_base64(name) if isinstance(source, str) else None
@@ -60,11 +61,6 @@ def _read_text(source: str | os.PathLike[str]) -> tuple[ParsedText, str]:
         return _parse_bytes(decoded), "base64"
     expected = "an existing file, a mapping, or url-safe base64 of JSON"
     return ParsedText(problems=[ConfigProblem("", name, expected, _similar_filename(path))]), ""
-
-
-def _read_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_MAX_BYTES + 1)
 
 
 def _parse_bytes(raw: bytes) -> ParsedText:

@@ -12,10 +12,10 @@ a model that tells no ``hidden_size`` gets the schema's defaults.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from thalweg.config.batch_size import resolve_batch_sizes
+from thalweg.config.batch_size import MICRO, STEPS, TOTAL, resolve_batch_sizes
 from thalweg.config.errors import ConfigError, ConfigProblem
 from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize
@@ -24,62 +24,37 @@ from thalweg.config.schema.optimizer import get_params_schema
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS
 from thalweg.config.support import is_under
 
-_BATCH_PATHS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "data_parallel_size",
-)
-
-
-@dataclass(frozen=True)
-class ResolveContext:
-    """What a rule may look at: the config with its batch sizes solved, the world size, the model."""
-
-    config: Config
-    world_size: int
-    model: ModelSize | None
-
-    @property
-    def hidden_size(self) -> int | None:
-        """The model's hidden size, if it tells one."""
-        return self.model.hidden_size if self.model and self.model.hidden_size else None
-
-
-AutoDefault = Callable[[ResolveContext], tuple[Any, str] | None]
+_BATCH_PATHS = (TOTAL, MICRO, STEPS, "data_parallel_size")
+# A rule looks at the config with its batch sizes solved, and at the model's hidden size where it tells one.
+AutoDefault = Callable[[Config, int | None], tuple[Any, str] | None]
 
 
 def _from_hidden_size(size: Callable[[int], int], formula: str) -> AutoDefault:
-    return lambda context: (
-        (size(context.hidden_size), f"{formula}, hidden_size {context.hidden_size}") if context.hidden_size else None
-    )
+    return lambda config, hidden: (size(hidden), f"{formula}, hidden_size {hidden}") if hidden else None
 
 
-def _optimizer_lr(context: ResolveContext) -> tuple[Any, str] | None:
-    lr = get_by_path(context.config, "optimizer.params.lr")
+def _optimizer_lr(config: Config, hidden: int | None) -> tuple[Any, str] | None:
+    lr = get_by_path(config, "optimizer.params.lr")
     return (lr, "optimizer.params.lr") if isinstance(lr, float) else None
 
 
-def _warmup_steps(context: ResolveContext) -> tuple[Any, str] | None:
-    total = get_by_path(context.config, "scheduler.params.total_num_steps")
+def _warmup_steps(config: Config, hidden: int | None) -> tuple[Any, str] | None:
+    total = get_by_path(config, "scheduler.params.total_num_steps")
     if isinstance(total, int):
         return max(1, min(1000, total // 10)), "a tenth of total_num_steps, at most 1000"
     return None
 
 
 AUTO_DEFAULTS: dict[str, AutoDefault] = {
-    "gradient_clipping": lambda context: (1.0, "asked for without a value; 1.0 as Hugging Face and DeepSpeed have it"),
-    "zero_optimization.overlap_comm": lambda context: (True, "communication always overlaps"),
+    "gradient_clipping": lambda *_: (1.0, "asked for without a value; 1.0 as Hugging Face and DeepSpeed have it"),
+    "zero_optimization.overlap_comm": lambda *_: (True, "communication always overlaps"),
     "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda hidden: hidden * hidden, "hidden^2"),
     "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(lambda h: int(0.9 * h * h), "0.9 x hidden^2"),
     "zero_optimization.stage3_param_persistence_threshold": _from_hidden_size(
         lambda hidden: 10 * hidden, "10 x hidden"
     ),
-    "pipeline.stages": lambda context: (1, "no pipeline was asked for"),
-    "pipeline.micro_batches": lambda context: (
-        context.config.gradient_accumulation_steps,
-        "gradient_accumulation_steps",
-    ),
+    "pipeline.stages": lambda *_: (1, "no pipeline was asked for"),
+    "pipeline.micro_batches": lambda config, _: (config.gradient_accumulation_steps, STEPS),
     "scheduler.params.warmup_max_lr": _optimizer_lr,
     "scheduler.params.cycle_max_lr": _optimizer_lr,
     "scheduler.params.warmup_num_steps": _warmup_steps,
@@ -113,17 +88,15 @@ def try_resolve(
         if not any(is_under(skipped_path, p.path) or skipped_path in _BATCH_PATHS for skipped_path in skipped)
     ]
     reasons["data_parallel_size"] = f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
-    solved = replace_by_path(config, values)
-    assert isinstance(solved, Config)
-    context = ResolveContext(solved, world_size, model)
-    for path, value in _list_auto_paths(solved):
-        resolution = _resolve_auto(path, value, context)
+    resolved: Any = replace_by_path(config, values)
+    hidden_size = model.hidden_size if model else None
+    for path, value in _list_auto_paths(resolved):
+        resolution = _resolve_auto(path, value, resolved, hidden_size)
         if isinstance(resolution, ConfigProblem):
             problems += [] if any(is_under(path, bad) for bad in skipped) else [resolution]
             continue
-        context = replace(context, config=replace_by_path(context.config, {path: resolution[0]}))
+        resolved = replace_by_path(resolved, {path: resolution[0]})
         reasons[path] = resolution[1]
-    resolved = context.config
     derived = dict(config.provenance.derived) | reasons
     resolved._provenance = replace(config.provenance, derived=tuple(derived.items()))
     problems += find_rule_violations(resolved, skipped)
@@ -152,13 +125,11 @@ def _list_auto_paths(config: Config) -> list[tuple[str, Any]]:
     return paths
 
 
-def _resolve_auto(path: str, default: Any, context: ResolveContext) -> tuple[Any, str] | ConfigProblem:
-    auto_default = AUTO_DEFAULTS.get(path)
-    resolution = auto_default(context) if auto_default else None
-    if resolution:
+def _resolve_auto(path: str, default: Any, config: Config, hidden: int | None) -> tuple[Any, str] | ConfigProblem:
+    if path in AUTO_DEFAULTS and (resolution := AUTO_DEFAULTS[path](config, hidden)):
         return resolution
     block, _, name = path.rpartition(".")
-    scheduler_type = get_by_path(context.config, "scheduler.type")
+    scheduler_type = get_by_path(config, "scheduler.type")
     if block == "scheduler.params" and name in REQUIRED_PARAMS.get(scheduler_type, ()):
         return ConfigProblem(path, AUTO, f'a value: "auto" is not supported here; set {name}')
     return default, "default"

@@ -17,12 +17,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thalweg.config.schema.parallel import ExpertParallel
 from thalweg.deferred_init.op_graph import is_meta
 from thalweg.ops.grouped_mm import RowGroups, grouped_linear, sort_by_expert
 from thalweg.parallel.expert.expert_parallel import (
@@ -38,51 +38,39 @@ from thalweg.parallel.tensor.layers import ReplacedForward, functional_forward, 
 from thalweg.parallel.tensor.plan import UnshardableModelError
 
 
-@dataclass(frozen=True)
-class ExpertFilter:
-    """Which layers to take: ``layer_pattern`` and ``expert_pattern`` are regular expressions on the name of the layer
-    and of the experts in it; ``num_experts_attr``: the attribute that tells how many there are;
-    ``use_grouped_mm``: by one grouped product where the stack's form allows."""
-
-    layer_pattern: str | None = None
-    expert_pattern: str | None = None
-    num_experts_attr: str | None = None
-    use_grouped_mm: bool = True
-
-    def matches(self, name: str) -> bool:
-        """Whether the experts called ``name`` are wanted."""
-        layer, _, expert_name = name.rpartition(".")
-        return (self.layer_pattern is None or re.search(self.layer_pattern, layer) is not None) and (
-            self.expert_pattern is None or re.search(self.expert_pattern, expert_name) is not None
-        )
+def _is_wanted(name: str, section: ExpertParallel) -> bool:
+    """Whether the patterns for the name of a layer, and of the experts in it, take the experts called ``name``."""
+    layer, _, experts = name.rpartition(".")
+    patterns = ((section.moe_layer_pattern, layer), (section.expert_pattern, experts))
+    return all(pattern is None or re.search(pattern, text) is not None for pattern, text in patterns)
 
 
-def find_experts(model: nn.Module, expert_filter: ExpertFilter = ExpertFilter()) -> dict[str, ExpertLayer]:
+def find_experts(model: nn.Module, section: ExpertParallel | None = None) -> dict[str, ExpertLayer]:
     """The layers of experts of a plain model, by name; each can be spread over ranks.
+
+    ``section``: which of them to take, and the attribute that tells how many experts a stack has.
 
     Raises:
         ValueError: a stack computes something else than a weighted sum of its experts.
     """
-    expert_layers: dict[str, ExpertLayer] = {}
+    section, expert_layers = section or ExpertParallel(), {}
     for name, module in model.named_modules():
-        if _is_stacked(module, expert_filter) and expert_filter.matches(name):
-            _check_weighted_sum(name, module, expert_filter)
-            expert_layers[name] = StackedExperts(
-                module, _num_experts(module, expert_filter), expert_filter.use_grouped_mm
-            )
+        if _is_stacked(module, section) and _is_wanted(name, section):
+            _check_weighted_sum(name, module, section)
+            expert_layers[name] = StackedExperts(module, _num_experts(module, section), section.use_grouped_mm)
     for name, experts in find_expert_lists(model).items():
-        if expert_filter.matches(name):
+        if _is_wanted(name, section):
             expert_layers[name] = experts
     return expert_layers
 
 
-def _num_experts(module: nn.Module, expert_filter: ExpertFilter) -> int:
-    value = getattr(module, expert_filter.num_experts_attr or "num_experts", 0)
+def _num_experts(module: nn.Module, section: ExpertParallel) -> int:
+    value = getattr(module, section.num_experts_attr or "num_experts", 0)
     return value if isinstance(value, int) else 0
 
 
-def _is_stacked(module: nn.Module, expert_filter: ExpertFilter) -> bool:
-    count = _num_experts(module, expert_filter)
+def _is_stacked(module: nn.Module, section: ExpertParallel) -> bool:
+    count = _num_experts(module, section)
     stacked = [p for p in module._parameters.values() if p is not None]
     if count < 2 or not any(p.ndim == 3 for p in stacked) or any(len(p) != count for p in stacked if p.ndim):
         return False
@@ -172,12 +160,12 @@ def _per_row_forward(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _check_weighted_sum(name: str, module: nn.Module, expert_filter: ExpertFilter) -> None:
+def _check_weighted_sum(name: str, module: nn.Module, section: ExpertParallel) -> None:
     """Refuse a stack that is no weighted sum of its experts."""
     parameters = [p for p in module._parameters.values() if p is not None]
     if any(is_meta(p) for p in parameters):
         return
-    count, example = _num_experts(module, expert_filter), parameters[0]
+    count, example = _num_experts(module, section), parameters[0]
     widths = {size for p in parameters if p.ndim == 3 for size in p.shape[1:]}
     down = module._parameters.get("down_proj")
     if down is not None:
