@@ -24,7 +24,7 @@ from thalweg.plan.trace.alloc_recorder import AllocationRecorder
 from thalweg.plan.trace.step import trace_step
 from thalweg.utils.formatting import format_bytes, parse_bytes
 from thalweg.utils.trees import copy_to_meta
-from thalweg.zero.policy import Precision, ZeroPolicy
+from thalweg.zero.policy import ZeroPolicy
 
 SHAPE = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=64, block_size=64)
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
@@ -86,7 +86,7 @@ def test_the_tape_of_fakes_equals_the_tape_of_real_tensors(dropout):
         del loss
         for parameter in real.parameters():
             parameter.grad = None
-    one_rank = RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None)
+    one_rank = RunSpec(ZeroPolicy(0), topology=RankTopology(), optimizer=None)
     fake = trace_step(on_meta(shape), input_spec_from_call((tokens, tokens), {}), one_rank)
     activations = [event for event in fake.window_events if event[2] != "buffers"]
     numbers = {number for number, _, label in fake.window_events if label == "buffers"}
@@ -115,7 +115,7 @@ def test_experts_of_hugging_face_are_planned_in_fp32(family):
         real(input_ids=tokens, labels=tokens).loss.backward()
         for parameter in real.parameters():
             parameter.grad = None
-    one_rank = RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None)
+    one_rank = RunSpec(ZeroPolicy(0), topology=RankTopology(), optimizer=None)
     with torch.device("meta"):
         planned = transformers.AutoModelForCausalLM.from_config(config)
     fake = trace_step(planned, input_spec_from_call((), {"input_ids": tokens, "labels": tokens}), one_rank)
@@ -142,13 +142,13 @@ def test_tiles_of_fakes_equal_tiles_of_real_tensors(tiling):
         del loss
     batch, one_rank = (
         input_spec_from_call((tokens, tokens), {}),
-        RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None, tiling=tiling),
+        RunSpec(ZeroPolicy(0), topology=RankTopology(), optimizer=None, tiling=tiling),
     )
     fake = trace_step(on_meta(WIDE), batch, one_rank)
     own = {number for number, _, label in fake.window_events if label == "buffers"}
     events = [event for event in fake.window_events if abs(event[0]) not in own]
     assert live_peak(events) == pytest.approx(live_peak(tape.events), rel=0.03)
-    plain = trace_step(on_meta(WIDE), batch, RunSpec(RankTopology(), ZeroPolicy(0), Precision(), optimizer=None))
+    plain = trace_step(on_meta(WIDE), batch, RunSpec(ZeroPolicy(0), topology=RankTopology(), optimizer=None))
     if tiling.loss:  # full logits would be most of it
         assert live_peak(fake.window_events) < 0.7 * live_peak(plain.window_events)
     else:
@@ -208,7 +208,7 @@ def test_recomputation_stages_and_precision_move_the_right_bytes():
 
 def test_a_deep_model_is_continued_from_shallow_ones():
     shape = GPTConfig(vocab_size=512, n_layer=26, n_head=2, n_embd=64, block_size=64)
-    setting = RunSpec(RankTopology(1, 2), ZeroPolicy(3), Precision(), micro_batch_size=2)
+    setting = RunSpec(ZeroPolicy(3), topology=RankTopology(1, 2), micro_batch_size=2)
 
     def measure(model):
         found = trace_step(model, infer_input_spec(model, 2, 64), setting)

@@ -13,7 +13,7 @@ from thalweg.plan.inputs.model_loader import load_meta_model
 from thalweg.plan.spec.run_spec import RankTopology, RunSpec
 from thalweg.plan.trace.step import trace_step
 from thalweg.utils.trees import copy_to_meta
-from thalweg.zero.policy import Precision, ZeroPolicy
+from thalweg.zero.policy import ZeroPolicy
 
 pytest.importorskip("transformers")
 SMALL = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100}
@@ -117,7 +117,7 @@ class Steps(torch.nn.Module):
 
 
 def test_a_trace_has_an_end() -> None:
-    setting = RunSpec(RankTopology(), ZeroPolicy(0), Precision())
+    setting = RunSpec(ZeroPolicy(0), topology=RankTopology())
     with pytest.raises(ValueError, match="the step was not over"):
         trace_step(copy_to_meta(Steps()), input_spec_from_example(torch.ones(2, 4)), setting, cpu_budget_s=0.0)
     assert (

@@ -72,7 +72,7 @@ def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, B
 
 
 def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collective]:
-    num_micro_batches, policy = run_spec.accumulation_steps, run_spec.zero_policy
+    num_micro_batches, policy = run_spec.accumulation_steps, run_spec.policy
     num_shards = run_spec.topology.world_size if run_spec.replicates_states else run_spec.num_shards
     trained = [unit for unit in trace.units if unit.is_trainable]
     num_reductions = num_micro_batches if policy.reduces_each_backward else 1

@@ -138,7 +138,7 @@ class Planner:
     def _formula_bytes(self, run_spec: RunSpec, input_spec: InputSpec | None) -> dict[str, float]:
         facts = get_model_size(self.meta_model.model)
         count = sum(parameter.numel() for parameter in self.meta_model.model.parameters())
-        formulas = {"zero_states": zero_state_bytes(count, run_spec.topology.world_size, run_spec.zero_policy.stage)}
+        formulas = {"zero_states": zero_state_bytes(count, run_spec.topology.world_size, run_spec.policy.stage)}
         if input_spec is not None and facts.hidden_size and facts.num_layers:
             tokens = input_spec.num_tokens
             formulas["activations"] = transformer_activation_bytes(facts.hidden_size, facts.num_layers, 1, tokens)

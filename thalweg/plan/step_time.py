@@ -55,9 +55,9 @@ def disk_keeps_up(breakdown: dict[str, float]) -> bool:
 
 def _host_link_bytes(trace: StepTrace, run_spec: RunSpec) -> int:
     """Bytes that a GPU and its host exchange in a step: shards for each gather, gradients back."""
-    num_gathers = run_spec.accumulation_steps * (2 if run_spec.zero_policy.reshards_after_use else 1)
+    num_gathers = run_spec.accumulation_steps * (2 if run_spec.policy.reshards_after_use else 1)
     shards = sum(unit.gather_bytes // run_spec.num_shards for unit in trace.units)
-    num_reductions = run_spec.accumulation_steps if run_spec.zero_policy.reduces_each_backward else 1
+    num_reductions = run_spec.accumulation_steps if run_spec.policy.reduces_each_backward else 1
     grads = sum(unit.sharded_grad_bytes for unit in trace.units if unit.is_trainable)
     return shards * num_gathers + grads * num_reductions
 

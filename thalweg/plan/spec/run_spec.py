@@ -12,16 +12,13 @@ from thalweg.activation_checkpointing import ActivationCheckpointPolicy
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.config.schema.training import Optimizer, Tiling
-from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
 from thalweg.optim.offload.policy import may_step_in_backward
 from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
-from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.shard import ShardOptions
 from thalweg.zero.storage.base import ParamSpec, StorageKind
 from thalweg.zero.storage.nvme import prefers_low_memory, shards_on_host
-from thalweg.zero.units import UnitPolicy
 
 INTRA_NODE, INTER_NODE = "inside a node", "between nodes"
 
@@ -48,27 +45,22 @@ class RankTopology:
         return replace(self, num_nodes=1, ranks_per_node=max(1, self.world_size // group_size))
 
 
-@dataclass(frozen=True)
-class RunSpec:
-    """Everything that decides the bytes of a rank, but the model and its batch.
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(ShardOptions):
+    """Everything that decides the bytes of a rank, but the model and its batch: how it is sharded, and the rest.
 
     ``topology``: the ranks that states are sharded over; ``tp_size``: how many share each one's layers; ``sp_size``:
     how many of them share a sequence.
     """
 
     topology: RankTopology
-    zero_policy: ZeroPolicy
-    precision: Precision
-    unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
     activation_checkpointing: ActivationCheckpointPolicy = field(default_factory=ActivationCheckpointPolicy)
-    fp32_modules: tuple[str, ...] = ()
     accumulation_steps: int = 1
     micro_batch_size: int = 1
     optimizer: str | None = "AdamW"
     optimizer_params: dict[str, Any] = field(default_factory=dict)
     autocast_dtype: Any = None
     linear_kernels: str = "auto"
-    zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     may_step_in_backward: bool = False
     activation_offload: str = "none"
     low_memory: bool = False
@@ -86,13 +78,13 @@ class RunSpec:
     @property
     def replicates_states(self) -> bool:
         """Whether every rank holds all states."""
-        return not self.zero_policy.shards_optimizer_states or self.num_shards == 1
+        return not self.policy.shards_optimizer_states or self.num_shards == 1
 
     @property
     def num_shards(self) -> int:
         """Into how many pieces states are cut: one a rank, or one a rank of a group (MiCS)."""
         world, group = self.topology.world_size, self.zero.mics_shard_size
-        if not self.zero_policy.shards_optimizer_states:
+        if not self.policy.shards_optimizer_states:
             return 1
         return world if group <= 0 or group == world else group
 
@@ -123,7 +115,7 @@ class RunSpec:
             return "private"
         if not self.on_cpu:
             return "wire"
-        keeps_unsharded = not self.zero_policy.reshards_after_use or self.zero.zero_hpz_partition_size > 1
+        keeps_unsharded = not self.policy.reshards_after_use or self.zero.zero_hpz_partition_size > 1
         return "shared" if self.shard_topology.num_nodes == 1 or (self.is_hierarchical and keeps_unsharded) else "wire"
 
     @property
@@ -182,19 +174,15 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: ShardO
     section, optimizer = config.activation_checkpointing, config.optimizer
     autocast = config.torch_autocast.dtype if config.torch_autocast.enabled else None
     return RunSpec(
+        **vars(options),
         topology=topology,
-        zero_policy=options.policy,
-        precision=options.precision,
-        unit_policy=options.unit_policy,
         activation_checkpointing=ActivationCheckpointPolicy(policy=section.policy, every=section.every),
-        fp32_modules=options.fp32_modules,
         accumulation_steps=int(config.gradient_accumulation_steps),
         micro_batch_size=int(config.train_micro_batch_size_per_gpu),
         optimizer=None if optimizer is None else optimizer.type,
         optimizer_params=_optimizer_params(config),
         autocast_dtype=autocast,
         linear_kernels=config.cpu_kernels,
-        zero=options.zero,
         may_step_in_backward=may_step_in_backward(config, on_cpu=topology.device == "cpu"),
         activation_offload=_activation_offload_device(config),
         low_memory=prefers_low_memory(config),

@@ -144,7 +144,7 @@ class FsdpUnitEvents:
                     self.accumulated_grads[id(parameter)], parameter.grad = parameter.grad.to(reduce), None
         elif grads or self.accumulated_grads:
             source.reduce_grads(self)
-        if source.is_last_micro_batch or source.run_spec.zero_policy.reshards_after_use:
+        if source.is_last_micro_batch or source.run_spec.policy.reshards_after_use:
             self.reshard()
 
 
@@ -160,7 +160,7 @@ class FsdpEventSource:
         self.paged_units: frozenset[str] = frozenset()
         self.reshards_after_forward = (
             self.uses_collectives or run_spec.zero.offload_param.device == "nvme"
-        ) and run_spec.zero_policy.reshards_after_use
+        ) and run_spec.policy.reshards_after_use
         compute = run_spec.precision.compute_dtype
         self.cast_dtype = compute if compute != torch.float32 else None
         self.units: list[FsdpUnitEvents] = []
@@ -172,13 +172,13 @@ class FsdpEventSource:
         """One micro-batch, the last of its window or not."""
         self.is_last_micro_batch, self.reduces_grads = (
             is_last,
-            is_last or self.run_spec.zero_policy.reduces_each_backward,
+            is_last or self.run_spec.policy.reduces_each_backward,
         )
 
     def prefetch_previous(self, unit: FsdpUnitEvents) -> None:
         """FSDP2 gathers the unit whose backward pass is next while this one's is computed."""
         index = self.units.index(unit)
-        if index > 0 and self.run_spec.zero_policy.reshards_after_use:
+        if index > 0 and self.run_spec.policy.reshards_after_use:
             self.units[index - 1].prefetch()
 
     def reduce_grads(self, unit: FsdpUnitEvents) -> None:
