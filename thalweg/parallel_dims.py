@@ -101,16 +101,8 @@ def init_distributed(
         ValueError: the launcher's variables contradict each other; the message names them.
     """
     if dist.is_initialized():
-        info = read_rank_info({})
-        return RankInfo(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            local_rank=int(os.environ.get("LOCAL_RANK", info.local_rank)),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", info.local_world_size)),
-            master_addr=None,
-            master_port=None,
-            source="process group",
-        )
+        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return RankInfo(dist.get_rank(), dist.get_world_size(), *local, None, None, "process group")
     if rank >= 0 and world_size > 0:
         named = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
         info = read_rank_info({**os.environ, **named})

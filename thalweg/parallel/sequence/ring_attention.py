@@ -160,15 +160,9 @@ class _RingAttentionFunction(torch.autograd.Function):
                 wait_next = ring.send_recv_next(flat, next_numel, _KV_TAG) if step + 1 < ring.size else None
                 keys, values = _split_kv(flat, k, v)
                 for rows, columns, causal, mask in spec.tiles(ring.rank, ring.kv_rank(step), q.device):
-                    partial_result = block_forward(
-                        q[:, :, rows],
-                        _repeat_kv(keys[:, :, columns], spec.kv_repeat),
-                        _repeat_kv(values[:, :, columns], spec.kv_repeat),
-                        causal=causal,
-                        mask=mask,
-                        scale=spec.scale,
-                    )
-                    _merge_by_lse(out[:, :, rows], lse[:, :, rows], *partial_result)
+                    kv = (_repeat_kv(x[:, :, columns], spec.kv_repeat) for x in (keys, values))
+                    new = block_forward(q[:, :, rows], *kv, causal=causal, mask=mask, scale=spec.scale)
+                    _merge_by_lse(out[:, :, rows], lse[:, :, rows], *new)
                 if wait_next is not None:
                     flat = wait_next()
         y = out.to(q.dtype)
@@ -191,16 +185,10 @@ class _RingAttentionFunction(torch.autograd.Function):
                 keys, values = _split_kv(flat, k, v)
                 key_grads, value_grads = _split_kv(flat_grad, k, v)
                 for rows, columns, causal, mask in spec.tiles(ring.rank, ring.kv_rank(step), q.device):
+                    kv = (_repeat_kv(x[:, :, columns], spec.kv_repeat) for x in (keys, values))
+                    own_grad, own_q, own_y, own_lse = (x[:, :, rows] for x in (grad, q, y, lse))
                     tile_grads = block_backward(
-                        grad[:, :, rows],
-                        q[:, :, rows],
-                        _repeat_kv(keys[:, :, columns], spec.kv_repeat),
-                        _repeat_kv(values[:, :, columns], spec.kv_repeat),
-                        y[:, :, rows],
-                        lse[:, :, rows],
-                        causal=causal,
-                        mask=mask,
-                        scale=spec.scale,
+                        own_grad, own_q, *kv, own_y, own_lse, causal=causal, mask=mask, scale=spec.scale
                     )
                     dq[:, :, rows] += tile_grads[0]
                     key_grads[:, :, columns] += _sum_kv_groups(tile_grads[1], spec.kv_repeat)

@@ -138,57 +138,48 @@ class SequenceParallelAttention:
 
         ``mask`` is a function of positions in the whole sequence.
         """
-        was_attending, self.is_attending = self.is_attending, True
+        length, ring, group = self.sequence_meta.length, self.ring_attention, self.groups.ulysses_group
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        group = self.groups.ulysses_group
+
+        def ring_attend(q: Tensor, k: Tensor, v: Tensor, kv_repeat: int) -> Tensor:
+            """Of the heads at hand, with those of the ring."""
+            is_short = length <= (_TILE_TOKENS if q.is_cpu else _CUDA_TILE_FACTOR * _TILE_TOKENS)
+            if ring.size == 1 and (mask is None or dropout > 0 or is_short):
+                if kv_repeat > 1:
+                    k, v = k.repeat_interleave(kv_repeat, 1), v.repeat_interleave(kv_repeat, 1)
+                index = torch.arange(length, device=q.device)
+                dense_mask = None if mask is None else mask(index, index)
+                is_causal = causal and mask is None
+                return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, is_causal, scale=scale)
+            if dropout > 0:
+                raise ValueError(
+                    f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
+                    "the model's attention dropout to 0; dropout elsewhere is fine"
+                )
+            if ring.size == 1:  # tile by tile: a mask of the whole would take T x T
+                spans = (tuple(split_evenly(length, -(-length // _TILE_TOKENS))),)
+            else:
+                spans = tuple(self.partition.cp_spans(length, rank) for rank in range(ring.size))
+            return ring.attend(q, k, v, RingAttentionSpec(spans, causal, mask, scale, kv_repeat))
+
+        was_attending, self.is_attending = self.is_attending, True
         try:
             if group is None:
-                repeat = query.shape[1] // key.shape[1]
-                return self._ring_attend(query, key, value, repeat, mask, dropout, causal, scale)
+                return ring_attend(query, key, value, query.shape[1] // key.shape[1])
             if query.shape[1] < group.size:
                 raise ValueError(
                     f"sequence_parallel_size = {group.size} is more than the {query.shape[1]} attention heads of "
                     "a rank; set it to at most that, and context_parallel_size to the rest"
                 )
-            token_counts = self.partition.ulysses_token_counts(self.sequence_meta.length)
+            token_counts = self.partition.ulysses_token_counts(length)
             assignment = assign_heads(AttentionHeads(query.shape[1], key.shape[1], query.shape[3]), group.size)
             query_heads = [list(range(*span)) for span in assignment.query_spans]
             kv_heads = [list(own) for own in assignment.kv_heads]
             q, k, v = tokens_to_heads([query, key, value], [query_heads, kv_heads, kv_heads], token_counts, group)
-            y = self._ring_attend(q, k, v, assignment.kv_repeats[group.rank], mask, dropout, causal, scale)
+            y = ring_attend(q, k, v, assignment.kv_repeats[group.rank])
             return heads_to_tokens(y, [len(own) for own in query_heads], token_counts, group)
         finally:
             self.is_attending = was_attending
-
-    def _ring_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_repeat: int,
-        mask: MaskFn | None,
-        dropout: float,
-        causal: bool,
-        scale: float,
-    ) -> Tensor:
-        length = self.sequence_meta.length
-        is_short = length <= (_TILE_TOKENS if q.is_cpu else _CUDA_TILE_FACTOR * _TILE_TOKENS)
-        if self.ring_attention.size == 1 and (mask is None or dropout > 0 or is_short):
-            if kv_repeat > 1:
-                k, v = k.repeat_interleave(kv_repeat, 1), v.repeat_interleave(kv_repeat, 1)
-            index = torch.arange(length, device=q.device)
-            dense_mask = None if mask is None else mask(index, index)
-            return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, causal and mask is None, scale=scale)
-        if dropout > 0:
-            raise ValueError(
-                f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
-                "the model's attention dropout to 0; dropout elsewhere is fine"
-            )
-        if self.ring_attention.size == 1:  # tile by tile: a mask of the whole would take T x T
-            spans = (tuple(split_evenly(length, -(-length // _TILE_TOKENS))),)
-        else:
-            spans = tuple(self.partition.cp_spans(length, rank) for rank in range(self.ring_attention.size))
-        return self.ring_attention.attend(q, k, v, RingAttentionSpec(spans, causal, mask, scale, kv_repeat))
 
     def document_mask(self, causal: bool) -> MaskFn | None:
         """What documents need, as a function of positions; None for one document."""
