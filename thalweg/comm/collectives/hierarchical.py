@@ -104,10 +104,7 @@ class HierarchicalReduceScatter(SharedMemoryReducer):
         super().__init__(ring, name, options)
         self._peer_ranks = hosts.get_peer_ranks(rank)
         self._all_to_all = all_to_all or AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology)
-
-    def reset_error_feedback(self) -> None:
-        """Be as in a new process."""
-        self._all_to_all.reset_error_feedback()
+        self._error_feedback = self._all_to_all
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall

@@ -229,10 +229,7 @@ class TwoLevelReduceScatter(Reducer):
         self._inner_all_to_all, self._outer_all_to_all = inner, outer
         self._num_hosts = len(ranks_by_local_rank[0])
         self._rank_order = [rank for host_ranks in ranks_by_local_rank for rank in host_ranks]
-
-    def reset_error_feedback(self) -> None:
-        """Be as in a new process."""
-        self._outer_all_to_all.reset_error_feedback()
+        self._error_feedback = outer
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall

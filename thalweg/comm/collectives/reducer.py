@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,6 +171,7 @@ class Reducer:
         self._name, self._options = name, options or ReduceOptions()
         self._ledger = self._options.ledger
         self._output_block = ReusableBuffer()
+        self._error_feedback: Any = None  # what has errors of earlier sums to make up for
         self._has_allocated_input = False
 
     def __call__(
@@ -218,7 +220,9 @@ class Reducer:
         return 1.0 / (num_ranks * self._options.num_replicas * self._options.divisor.value)
 
     def reset_error_feedback(self) -> None:
-        """Forget what earlier sums have left to be made up for."""
+        """Forget what earlier sums have left to be made up for, as in a new process."""
+        if self._error_feedback is not None:
+            self._error_feedback.reset_error_feedback()
 
     def reset(self) -> None:
         """Forget a reduction that an exception has cut short."""

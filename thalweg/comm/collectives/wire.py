@@ -108,12 +108,7 @@ class AllToAllReduceScatter(Reducer):
         self, name: str, options: ReduceOptions | None = None, all_to_all: AllToAllReduce | None = None
     ) -> None:
         super().__init__(name, options)
-        self._all_to_all = all_to_all
-
-    def reset_error_feedback(self) -> None:
-        """Be as in a new process."""
-        if self._all_to_all is not None:
-            self._all_to_all.reset_error_feedback()
+        self._all_to_all = self._error_feedback = all_to_all
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thalweg.parallel.tensor.auto_plan.module_trace import is_close
 from thalweg.parallel.tensor.dummy_inputs import DummyInputs, eval_mode
 from thalweg.parallel.tensor.plan import TpPlan, UnshardableModelError
 from thalweg.parallel.tensor.vocab_parallel import VocabParallelLogits
@@ -66,7 +67,7 @@ def check_parity(
     if actual is None:
         raise UnshardableModelError(f"{misfit}: its forward no longer runs")
     for name, value in expected.items():
-        if value is not None and not _is_close(value, actual.get(name)):
+        if value is not None and not is_close(actual.get(name), value, _TOLERANCE):
             raise UnshardableModelError(
                 f"{misfit} at {world_size} tensor ranks: {name} differs from the unsharded model; set "
                 "tensor_parallel.autotp_size to 1"
@@ -80,11 +81,3 @@ def _main_output(result: Any) -> Tensor | None:
     if isinstance(output, VocabParallelLogits):
         return output.full_tensor()
     return output if isinstance(output, Tensor) else None
-
-
-def _is_close(a: Tensor, b: Tensor | None) -> bool:
-    if b is None or a.shape != b.shape:
-        return False
-    tolerance = _TOLERANCE.get(a.dtype, 1e-3)
-    a, b = a.double(), b.double()
-    return not a.numel() or bool((a - b).abs().max() <= tolerance * max(float(a.abs().max()), 1e-6))

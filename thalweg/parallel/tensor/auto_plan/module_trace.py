@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,15 +22,15 @@ _METADATA_NAMES = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda
 _GETTERS = {getattr(Tensor, name).__get__ for name in _METADATA_NAMES}
 
 
-def is_close(a: Any, b: Any) -> bool:
-    """Whether two tensors agree up to rounding, or neither is there."""
+def is_close(a: Any, b: Any, tolerances: Mapping[torch.dtype, float] = _TOLERANCE) -> bool:
+    """Whether two tensors agree up to rounding (against the largest element of ``b``), or neither is there."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return a is None and b is None
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point() or a.numel() == 0:
         return torch.equal(a, b)
-    a, b, tolerance = a.double(), b.double(), _TOLERANCE.get(a.dtype, 1e-4)
+    a, b, tolerance = a.double(), b.double(), tolerances.get(a.dtype, tolerances[torch.float32])
     return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-6))
 
 
