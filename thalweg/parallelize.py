@@ -376,9 +376,8 @@ def _make_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer over the sharded parameters, or the config's, or None."""
     params_by_name = dict(model.named_parameters(remove_duplicate=False))
-    local_names = [
-        [to_local_name(name) if to_local_name else name for name in group["params"]] for group in named_groups
-    ]
+    to_local = to_local_name or (lambda name: name)
+    local_names = [[to_local(name) for name in group["params"]] for group in named_groups]
     # None for a parameter that lies on another rank, or was taken apart.
     params_by_group = [[None if name is None else params_by_name.get(name) for name in names] for names in local_names]
     groups = [

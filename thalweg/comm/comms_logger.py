@@ -77,9 +77,8 @@ class CommsLog:
         entry.num_calls += 1
         entry.full_bytes += full_bytes
         is_message = kind in _POINT_TO_POINT_KINDS
-        entry.sent_bytes += (
-            full_bytes if is_message else RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size
-        )
+        ring_bytes = full_bytes if is_message else RING_FACTOR[kind] * full_bytes * (world_size - 1) // world_size
+        entry.sent_bytes += ring_bytes
         entry.seconds += seconds
         if call is not None:
             entry.intra_bytes += call.intra_bytes

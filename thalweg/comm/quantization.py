@@ -165,11 +165,8 @@ class PayloadFormat:
         for length, is_quantized in self.segments:
             size = self._segment_bytes(length, is_quantized)
             if length:
-                yield (
-                    values[value_start : value_start + length],
-                    payload[byte_start : byte_start + size],
-                    is_quantized,
-                )
+                segment_bytes = payload[byte_start : byte_start + size]
+                yield values[value_start : value_start + length], segment_bytes, is_quantized
             value_start, byte_start = value_start + length, byte_start + size
         assert value_start == values.numel() and byte_start == payload.numel()
 

@@ -49,9 +49,8 @@ def resolve_dp_size(config: Section, world_size: int) -> tuple[int, ConfigProble
     stated = get_by_path(config, "data_parallel_size")
     if isinstance(stated, int) and stated != dp_size:
         expected = f"{dp_size}, which is world_size = {world_size}{''.join(f' / {term}' for term in nontrivial)}"
-        return dp_size, ConfigProblem(
-            "data_parallel_size", stated, expected + _launcher_hint(world_size, stated * degree)
-        )
+        expected += _launcher_hint(world_size, stated * degree)
+        return dp_size, ConfigProblem("data_parallel_size", stated, expected)
     return dp_size, None
 
 

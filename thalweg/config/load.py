@@ -110,9 +110,8 @@ def read_partial_config(source: ConfigSource) -> PartialConfig:
     tree, partial.aliases, alias_problems = apply_key_aliases(parsed.tree)
     partial.problems += alias_problems
     user_set = frozenset(_leaf_paths(tree))
-    derived = tuple(
-        (f"{block}.type", "asked for without a name") for block in _PARAM_SCHEMAS if _get_type(tree, block) == AUTO
-    )
+    unnamed = [block for block in _PARAM_SCHEMAS if _get_type(tree, block) == AUTO]
+    derived = tuple((f"{block}.type", "asked for without a name") for block in unnamed)
     partial.problems += _validate_params_blocks(tree)
     config = _validate(tree, partial.problems)
     config._provenance = Provenance(user_set=user_set, derived=derived, renamed=partial.aliases.describe())

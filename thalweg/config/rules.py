@@ -317,6 +317,4 @@ def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterato
 
 
 def _overlaps(paths: tuple[str, ...], skipped: tuple[str, ...]) -> bool:
-    return any(
-        is_under(path, skipped_path) or is_under(skipped_path, path) for path in paths for skipped_path in skipped
-    )
+    return any(is_under(path, other) or is_under(other, path) for path in paths for other in skipped)

@@ -18,9 +18,7 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", 
 
 def describe_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
     """What an annotation takes, such as ``a whole number, at least 1``."""
-    members = [
-        _describe_member(option) for option in _split_union(annotation) if option is not NoneType and option is not None
-    ]
+    members = [_describe_member(option) for option in _split_union(annotation) if option not in (NoneType, None)]
     text = _append_bounds(" or ".join(dict.fromkeys(members)), metadata)
     if NoneType in union_members(annotation):
         text += ", or null"

@@ -170,9 +170,8 @@ class StatefulLoader(PositionedLoader):
             return DataLoader(shares, batch_size=None, collate_fn=_identity, **options)
         if self._dataloader is None:
             batch_sampler: Any = _RankBatchSampler(self)
-            self._dataloader = DataLoader(
-                self.dataset, batch_sampler=batch_sampler, collate_fn=self.collate_fn, **options
-            )
+            options |= {"batch_sampler": batch_sampler, "collate_fn": self.collate_fn}
+            self._dataloader = DataLoader(self.dataset, **options)
         return self._dataloader
 
     @property

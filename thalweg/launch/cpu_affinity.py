@@ -85,6 +85,5 @@ def assign_cores(
         return CpuBinding((), num_threads)
     edges = [rank * len(cores) // nproc for rank in range(nproc + 1)]
     slices = (cores[start:end] for start, end in pairwise(edges))
-    return CpuBinding(
-        tuple(tuple(sorted(cpu for core in core_slice for cpu in core)) for core_slice in slices), num_threads
-    )
+    cpus = (tuple(sorted(cpu for core in core_slice for cpu in core)) for core_slice in slices)
+    return CpuBinding(tuple(cpus), num_threads)

@@ -160,10 +160,8 @@ def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
         )
 
     try:
-        store_of_cards = PrefixStore("cards", store)
-        cards = exchange_cards(
-            store_of_cards, card, node.num_nodes, node.join_timeout, find_mismatch, describe_missing, notify
-        )
+        known = PrefixStore("cards", store), card, node.num_nodes, node.join_timeout
+        cards = exchange_cards(*known, find_mismatch, describe_missing, notify)
     except LateArrivalError as error:
         nodes = NodeRendezvous(node, [card], store)
         if not nodes.is_under_way():  # a job that is is not stopped by a stray launcher

@@ -71,12 +71,8 @@ def build_local_job(spec: LaunchSpec) -> LocalJob:
     environ = {**spec.environ, **({} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)})}
     if spec.chosen is not None and num_gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.chosen))
-    return LocalJob(
-        spec,
-        nproc,
-        assign_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind),
-        environ,
-    )
+    cpu_binding = assign_cores(nproc, physical_cores(cpus), quota=cpu_quota(), bind=bind)
+    return LocalJob(spec, nproc, cpu_binding, environ)
 
 
 def _check_target(spec: LaunchSpec) -> None:
@@ -96,11 +92,7 @@ def _resolve_nproc(spec: LaunchSpec, num_gpus: int) -> int:
         return num_slots or num_gpus or 1
     if requested == "gpu" and num_gpus == 0:
         raise ValueError("--nproc gpu: this host has no GPU; say how many ranks to run on its processor")
-    by_keyword = {
-        "gpu": num_gpus,
-        "cpu": len(physical_cores(usable_cpus())),
-        "auto": num_gpus or 1,
-    }
+    by_keyword = {"gpu": num_gpus, "cpu": len(physical_cores(usable_cpus())), "auto": num_gpus or 1}
     if requested not in by_keyword and not (requested.isascii() and requested.isdecimal()):
         raise ValueError(f"--nproc {requested} is not a number, gpu, cpu or auto")
     nproc = by_keyword[requested] if requested in by_keyword else int(requested)

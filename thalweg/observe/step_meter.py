@@ -84,9 +84,8 @@ class StepMeter:
         phases: Mapping[str, float] | None = None,
     ) -> StepRecord:
         """Close the window: the record of the whole job, on every rank."""
-        totals = torch.tensor(
-            [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens], dtype=torch.float64
-        )
+        sums = [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens]
+        totals = torch.tensor(sums, dtype=torch.float64)
         if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(totals, group=self._group)
         totals[2:] /= self._num_batch_copies

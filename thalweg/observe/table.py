@@ -30,9 +30,8 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join(
-        [format_line(list(headers)), format_line(["-" * width for width in widths]), *map(format_line, cells)]
-    )
+    head = [format_line(list(headers)), format_line(["-" * width for width in widths])]
+    return "\n".join([*head, *map(format_line, cells)])
 
 
 def _is_number(value: Any) -> bool:

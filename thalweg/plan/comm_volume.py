@@ -152,9 +152,8 @@ def _link_bytes(collective: _Collective, run_spec: RunSpec) -> tuple[int, int]:
             if collective.intra_node_only
             else collective.intra_row_bytes
         ), 0
-    is_hierarchical = run_spec.is_hierarchical or (
-        collective.kind == "reduce_scatter" and run_spec.zero.zero_quantized_gradients
-    )
+    in_codes = collective.kind == "reduce_scatter" and run_spec.zero.zero_quantized_gradients
+    is_hierarchical = run_spec.is_hierarchical or in_codes
     if is_hierarchical or run_spec.zero.mics_hierarchical_params_gather:
         return factor * (ranks_per_node - 1) * num_nodes * collective.intra_row_bytes, factor * (
             num_nodes - 1

@@ -61,9 +61,8 @@ def _choose_for_job(
         int(resident_mib() * 2**20),
         topology.ranks_per_node if device.type == "cpu" else 1,
     )
-    cluster = build_job_cluster(
-        topology, device, find_memory_limit(config, device, num_local_ranks, resident_bytes), config
-    )
+    limit = find_memory_limit(config, device, num_local_ranks, resident_bytes)
+    cluster = build_job_cluster(topology, device, limit, config)
     planner = Planner(meta_model, cluster, None, None, measure_process_bytes(model, device))
     try:
         infer_input_spec(meta_model.model, 1)
@@ -76,9 +75,8 @@ def get_topology(mesh: DeviceMesh, device: torch.device, tp_size: int = 1) -> Ra
     """The ranks of ``mesh``, and the ``tp_size`` ranks behind each, by host, as the launcher says."""
     world_size = mesh.size() * tp_size
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    local_world_size = (
-        local_world_size if 0 < local_world_size <= world_size and world_size % local_world_size == 0 else world_size
-    )
+    if not 0 < local_world_size <= world_size or world_size % local_world_size:
+        local_world_size = world_size
     return RankTopology(world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "cuda")
 
 

@@ -40,9 +40,8 @@ def estimate_step_time(
         breakdown["host update"] = update_bytes * cluster.devices_per_node / cluster.host_memory_bandwidth
         breakdown["memory bandwidth"] -= update_bytes / cluster.memory_bandwidth
     if tiers["disk_read"] or tiers["disk_written"]:  # the ranks of a node share its disk
-        seconds = (
-            tiers["disk_read"] / cluster.disk_read_bandwidth + tiers["disk_written"] / cluster.disk_write_bandwidth
-        )
+        seconds = tiers["disk_read"] / cluster.disk_read_bandwidth
+        seconds += tiers["disk_written"] / cluster.disk_write_bandwidth
         breakdown["disk"] = run_spec.topology.ranks_per_node * seconds
     return breakdown
 
@@ -69,9 +68,8 @@ def combine_times(breakdown: dict[str, float], cluster: Cluster) -> tuple[float,
         seconds = sum(breakdown.values())
     else:
         rank_seconds = breakdown["compute"] + breakdown["memory bandwidth"]
-        transfer_seconds = sum(
-            value for key, value in breakdown.items() if key.startswith(("links", "network", "host", "disk"))
-        )
+        transfers = ("links", "network", "host", "disk")
+        transfer_seconds = sum(value for key, value in breakdown.items() if key.startswith(transfers))
         longer, shorter = (max(rank_seconds, transfer_seconds, breakdown["calls"]), min(rank_seconds, transfer_seconds))
         seconds = longer + 0.1 * shorter
     return seconds, bottleneck

@@ -76,11 +76,9 @@ class RemoteNode:
         self.host, self._inbox = host, inbox
         self._is_up = False  # the agent has spoken: what comes now is its ranks'
         self._stderr_tail = b""
-        pipe = subprocess.PIPE
         # a session of its own: a terminal's ^C reaches the launcher, which passes it on in order
-        self.process: Any = subprocess.Popen(
-            list(command), bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process: Any = subprocess.Popen(list(command), bufsize=0, start_new_session=True, **pipes)
         for read in (self._read_stdout, self._read_stderr):
             threading.Thread(target=read, daemon=True).start()
 

@@ -143,9 +143,8 @@ def _grouped_forward(module: Any, rows: Tensor, groups: RowGroups, weights: dict
     inputs_first = module.is_transposed
     inner = grouped_linear(rows, weights[first], groups, weights.get(f"{first}_bias"), in_features_first=inputs_first)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    return grouped_linear(
-        inner, weights["down_proj"], groups, weights.get("down_proj_bias"), in_features_first=inputs_first
-    )
+    bias = weights.get("down_proj_bias")
+    return grouped_linear(inner, weights["down_proj"], groups, bias, in_features_first=inputs_first)
 
 
 def _per_row_forward(module: nn.Module) -> Any:

@@ -40,9 +40,8 @@ def torch_schedule_orders(
         raise ValueError(
             f"{class_name} needs at least as many micro-batches as stages: {num_micro_batches} for {len(stage_to_rank)}"
         )
-    return tuple(
-        tuple(_flatten_operations(schedule._calculate_single_rank_operations(rank))) for rank in range(num_ranks)
-    )
+    by_rank = (schedule._calculate_single_rank_operations(rank) for rank in range(num_ranks))
+    return tuple(tuple(_flatten_operations(operations)) for operations in by_rank)
 
 
 def _flatten_operations(operations: Sequence[Any]) -> list[Action]:

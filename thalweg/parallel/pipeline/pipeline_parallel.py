@@ -96,9 +96,8 @@ class PipelineParallel:
         table = torch.zeros(layout.num_blocks, 4, dtype=torch.float64)
         root = dist.get_global_rank(self._meshes.world_group, 0)
         if dist.get_rank() == root and not any(p.is_meta for p in model.parameters()):
-            table = torch.tensor(
-                [astuple(c) for c in profile_blocks(model, layout.list_name, batch)], dtype=table.dtype
-            )
+            costs = profile_blocks(model, layout.list_name, batch)
+            table = torch.tensor([astuple(cost) for cost in costs], dtype=table.dtype)
         dist.broadcast(table, src=root, group=self._meshes.world_group)
         return [BlockCost(*row) for row in table.tolist()] if table.any() else None
 
@@ -115,9 +114,8 @@ class PipelineParallel:
         ranked = rank_schedules(num_ranks, steps, max_stages, get_costs, self._num_virtual_stages)
         best = choose_schedule(ranked)
         cost_source = "measured" if block_costs is not None else "equal"
-        self._config.add_note(
-            "pipeline.schedule", f"{best.name}: a bubble of {best.timeline.bubble:.1%} by {cost_source} costs"
-        )
+        bubble = f"a bubble of {best.timeline.bubble:.1%} by {cost_source} costs"
+        self._config.add_note("pipeline.schedule", f"{best.name}: {bubble}")
         return best.name
 
     def _build_schedule(self, num_micro_batches: int) -> PipelineSchedule:
@@ -188,9 +186,8 @@ class PipelineParallel:
         """Let a list of layers work on parts of sequences; None for a model with a forward of its own."""
         if not isinstance(self._stages, PipelineModuleStages):
             return None
-        self._stages.sequence_parallel = LayerSequenceParallel.install(
-            self._stages.module.layers.values(), groups, on_token_count
-        )
+        layers = self._stages.module.layers.values()
+        self._stages.sequence_parallel = LayerSequenceParallel.install(layers, groups, on_token_count)
         return self._stages.sequence_parallel.attention
 
     def _bind_tied_weights(self, rank_by_name: dict[str, int]) -> None:

@@ -145,9 +145,8 @@ class ScheduleExecutor:
             inputs = [t for t in iter_tensors(value) if t.requires_grad]
             outputs = [t for t in iter_tensors(result) if t.requires_grad]
             weights = self._callbacks.weights(stage) if (stage, micro) in self.schedule.split_backward else []
-            self._states[stage, micro] = _MicroBatchState(
-                inputs, outputs, weights, saved_context=self._callbacks.save_context()
-            )
+            context = self._callbacks.save_context()
+            self._states[stage, micro] = _MicroBatchState(inputs, outputs, weights, saved_context=context)
 
     def _run(self, stage: int, value: Any, batch: Any) -> Any:
         stage_input = map_tensors(value, torch.clone) if stage in self._copied_stages else value

@@ -133,9 +133,8 @@ def partition_blocks(
     if layout.num_blocks < num_stages:
         raise ValueError(f"{type(model).__name__} has {layout.num_blocks} blocks, too few for {num_stages} stages")
     if costs is None:
-        exit_sizes = [
-            p.numel() for key in layout.exit_modules for p in model.get_submodule(key).parameters(recurse=False)
-        ]
+        exits = (model.get_submodule(key) for key in layout.exit_modules)
+        exit_sizes = [p.numel() for module in exits for p in module.parameters(recurse=False)]
         costs = [*layout.block_costs[:-1], layout.block_costs[-1] + float(sum(exit_sizes))]
     return partition_balanced(costs, num_stages, min_layers=1, fits=fits)
 
@@ -235,9 +234,8 @@ class SplitModelStages:
         self._num_stages = len(stage_ranges)
         block_list = model.get_submodule(layout.list_name)
         assert isinstance(block_list, nn.ModuleList)
-        self.blocks = PipelineBlocks(
-            block_list, [stage_ranges[stage] for stage in local_stages], layout.num_extra_outputs
-        )
+        local_ranges = [stage_ranges[stage] for stage in local_stages]
+        self.blocks = PipelineBlocks(block_list, local_ranges, layout.num_extra_outputs)
         _set_submodule(model, layout.list_name, self.blocks)
         for names, owning_stage in ((layout.entry_modules, 0), (layout.exit_modules, self._num_stages - 1)):
             for name in names if owning_stage not in local_stages else ():

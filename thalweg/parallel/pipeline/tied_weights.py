@@ -89,9 +89,7 @@ class TiedWeights:
         values = {place: torch.empty_like(value) for place in other_ranks} | {self._pp_rank: value}
         # In one batch: on CUDA a send in front of a receive would wait for the peer's, which does likewise.
         messages = [dist.P2POp(dist.isend, value, group=self._group, group_peer=place) for place in other_ranks]
-        messages += [
-            dist.P2POp(dist.irecv, values[place], group=self._group, group_peer=place) for place in other_ranks
-        ]
+        messages += [dist.P2POp(dist.irecv, values[rank], group=self._group, group_peer=rank) for rank in other_ranks]
         nbytes = len(other_ranks) * value.nbytes
         self.ledger.record("send", "shared weights", "pipeline", full_bytes=nbytes, world_size=2)
         for work in dist.batch_isend_irecv(messages) if messages else []:

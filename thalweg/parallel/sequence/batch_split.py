@@ -150,9 +150,8 @@ def build_splitter(model: nn.Module, partition: SequencePartition) -> BatchSplit
     """The cut that fits ``model``'s arguments and loss."""
     signature = ForwardSignature.from_model(model)
     has_causal_loss = getattr(model, "loss_type", None) in (None, "ForCausalLM")
-    return BatchSplitter(
-        partition, signature, signature.is_hugging_face and has_causal_loss and signature.accepts_kwargs
-    )
+    shifts_labels = signature.is_hugging_face and has_causal_loss and signature.accepts_kwargs
+    return BatchSplitter(partition, signature, shifts_labels)
 
 
 def build_loader_splitter(model: nn.Module, meshes: ParallelMeshes) -> BatchSplitter | None:

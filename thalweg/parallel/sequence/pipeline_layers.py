@@ -52,9 +52,8 @@ class LayerSequenceParallel:
         # Positions that begin again are no documents to layers that see none in one process.
         sequence_meta = self.attention.sequence_meta = SequenceMeta(tokens.shape[1])
         self.attention.verify_same_batch(tokens)
-        return self._splitter.local_batch(inputs, sequence_meta.length), self._split_labels(
-            labels, sequence_meta.length
-        )
+        length = sequence_meta.length
+        return self._splitter.local_batch(inputs, length), self._split_labels(labels, length)
 
     def _split_labels(self, labels: Any, length: int) -> Any:
         if isinstance(labels, Mapping):

@@ -118,9 +118,8 @@ class RingAttention:
         assert cp_group is not None
         received, process_group = sent.new_empty(numel), cp_group.process_group
         send = dist.P2POp(dist.isend, sent, self._next_rank, process_group, tag)
-        works = dist.batch_isend_irecv(
-            [send, dist.P2POp(dist.irecv, received, self._previous_rank, process_group, tag)]
-        )
+        receive = dist.P2POp(dist.irecv, received, self._previous_rank, process_group, tag)
+        works = dist.batch_isend_irecv([send, receive])
 
         def wait() -> Tensor:
             with cp_group.ledger.timed(
@@ -185,11 +184,10 @@ class _RingAttentionFunction(torch.autograd.Function):
                 keys, values = _split_kv(flat, k, v)
                 key_grads, value_grads = _split_kv(flat_grad, k, v)
                 for rows, columns, causal, mask in spec.tiles(ring.rank, ring.kv_rank(step), q.device):
-                    kv = (_repeat_kv(x[:, :, columns], spec.kv_repeat) for x in (keys, values))
+                    own_k, own_v = (_repeat_kv(x[:, :, columns], spec.kv_repeat) for x in (keys, values))
                     own_grad, own_q, own_y, own_lse = (x[:, :, rows] for x in (grad, q, y, lse))
-                    tile_grads = block_backward(
-                        own_grad, own_q, *kv, own_y, own_lse, causal=causal, mask=mask, scale=spec.scale
-                    )
+                    options: dict[str, Any] = {"causal": causal, "mask": mask, "scale": spec.scale}
+                    tile_grads = block_backward(own_grad, own_q, own_k, own_v, own_y, own_lse, **options)
                     dq[:, :, rows] += tile_grads[0]
                     key_grads[:, :, columns] += _sum_kv_groups(tile_grads[1], spec.kv_repeat)
                     value_grads[:, :, columns] += _sum_kv_groups(tile_grads[2], spec.kv_repeat)

@@ -250,9 +250,8 @@ def apply_sequence_parallel(
         _register_attention_interface([model], attention)
     else:
         install_attention(list(blocks) or [model], attention)
-    replace_forward(
-        model, _split_batch_forward(model, attention, build_splitter(model, attention.partition), signature)
-    )
+    splitter = build_splitter(model, attention.partition)
+    replace_forward(model, _split_batch_forward(model, attention, splitter, signature))
     return attention
 
 
@@ -331,9 +330,8 @@ def _register_attention_interface(models: Sequence[nn.Module], attention: Sequen
                     f"{type(models[0]).__name__} makes of functions of its own; set it to 1"
                 )
             kwargs["attention_mask"] = sequence_meta.padding
-            dense_mask = sdpa_mask(
-                batch_size, sequence_meta.length, sequence_meta.length, mask_function=mask_function, **kwargs
-            )
+            length = sequence_meta.length
+            dense_mask = sdpa_mask(batch_size, length, length, mask_function=mask_function, **kwargs)
             return None if dense_mask is None else lambda queries, keys: dense_mask[:, :, queries[:, None], keys]
         if sequence_meta.padding is not None:
             mask_function = and_masks(mask_function, padding_mask_function(sequence_meta.padding))

@@ -118,9 +118,8 @@ def kv_spec(
         ]
         return ShardSpec(dim, size, tuple(own + tail for own, tail in zip(leading_spans, tails, strict=True))), None
     tail_spans = split_evenly(num_sections * length, world_size)
-    spans = tuple(
-        (*own, (offset + start, offset + stop)) for own, (start, stop) in zip(leading_spans, tail_spans, strict=True)
-    )
+    tails = [(offset + start, offset + stop) for start, stop in tail_spans]
+    spans = tuple((*own, tail) for own, tail in zip(leading_spans, tails, strict=True))
     rows = tuple(
         k * length + head * head_dim + i
         for k in range(num_sections)

@@ -323,9 +323,8 @@ def add_vocab_parallel(plan: TpPlan, model: nn.Module, world_size: int) -> None:
             continue
         for name, kind in kinds.items():
             assert kind is not None
-            plan.layers[name] = LayerPlan(
-                kind, _with_bias_spec(users[name], contiguous_spec(0, weight.shape[0], world_size))
-            )
+            specs = _with_bias_spec(users[name], contiguous_spec(0, weight.shape[0], world_size))
+            plan.layers[name] = LayerPlan(kind, specs)
 
 
 def _call_getter(model: nn.Module, method: str) -> nn.Module | None:

@@ -23,10 +23,8 @@ class TensorSpec:
     high: int = 2
 
 
-_LEARNED_POSITION_NAMES, _NON_TEXT_NAMES = (
-    re.compile(r"(^|\.)(wpe|\w*position\w*)$"),
-    re.compile("vision|visual|image|audio"),
-)
+_LEARNED_POSITION_NAMES = re.compile(r"(^|\.)(wpe|\w*position\w*)$")
+_NON_TEXT_NAMES = re.compile("vision|visual|image|audio")
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,7 @@ def _build_module(fields: dict[str, Any]) -> nn.Module:
             f"takes {', '.join(sorted(_GPT_CONFIG_KEYS))} alone"
         )
     library = _import_transformers()
-    rest = {
-        key: value for key, value in fields.items() if key != "model_type" and not _requests_flash_attention(key, value)
-    }
+    rest = {k: v for k, v in fields.items() if k != "model_type" and not _requests_flash_attention(k, v)}
     kind, config_mapping = fields["model_type"], library.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in config_mapping:
         suggestions = difflib.get_close_matches(str(kind), list(config_mapping), 1)

@@ -62,10 +62,8 @@ class GradientBuffers:
         self._num_slot_uses = self._num_gathers = 0
         self._num_blocks: Counter[str] = Counter()
         self._units_with_grads: set[str] = set()
-        self._output_pool, self._input_pool = (
-            _FakeBufferPool(rank_memory, "gradients"),
-            _FakeBufferPool(rank_memory, "buffers"),
-        )
+        self._output_pool = _FakeBufferPool(rank_memory, "gradients")
+        self._input_pool = _FakeBufferPool(rank_memory, "buffers")
         self._current_input: _FakeBuffer | None = None
         self._pending_updates: list[_FakeBuffer] = []
 

@@ -89,9 +89,8 @@ class RankMemory:
 
     @property
     def _heap_bytes(self) -> int:
-        return (
-            self._num_live_bytes if self._heap_factor is None else round(self._heap_factor * self._highest_live_bytes)
-        )
+        factor = self._heap_factor
+        return self._num_live_bytes if factor is None else round(factor * self._highest_live_bytes)
 
     @property
     def resident_bytes(self) -> int:

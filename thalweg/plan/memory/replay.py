@@ -123,9 +123,8 @@ class _Replay:
             if unit.name in trace.paged_units
         }
         # A GPU's units come through the host: they are no part of the device's memory.
-        self.paged_params = PagedParams(
-            RankMemory(0, None) if run_spec.states_on_host else rank_memory, members, run_spec
-        )
+        paged_memory = RankMemory(0, None) if run_spec.states_on_host else rank_memory
+        self.paged_params = PagedParams(paged_memory, members, run_spec)
         self.streamed_update = self._plan_streamed_update()
         self.disk_grad_bytes = 0
         if run_spec.grads_on_disk and not run_spec.updates_in_backward:
@@ -143,9 +142,7 @@ class _Replay:
             if size >= _MMAP_THRESHOLD:
                 rank_memory.adjust_mmapped("parameters", size)
         shared, is_distributed = run_spec.storage_kind == "shared", run_spec.topology.world_size > 1
-        param_specs = {
-            name: param_spec for name, param_spec in trace.param_specs.items() if name not in self.disk_params
-        }
+        param_specs = {name: spec for name, spec in trace.param_specs.items() if name not in self.disk_params}
         storage_id = 1
         for param_spec in param_specs.values() if not run_spec.states_on_host else ():
             if (not shared or param_spec.master_dtype != param_spec.compute_dtype) and not run_spec.master_on_disk(
@@ -191,9 +188,8 @@ class _Replay:
         self._replay(self.trace.window_events, record_timeline)
         self.paged_params.end_window()
         if first and not self.run_spec.states_on_host:
-            self.rank_memory.adjust_mmapped(
-                "buffers", self.streamed_update.buffer_bytes + self._heap_left_by_first_update()
-            )
+            touched = self.streamed_update.buffer_bytes + self._heap_left_by_first_update()
+            self.rank_memory.adjust_mmapped("buffers", touched)
         self._replay(self._update_events(first), record_timeline)
         self.gradient_buffers.end_window()
         self.disk_read_bytes = self.paged_params.read_bytes - read_before + self.streamed_update.read_bytes
@@ -305,9 +301,8 @@ class _Replay:
         offloaded = self.trace.peak_offloaded_bytes if self.run_spec.activation_offload == "cpu" else 0
         if not self.run_spec.states_on_host:
             return offloaded
-        total = offloaded + sum(
-            shard_bytes(s) for name, s in self.trace.param_specs.items() if name not in self.disk_params
-        )
+        resident = (spec for name, spec in self.trace.param_specs.items() if name not in self.disk_params)
+        total = offloaded + sum(map(shard_bytes, resident))
         total += sum(unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable)
         if self.run_spec.zero.offload_optimizer.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)

@@ -170,10 +170,8 @@ class FsdpEventSource:
 
     def begin_micro_batch(self, is_last: bool) -> None:
         """One micro-batch, the last of its window or not."""
-        self.is_last_micro_batch, self.reduces_grads = (
-            is_last,
-            is_last or self.run_spec.policy.reduces_each_backward,
-        )
+        self.is_last_micro_batch = is_last
+        self.reduces_grads = is_last or self.run_spec.policy.reduces_each_backward
 
     def prefetch_previous(self, unit: FsdpUnitEvents) -> None:
         """FSDP2 gathers the unit whose backward pass is next while this one's is computed."""

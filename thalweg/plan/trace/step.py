@@ -93,9 +93,8 @@ def trace_step(
     apply_fake_sp(model, run_spec.sp_size, list(blocks.values()), ledger)
     stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.zero.offload_param.device == "nvme"
     units = blocks if stragglers_in_root else with_large_leaves(model, blocks)
-    offload_recorder = (
-        OffloadRecorder(recorder) if run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec) else None
-    )
+    offloads = run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec)
+    offload_recorder = OffloadRecorder(recorder) if offloads else None
     apply_activation_checkpointing(model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder)
     tiling = _apply_tiling(model, run_spec)
     source = FsdpEventSource(recorder, run_spec)
@@ -144,9 +143,8 @@ def build_param_specs(model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpe
         compute = precision.get_compute_dtype(master)
         if any(name == key or name.startswith(f"{key}.") for key in run_spec.fp32_modules):
             compute = master
-        param_specs[name] = ParamSpec(
-            name, parameter.shape, master, compute, run_spec.num_shards, parameter.requires_grad
-        )
+        how = (master, compute, run_spec.num_shards, parameter.requires_grad)
+        param_specs[name] = ParamSpec(name, parameter.shape, *how)
     return param_specs
 
 
@@ -195,9 +193,8 @@ def _install_unit_hooks(
     model: nn.Module, units: dict[str, nn.Module], param_specs: dict[str, ParamSpec], source: FsdpEventSource
 ) -> list[UnitInfo]:
     """Hang the units' hooks on the model; the root's unit comes first."""
-    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {
-        name: [] for name in ("", *source.run_spec.fp32_modules, *units)
-    }
+    unit_names = ("", *source.run_spec.fp32_modules, *units)
+    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in unit_names}
     for name, parameter in model.named_parameters():
         unit_of_param = _find_unit(name, source.run_spec.fp32_modules, units)
         if name in param_specs:
@@ -265,11 +262,8 @@ def _autocast_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
 
 def _attention_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
     """A GPU's, where blocks keep what it saves: what runs again in the backward pass is outside of modes."""
-    return (
-        GpuAttentionMode()
-        if not run_spec.on_cpu and run_spec.activation_checkpointing.policy == "none"
-        else nullcontext()
-    )
+    keeps_saved = run_spec.activation_checkpointing.policy == "none"
+    return GpuAttentionMode() if not run_spec.on_cpu and keeps_saved else nullcontext()
 
 
 def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource) -> None:

@@ -84,9 +84,8 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
         for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
             plan.layers[op.name] = LayerPlan("column", _shard_specs(op, op.out_dim, out_indices, bias=True))
         row_op = pair.row_op
-        plan.layers[row_op.name] = LayerPlan(
-            "row", _shard_specs(row_op, 1 - row_op.out_dim, pair.in_indices, bias=False)
-        )
+        specs = _shard_specs(row_op, 1 - row_op.out_dim, pair.in_indices, bias=False)
+        plan.layers[row_op.name] = LayerPlan("row", specs)
         plan.layers.update({name: LayerPlan("grad_all_reduce") for name in pair.partial_modules})
         for name, values in pair.local_attributes.items():
             plan.local_attributes.setdefault(name, {}).update({key: own[rank] for key, own in values.items()})
