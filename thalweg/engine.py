@@ -222,14 +222,9 @@ class Engine(nn.Module):
         micro_batch = self.train_batch_size() // self._window.num_micro_batches
         self._counters.global_samples += micro_batch * self._window.last_num_micro_batches
         if self._meter is not None:
-            self._meter.step(
-                self.global_steps,
-                lr=self.get_lr()[0],
-                grad_norm=result.grad_norm,
-                loss_scale=self.loss_scale,
-                skipped=result.skipped,
-                phases=self._phase_timer.pop_seconds(),
-            )
+            scalars = {"lr": self.get_lr()[0], "grad_norm": result.grad_norm, "loss_scale": self.loss_scale}
+            phases = self._phase_timer.pop_seconds()
+            self._meter.step(self.global_steps, skipped=result.skipped, phases=phases, **scalars)
         if self.global_steps == 1:
             self._log_memory("the first step")
 
@@ -441,14 +436,8 @@ class Engine(nn.Module):
             )
         self.zero_grad()
         self._batch_feed.rewind()
-        return self._training_state.load(
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            load_optimizer=load_optimizer_states,
-            load_lr_scheduler=load_lr_scheduler_states,
-            module_only=load_module_only,
-        )
+        what = {"load_optimizer": load_optimizer_states, "load_lr_scheduler": load_lr_scheduler_states}
+        return self._training_state.load(load_dir, tag, strict=load_module_strict, module_only=load_module_only, **what)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False

@@ -400,14 +400,9 @@ def _make_optimizer(
     params = dict(section.params)
     if config.bf16.bf16_optimizer_states:
         params.setdefault("state_dtype", "bf16")
-    return build_optimizer(
-        section.type,
-        groups,
-        params,
-        model=model,
-        replicate_group=replicate_group,
-        zenflow_policy=ZenFlowPolicy.from_config(config.zero_optimization.zenflow),
-    )
+    zenflow = ZenFlowPolicy.from_config(config.zero_optimization.zenflow)
+    extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "zenflow_policy": zenflow}
+    return build_optimizer(section.type, groups, params, **extras)
 
 
 def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_scheduler: Any) -> Any:

@@ -38,11 +38,8 @@ DEPRECATED_KEYS = {
     "quantize_training.quantize-algo": "quantize_training.quantize_algo",
     "elasticity.prefer_large_batch": "elasticity.prefer_larger_batch",
 }
-_OFFLOAD_FLAGS = {
-    "cpu_offload": "offload_optimizer",
-    "cpu_offload_param": "offload_param",
-    "cpu_offload_params": "offload_param",
-}
+_OFFLOAD_FLAGS = {"cpu_offload": "offload_optimizer"}
+_OFFLOAD_FLAGS |= dict.fromkeys(("cpu_offload_param", "cpu_offload_params"), "offload_param")
 
 
 @dataclass

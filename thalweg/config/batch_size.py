@@ -22,13 +22,8 @@ _LAUNCHER_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI",
     "PMI_SIZE": "PMI",
 }
-_DEGREE_PATHS = (
-    "tensor_parallel.autotp_size",
-    "tensor_parallel.tp.tp_size",
-    "sequence_parallel_size",
-    "context_parallel_size",
-    "pipeline.stages",
-)
+_TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
+_DEGREE_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size", "pipeline.stages")
 
 
 def resolve_dp_size(config: Section, world_size: int) -> tuple[int, ConfigProblem | None]:

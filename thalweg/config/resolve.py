@@ -82,11 +82,8 @@ def try_resolve(
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         return config, [ConfigProblem("world_size", world_size, "a whole number of ranks, at least 1")]
     values, reasons, problems = resolve_batch_sizes(config, world_size)
-    problems = [
-        p
-        for p in problems
-        if not any(is_under(skipped_path, p.path) or skipped_path in _BATCH_PATHS for skipped_path in skipped)
-    ]
+    unknown_batch = any(path in _BATCH_PATHS for path in skipped)
+    problems = [p for p in problems if not unknown_batch and not any(is_under(path, p.path) for path in skipped)]
     reasons["data_parallel_size"] = f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
     resolved: Any = replace_by_path(config, values)
     hidden_size = model.hidden_size if model else None

@@ -37,12 +37,8 @@ def is_not_none_string(value: Any) -> bool:
     return value != "none"
 
 
-_MODEL_SPLIT_PATHS = (
-    "tensor_parallel.autotp_size",
-    "tensor_parallel.tp.tp_size",
-    "sequence_parallel_size",
-    "context_parallel_size",
-)
+_TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
+_MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size")
 # What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
 _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", above_one, "1"),

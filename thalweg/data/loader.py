@@ -247,13 +247,6 @@ def build_loader(
                 "or to be a torch.utils.data.IterableDataset"
             )
         size = len(dataset)
-    epoch_sampler = EpochSampler(
-        num_samples=size,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        shuffle=shuffle is not False,
-        drop_last=drop_last,
-    )
+    common: dict[str, Any] = {"batch_size": batch_size, "rank": rank, "world_size": world_size, "seed": seed}
+    epoch_sampler = EpochSampler(num_samples=size, shuffle=shuffle is not False, drop_last=drop_last, **common)
     return StatefulLoader(dataset, epoch_sampler, collate_fn=collate_fn, **options)

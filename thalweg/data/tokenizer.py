@@ -85,12 +85,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, cache_dir: str | P
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_TOKEN],
-        initial_alphabet=sorted(byte_level.alphabet()),
-        show_progress=False,
-    )
+    alphabet, options = sorted(byte_level.alphabet()), {"special_tokens": [END_TOKEN], "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, **options)
     tokenizer.train_from_iterator(texts, trainer=trainer)
     result = BytePairTokenizer(tokenizer)
     if cached_path is not None:

@@ -12,15 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from thalweg.data.loader import PositionedLoader, StatefulLoader, build_loader, is_iterable_dataset
 from thalweg.data.sampler import EpochSampler
 
-_COPIED_OPTIONS = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
+_OPTIONS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+_WORKER_OPTIONS = ("prefetch_factor", "persistent_workers")  # without workers these are refused
 
 
 class PassthroughLoader(PositionedLoader):
@@ -97,9 +90,8 @@ def wrap_dataloader(
             f"{world_size} ranks from outside: give the batch sampler its rank, or pass the dataset instead"
         )
     sampler = loader.sampler
-    options = {name: getattr(loader, name) for name in _COPIED_OPTIONS}
-    if loader.num_workers == 0:
-        options = {key: v for key, v in options.items() if key not in ("prefetch_factor", "persistent_workers")}
+    names = (*_OPTIONS, *_WORKER_OPTIONS) if loader.num_workers else _OPTIONS
+    options = {name: getattr(loader, name) for name in names}
     has_standard_order = is_iterable or is_distributed or type(sampler) in (SequentialSampler, RandomSampler)
     is_shuffled = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))):

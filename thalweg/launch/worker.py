@@ -106,14 +106,8 @@ def _write_error_record(error: BaseException, folder: str, rank: str) -> None:
     if shown:  # the script's own hook, a debugger's or a reporter's
         hook(type(error), error, trace)
     summary = traceback.format_exception_only(error)[-1].strip()
-    record = {
-        "rank": int(rank),
-        "time_ns": time.time_ns(),
-        "type": f"{type(error).__module__}.{type(error).__qualname__}",
-        "summary": summary,
-        "traceback": text,
-        "shown": shown,
-    }
+    record = {"rank": int(rank), "time_ns": time.time_ns(), "summary": summary, "traceback": text, "shown": shown}
+    record["type"] = f"{type(error).__module__}.{type(error).__qualname__}"
     temporary = Path(folder, f"{rank}.error.part")
     temporary.write_text(json.dumps(record))
     temporary.replace(Path(folder, f"{rank}.error"))

@@ -90,13 +90,8 @@ def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collecti
         resident = [unit for unit in trace.units if unit.name not in trace.paged_units]
         unsharded_bytes = sum(unit.gather_bytes for unit in resident)
         inter_row_bytes = sum(_weight_row_bytes(unit, trace, run_spec, DELTA_QUANTIZER) for unit in resident)
-        yield _Collective(
-            "all_gather",
-            unsharded_bytes,
-            num_micro_batches if policy.reshards_after_use else 1,
-            unsharded_bytes // num_shards,
-            inter_row_bytes,
-        )
+        num_calls = num_micro_batches if policy.reshards_after_use else 1
+        yield _Collective("all_gather", unsharded_bytes, num_calls, unsharded_bytes // num_shards, inter_row_bytes)
         return
     for unit in trace.units:
         row_bytes = _weight_row_bytes(unit, trace, run_spec, WEIGHT_QUANTIZER)
@@ -105,14 +100,8 @@ def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collecti
         if policy.reshards_after_use and unit.name != "" and unit.is_trainable:
             raw_row_bytes = unit.gather_bytes // num_shards
             regathers_in_node = run_spec.zero.zero_hpz_partition_size > 1
-            yield _Collective(
-                "all_gather",
-                unit.gather_bytes,
-                num_gathers,
-                raw_row_bytes if regathers_in_node else row_bytes,
-                row_bytes,
-                intra_node_only=regathers_in_node,
-            )
+            intra = raw_row_bytes if regathers_in_node else row_bytes
+            yield _Collective("all_gather", unit.gather_bytes, num_gathers, intra, row_bytes, regathers_in_node)
 
 
 def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec: BlockQuantizer) -> int:
@@ -147,11 +136,8 @@ def _link_bytes(collective: _Collective, run_spec: RunSpec) -> tuple[int, int]:
     num_nodes, ranks_per_node = run_spec.shard_topology.num_nodes, run_spec.shard_topology.ranks_per_node
     world, factor = num_nodes * ranks_per_node, RING_FACTOR[collective.kind]
     if num_nodes == 1 or collective.intra_node_only:
-        return factor * (ranks_per_node - 1) * (
-            collective.intra_row_bytes * world // ranks_per_node
-            if collective.intra_node_only
-            else collective.intra_row_bytes
-        ), 0
+        num_rows = world // ranks_per_node if collective.intra_node_only else 1
+        return factor * (ranks_per_node - 1) * collective.intra_row_bytes * num_rows, 0
     in_codes = collective.kind == "reduce_scatter" and run_spec.zero.zero_quantized_gradients
     is_hierarchical = run_spec.is_hierarchical or in_codes
     if is_hierarchical or run_spec.zero.mics_hierarchical_params_gather:

@@ -150,11 +150,8 @@ class Planner:
         if self.batch is not None:
             spec = self.batch if isinstance(self.batch, InputSpec) else input_spec_from_example(self.batch)
             spec_micro_batch = self.micro_batch or run_spec.micro_batch_size
-            return (
-                spec
-                if spec_micro_batch == run_spec.micro_batch_size
-                else spec.with_batch_size(run_spec.micro_batch_size, spec_micro_batch)
-            )
+            size = run_spec.micro_batch_size
+            return spec if spec_micro_batch == size else spec.with_batch_size(size, spec_micro_batch)
         return infer_input_spec(model, run_spec.micro_batch_size, self.sequence_length)
 
 

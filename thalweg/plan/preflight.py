@@ -145,12 +145,8 @@ class Preflight:
             name: param_spec for name, param_spec in resident_specs.items() if not run_spec.master_on_disk(param_spec)
         }
         shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs.values()) // run_spec.tp_size
-        updated = sum(
-            param_spec.padded_numel // param_spec.num_shards
-            for name, param_spec in in_memory_specs.items()
-            if name in trained
-        )
-        updated //= run_spec.tp_size
+        updated_specs = (spec for name, spec in in_memory_specs.items() if name in trained)
+        updated = sum(spec.padded_numel // spec.num_shards for spec in updated_specs) // run_spec.tp_size
         unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in resident_specs.values())
         grads_leave_early = (
             run_spec.grads_on_disk or run_spec.updates_in_backward

@@ -19,11 +19,8 @@ def estimate_step_time(
     """Seconds of one optimizer step on each rank, by cause."""
     scale = run_spec.accumulation_steps / min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     flops = cluster.peak_flops(run_spec.precision.compute_dtype) * cluster.efficiency
-    shard_numel = sum(
-        param_spec.padded_numel // param_spec.num_shards
-        for name, param_spec in trace.param_specs.items()
-        if name not in trace.frozen_params
-    )
+    updated = (spec for name, spec in trace.param_specs.items() if name not in trace.frozen_params)
+    shard_numel = sum(spec.padded_numel // spec.num_shards for spec in updated)
     update_bytes = shard_numel * _ADAM_BYTES.get(run_spec.optimizer or "", 28)
     breakdown = {
         "compute": trace.flops * scale / flops,

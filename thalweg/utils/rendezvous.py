@@ -74,15 +74,9 @@ def serve_store(listener: socket.socket, timeout: float) -> TCPStore:
     Code of this process that opens a multi-tenant store on the same port, as torch's rendezvous does, shares it.
     """
     host, port = listener.getsockname()[:2]
-    return TCPStore(
-        "localhost" if host in ("0.0.0.0", "::") else host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False, "multi_tenant": True}
+    addr = "localhost" if host in ("0.0.0.0", "::") else host
+    return TCPStore(addr, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
 def connect_store(addr: str, port: int, timeout: float) -> TCPStore:
@@ -208,6 +202,9 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
         problem = find_mismatch(cards, names)
         return problem or (find_local_size_mismatch(cards, names) if len(cards) == info.world_size else None)
 
+    def notify(cards: list[Card]) -> None:
+        on_wait(f"waiting for rank {list_missing(cards, info.world_size)}")
+
     def describe_missing(cards: list[Card]) -> str:
         hosts = ", ".join(sorted({card["host"] for card in cards}))
         return (
@@ -217,15 +214,8 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
         )
 
     try:
-        exchange_cards(
-            PrefixStore("cards", store),
-            _rank_card(info, hostname),
-            info.world_size,
-            timeout,
-            find_problem,
-            describe_missing,
-            lambda cards: on_wait(f"waiting for rank {list_missing(cards, info.world_size)}"),
-        )
+        known = PrefixStore("cards", store), _rank_card(info, hostname), info.world_size, timeout
+        exchange_cards(*known, find_problem, describe_missing, notify)
     except RuntimeError as error:
         raise ValueError(
             f"rank {info.rank} on {hostname}: {names['rank']}=0 exited during rendezvous; see its error"

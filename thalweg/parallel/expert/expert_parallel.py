@@ -72,11 +72,8 @@ class AllToAllDispatcher:
 
         received = exchange(rows, send_counts, recv_counts)
         # Rows came by source and, within, by expert: bring those of one expert together.
-        expert_index = (
-            torch.arange(num_local, device=rows.device)
-            .repeat(ep_group.size)
-            .repeat_interleave(counts_by_source.flatten())
-        )
+        experts = torch.arange(num_local, device=rows.device).repeat(ep_group.size)
+        expert_index = experts.repeat_interleave(counts_by_source.flatten())
         permutation = sort_by_expert(expert_index[:, None], num_local)
 
         def combine(results: Tensor) -> Tensor:

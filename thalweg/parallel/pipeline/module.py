@@ -188,11 +188,8 @@ class LocalLayers(nn.Module):
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers.values()})
         self._indices = list(built)
         self._functions = {i: layer for i, layer in built.items() if not isinstance(layer, nn.Module)}
-        self._forward_fns = {
-            i: spec.forward_fn
-            for i in built
-            if isinstance(spec := specs[i], TiedLayerSpec) and spec.forward_fn is not None
-        }
+        tied_specs = {i: spec for i in built if isinstance(spec := specs[i], TiedLayerSpec)}
+        self._forward_fns = {i: spec.forward_fn for i, spec in tied_specs.items() if spec.forward_fn is not None}
         self._checkpoint_interval = checkpoint_interval
 
     def forward(self, value: Any, layer_indices: Sequence[int] | None = None) -> Any:

@@ -193,13 +193,8 @@ class PipelineParallel:
     def _bind_tied_weights(self, rank_by_name: dict[str, int]) -> None:
         tied_weights = find_tied_weights(self._tied_names, rank_by_name)
         local_names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        canonical = {
-            name: tie.names[0]
-            for tie in tied_weights
-            if self.pp_rank in tie.pp_ranks
-            for name in tie.names
-            if name in local_names and tie.names[0] not in local_names
-        }
+        own_ties = [tie for tie in tied_weights if self.pp_rank in tie.pp_ranks and tie.names[0] not in local_names]
+        canonical = {name: tie.names[0] for tie in own_ties for name in tie.names if name in local_names}
         self.param_naming = ParamNaming(canonical, frozenset({DUMMY_PARAM_NAME}), self.pp_group)
         if self.pp_group is None:
             return

@@ -112,15 +112,9 @@ class PipelineRunner:
             for group in self._reduction.groups if action.kind == "W" else ():
                 group.upcast_grads()
 
-        callbacks = StageCallbacks(
-            partial(self._run_stage, losses_and_weights, schedule.num_stages - 1),
-            self._stages.parameters,
-            scale_loss,
-            before_backward,
-            after_backward,
-            hooks.save_context,
-            hooks.restore_context,
-        )
+        run, parameters = partial(self._run_stage, losses_and_weights, schedule.num_stages - 1), self._stages.parameters
+        around = (before_backward, after_backward, hooks.save_context, hooks.restore_context)
+        callbacks = StageCallbacks(run, parameters, scale_loss, *around)
         ScheduleExecutor(schedule, self._pp_rank, self._channel, callbacks, self._copied_stages).train(batches)
         return self._mean_loss(losses_and_weights)
 

@@ -25,13 +25,9 @@ def tokens_to_heads(
         for rank, local_heads in enumerate(by_rank):
             send_tensors[rank].append(tensor[:, local_heads].reshape(-1))
     batch = tensors[0].shape[0]
-    recv_shapes = [
-        [
-            (batch, len(by_rank[ulysses_group.rank]), size, t.shape[3])
-            for t, by_rank in zip(tensors, heads_by_rank, strict=True)
-        ]
-        for size in token_counts
-    ]
+    own_heads = [len(by_rank[ulysses_group.rank]) for by_rank in heads_by_rank]
+    shapes = [(heads, tensor.shape[3]) for heads, tensor in zip(own_heads, tensors, strict=True)]
+    recv_shapes = [[(batch, heads, size, width) for heads, width in shapes] for size in token_counts]
     received = _all_to_all(send_tensors, recv_shapes, ulysses_group)
     return [torch.cat([from_rank[i] for from_rank in received], 2) for i in range(len(tensors))]
 

@@ -120,12 +120,8 @@ def kv_spec(
     tail_spans = split_evenly(num_sections * length, world_size)
     tails = [(offset + start, offset + stop) for start, stop in tail_spans]
     spans = tuple((*own, tail) for own, tail in zip(leading_spans, tails, strict=True))
-    rows = tuple(
-        k * length + head * head_dim + i
-        for k in range(num_sections)
-        for head in assignment.kv_heads[rank]
-        for i in range(head_dim)
-    )
+    used = [section * length + head * head_dim for section in range(num_sections) for head in assignment.kv_heads[rank]]
+    rows = tuple(first + i for first in used for i in range(head_dim))
     num_exclusive = sum(stop - start for start, stop in leading_spans[rank])
     used_rows = None if rows == tuple(range(num_sections * length)) else rows
     return ShardSpec(dim, size, spans), SharedRows(num_exclusive, _lengths(tail_spans), used_rows)

@@ -208,14 +208,8 @@ def _get_attribute(module: nn.Module, key: str) -> Any:
 
 # The model's own plan
 
-_HF_ROLES = {
-    "colwise": "column",
-    "colwise_rep": "column",
-    "rowwise": "row",
-    "rowwise_rep": "row",
-    "packed_colwise": "gate_up_fused",
-    "replicated_with_grad_allreduce": "grad_all_reduce",
-}
+_HF_ROLES = {"colwise": "column", "colwise_rep": "column", "rowwise": "row", "rowwise_rep": "row"}
+_HF_ROLES |= {"packed_colwise": "gate_up_fused", "replicated_with_grad_allreduce": "grad_all_reduce"}
 
 
 def _hf_tp_rules(model: nn.Module) -> dict[str, str]:
@@ -254,14 +248,8 @@ def _apply_hf_rules(
         if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
             mapped_role = _per_head_role(module, mapped_role, assignment.heads)
         assert assignment is not None or mapped_role in ("column", "row", "gate_up_fused", "grad_all_reduce")
-        plan.layers[name] = _plan_layer(
-            name,
-            module,
-            mapped_role,
-            assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size),
-            world_size,
-            rank,
-        )
+        by_heads = assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size)
+        plan.layers[name] = _plan_layer(name, module, mapped_role, by_heads, world_size, rank)
     if assignment is not None:
         attention = dict.fromkeys(name.rpartition(".")[0] for name in plan.layers if "attn" in name)
         _add_local_attributes(plan, model, attention, LOCAL_ATTRIBUTES, rank)
@@ -274,11 +262,8 @@ def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     out_features, in_features = weight.shape
     if role == "row":
         return "out" if in_features == heads.num_heads * heads.head_dim else role
-    role_by_width = {
-        heads.num_heads * heads.head_dim: "query",
-        heads.num_kv_heads * heads.head_dim: "key_value",
-        3 * heads.num_heads * heads.head_dim: "qkv_interleaved",
-    }
+    query_width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    role_by_width = {query_width: "query", kv_width: "key_value", 3 * query_width: "qkv_interleaved"}
     if heads.num_heads == heads.num_kv_heads:
         role_by_width[heads.num_heads * heads.head_dim] = "query"
     return role_by_width.get(out_features, role)
@@ -313,11 +298,8 @@ def add_vocab_parallel(plan: TpPlan, model: nn.Module, world_size: int) -> None:
         weight = module._parameters.get("weight")
         if weight is None:
             continue
-        users = {
-            name: holder
-            for name, holder in model.named_modules()
-            if any(parameter is weight for parameter in holder._parameters.values())
-        }
+        holders = dict(model.named_modules()).items()
+        users = {name: holder for name, holder in holders if any(p is weight for p in holder._parameters.values())}
         kinds: dict[str, LayerKind | None] = {name: _vocab_layer_kind(holder, output) for name, holder in users.items()}
         if None in kinds.values() or weight.shape[0] < world_size:
             continue

@@ -186,11 +186,8 @@ def _label_spec(model: nn.Module, config: Any, batch_size: int, sequence_length:
 def _image_inputs(model: nn.Module, config: Any, names: list[str], batch_size: int) -> InputSpec:
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    inputs = {
-        "pixel_values": TensorSpec(
-            (batch_size, _first_positive_int(config, "num_channels") or 3, height, width), torch.float32
-        )
-    }
+    shape = (batch_size, _first_positive_int(config, "num_channels") or 3, height, width)
+    inputs = {"pixel_values": TensorSpec(shape, torch.float32)}
     name = type(model).__name__
     if "labels" in names and "Detection" not in name and "MaskedImage" not in name:
         shape = (batch_size, height, width) if name.endswith("Segmentation") else (batch_size,)
@@ -207,11 +204,8 @@ def _audio_inputs(
         strides = [module.stride[0] for module in model.modules() if isinstance(module, nn.Conv1d)]
         shape: tuple[int, ...] = (batch_size, bands, frames * prod(strides))
     elif "input_values" in names and (strides := getattr(config, "conv_stride", None)):
-        shape = (
-            batch_size,
-            (requested_length or default_sequence_length(config)) * prod(strides)
-            + max(config.conv_kernel) * prod(strides),
-        )
+        frames = (requested_length or default_sequence_length(config)) + max(config.conv_kernel)
+        shape = (batch_size, frames * prod(strides))
     else:
         raise ValueError(_cannot_infer_message(model, names))
     inputs = {("input_features" if "input_features" in names else "input_values"): TensorSpec(shape, torch.float32)}
@@ -223,11 +217,8 @@ def _audio_inputs(
                 f"{type(model).__name__}"
             )
         vocab_size = _first_positive_int(config, "vocab_size") or 2
-        inputs["labels"] = TensorSpec(
-            (batch_size, min(requested_length or default_sequence_length(config), max_positions)),
-            torch.int64,
-            vocab_size,
-        )
+        length = min(requested_length or default_sequence_length(config), max_positions)
+        inputs["labels"] = TensorSpec((batch_size, length), torch.int64, vocab_size)
     return InputSpec(kwargs=inputs)
 
 

@@ -87,11 +87,7 @@ def replay_events(
         replay.step(first=step == 0, record_timeline=step == _NUM_WINDOWS - 1)
     double_counted = replay.gradient_buffers.double_counted_bytes
     if run_spec.storage_kind == "shared":
-        resident = sum(
-            param_spec.unsharded_bytes
-            for name, param_spec in trace.param_specs.items()
-            if name not in replay.disk_params
-        )
+        resident = sum(s.unsharded_bytes for name, s in trace.param_specs.items() if name not in replay.disk_params)
         double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
     rank_memory.end_segment()
     tiers = {
@@ -117,11 +113,8 @@ class _Replay:
         self.rank_memory, self.trace, self.run_spec = rank_memory, trace, run_spec
         self.gradient_buffers = GradientBuffers(rank_memory, trace.units, run_spec, disk_keeps_up)
         self.disk_params = {key for unit in trace.units if unit.name in trace.paged_units for key in unit.param_names}
-        members = {
-            unit.name: [trace.param_specs[key] for key in unit.param_names]
-            for unit in trace.units
-            if unit.name in trace.paged_units
-        }
+        paged = [unit for unit in trace.units if unit.name in trace.paged_units]
+        members = {unit.name: [trace.param_specs[key] for key in unit.param_names] for unit in paged}
         # A GPU's units come through the host: they are no part of the device's memory.
         paged_memory = RankMemory(0, None) if run_spec.states_on_host else rank_memory
         self.paged_params = PagedParams(paged_memory, members, run_spec)
@@ -258,11 +251,8 @@ class _Replay:
     def _trained_by_unit(self) -> list[list[tuple[str, ParamSpec]]]:
         """The trained parameters, unit by unit."""
         trace = self.trace
-        return [
-            [(key, trace.param_specs[key]) for key in unit.param_names if key not in trace.frozen_params]
-            for unit in trace.units
-            if unit.is_trainable
-        ]
+        specs, frozen, trained = trace.param_specs, trace.frozen_params, (u for u in trace.units if u.is_trainable)
+        return [[(key, specs[key]) for key in unit.param_names if key not in frozen] for unit in trained]
 
     def _plan_streamed_update(self) -> StreamedUpdate:
         run_spec = self.run_spec

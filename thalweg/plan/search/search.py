@@ -191,11 +191,8 @@ def _placements(config: Config, cluster: Cluster, keys: Any) -> tuple[tuple[str,
         ["none", *others] if key in keys else [get_by_path(config, key)]
         for key in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY)
     ]
-    pairs = [
-        (optimizer, param)
-        for optimizer, param in product(*choices)
-        if _OFFLOAD_COST[param] <= _OFFLOAD_COST[optimizer] or len(choices[0]) == 1
-    ]
+    cost, is_given = _OFFLOAD_COST, len(choices[0]) == 1
+    pairs = [pair for pair in product(*choices) if is_given or cost[pair[1]] <= cost[pair[0]]]
     return tuple(sorted(pairs, key=lambda pair: (max(map(_OFFLOAD_COST.__getitem__, pair)), _OFFLOAD_COST[pair[1]])))
 
 

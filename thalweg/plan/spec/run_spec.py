@@ -126,11 +126,8 @@ class RunSpec(ShardOptions):
     @property
     def uses_shared_memory(self) -> bool:
         """Whether gradients are added up in memory that the ranks of a host share."""
-        return (
-            self.on_cpu
-            and self.shard_topology.ranks_per_node > 1
-            and (self.shard_topology.num_nodes == 1 or self.is_hierarchical)
-        )
+        topology = self.shard_topology
+        return self.on_cpu and topology.ranks_per_node > 1 and (topology.num_nodes == 1 or self.is_hierarchical)
 
     @property
     def num_reduction_slots(self) -> int:

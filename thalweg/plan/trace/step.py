@@ -82,10 +82,8 @@ def trace_step(
     """
     ledger = CommsLog()
     apply_fake_tp(model, run_spec.tp_size, ledger)
-    param_specs, frozen = (
-        build_param_specs(model, run_spec),
-        frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
-    )
+    param_specs = build_param_specs(model, run_spec)
+    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     recorder = AllocationRecorder()
     recorder.cpu_deadline = None if cpu_budget_s is None else time.thread_time() + cpu_budget_s
     recorder.linear_kernels = run_spec.linear_kernels if run_spec.on_cpu else "torch"
