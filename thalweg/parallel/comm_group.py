@@ -175,9 +175,8 @@ def gather_params(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, n
 
 def all_to_all(sent: Tensor, send_counts: list[int], recv_counts: list[int], group: ParallelGroup, name: str) -> Tensor:
     """:meth:`ParallelGroup.all_to_all`, whose gradients go back the way that the elements came."""
-
-    def exchange(x: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
-        return group.all_to_all(x.contiguous(), sent_counts, received_counts, name)
-
-    there, back = (send_counts, recv_counts), (recv_counts, send_counts)
-    return with_backward(sent, lambda x: exchange(x, *there), lambda grad: exchange(grad, *back))
+    return with_backward(
+        sent,
+        lambda x: group.all_to_all(x.contiguous(), send_counts, recv_counts, name),
+        lambda grad: group.all_to_all(grad.contiguous(), recv_counts, send_counts, name),
+    )

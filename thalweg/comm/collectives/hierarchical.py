@@ -68,8 +68,8 @@ class HostGroups:
             return None
         local_ranks = next(found for found in ranks_by_host if topology.rank in found)
         peer_ranks = next(found for found in zip(*ranks_by_host, strict=True) if topology.rank in found)
-        groups = [make_subgroup(ranks, group) for ranks in (local_ranks, peer_ranks)]
-        return cls(ranks_by_host, *groups, topology.for_subgroup(local_ranks), topology.for_subgroup(peer_ranks))
+        intra, inter = (make_subgroup(ranks, group) for ranks in (local_ranks, peer_ranks))
+        return cls(ranks_by_host, intra, inter, topology.for_subgroup(local_ranks), topology.for_subgroup(peer_ranks))
 
     def get_peer_ranks(self, rank: int) -> list[int]:
         """The ranks with this rank's local rank on each host, in host order."""

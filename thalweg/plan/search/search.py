@@ -192,7 +192,7 @@ def _placements(config: Config, cluster: Cluster, keys: Any) -> tuple[tuple[str,
         for key in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY)
     ]
     cost, is_given = _OFFLOAD_COST, len(choices[0]) == 1
-    pairs = [pair for pair in product(*choices) if is_given or cost[pair[1]] <= cost[pair[0]]]
+    pairs = [(state, param) for state, param in product(*choices) if is_given or cost[param] <= cost[state]]
     return tuple(sorted(pairs, key=lambda pair: (max(map(_OFFLOAD_COST.__getitem__, pair)), _OFFLOAD_COST[pair[1]])))
 
 
