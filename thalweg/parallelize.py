@@ -104,12 +104,8 @@ class Components:
 def parallel_dims_from_config(config: Config) -> ParallelDims:
     """How many ranks each axis has by the config."""
     section, stages = config.tensor_parallel, config.pipeline.stages
-    return ParallelDims(
-        sp=config.sequence_parallel_size,
-        tp=max(1, section.autotp_size, section.tp.tp_size),
-        cp=config.context_parallel_size,
-        pp=stages if isinstance(stages, int) else 1,
-    )
+    tp, pp = max(1, section.autotp_size, section.tp.tp_size), stages if isinstance(stages, int) else 1
+    return ParallelDims(sp=config.sequence_parallel_size, tp=tp, cp=config.context_parallel_size, pp=pp)
 
 
 def merge_model_settings(config: Config, model: nn.Module) -> Config:

@@ -117,13 +117,9 @@ def build_job_cluster(topology: RankTopology, device: torch.device, limit: int |
     name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     base = next((cluster for key, cluster in DEVICES.items() if key in name), DEVICES["h100"])
     host = config.memory.host_limit
-    return replace(
-        base,
-        num_nodes=topology.num_nodes,
-        devices_per_node=topology.ranks_per_node,
-        device_memory=limit,
-        host_memory=available_host_memory() if host is None else parse_bytes(host, "memory.host_limit"),
-    )
+    host_memory = available_host_memory() if host is None else parse_bytes(host, "memory.host_limit")
+    machines: dict[str, int] = {"num_nodes": topology.num_nodes, "devices_per_node": topology.ranks_per_node}
+    return replace(base, device_memory=limit, host_memory=host_memory, **machines)
 
 
 def try_meta_copy(model: nn.Module) -> MetaModel | None:

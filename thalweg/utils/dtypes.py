@@ -7,25 +7,13 @@ import difflib
 import torch
 
 _DTYPES_BY_NAME: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-    "double": torch.float64,
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("fp64", "float64", "double"), torch.float64),
 }
 
-_SHORT_NAMES: dict[torch.dtype, str] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp64",
-}
+_SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 HALF_DTYPES: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
 

@@ -68,13 +68,9 @@ _OPENMPI = _LauncherVariables(
     ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "SLURM_JOB_ID"),
 )
+_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 _SLURM = _LauncherVariables(
-    "slurm",
-    ("SLURM_PROCID",),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-    ("SLURM_LOCALID",),
-    (),
-    ("SLURM_JOB_ID", "SLURM_JOBID"),
+    "slurm", ("SLURM_PROCID",), _SLURM_SIZES, ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_JOBID")
 )
 _PMI = _LauncherVariables(
     "pmi",

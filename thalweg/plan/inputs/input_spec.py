@@ -135,13 +135,9 @@ def _cannot_infer_message(model: nn.Module, names: list[str]) -> str:
 
 def _resolve_sequence_length(model: nn.Module, config: Any, requested: int | None) -> int:
     """Tokens of a sequence: a lookup of shapes alone would not fail where that of a run does."""
-    num_positions = {
-        name: module.num_embeddings - _position_offset(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        and _LEARNED_POSITION_NAMES.search(name)
-        and not _NON_TEXT_NAMES.search(name)
-    }
+    text = ((name, module) for name, module in model.named_modules() if not _NON_TEXT_NAMES.search(name))
+    tables = {name: m for name, m in text if isinstance(m, nn.Embedding) and _LEARNED_POSITION_NAMES.search(name)}
+    num_positions = {name: table.num_embeddings - _position_offset(table) for name, table in tables.items()}
     shortest = min(num_positions, key=lambda name: num_positions[name], default=None)
     if shortest is None:
         return requested or default_sequence_length(config)

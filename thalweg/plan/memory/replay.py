@@ -90,12 +90,8 @@ def replay_events(
         resident = sum(s.unsharded_bytes for name, s in trace.param_specs.items() if name not in replay.disk_params)
         double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
     rank_memory.end_segment()
-    tiers = {
-        "host": replay.host_bytes,
-        "disk": replay.disk_bytes,
-        "disk_read": replay.disk_read_bytes,
-        "disk_written": replay.streamed_update.written_bytes + replay.disk_grad_bytes,
-    }
+    tiers = {"host": replay.host_bytes, "disk": replay.disk_bytes, "disk_read": replay.disk_read_bytes}
+    tiers["disk_written"] = replay.streamed_update.written_bytes + replay.disk_grad_bytes
     if run_spec.activation_offload == "nvme":
         num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
         offloaded = trace.offloaded_bytes * run_spec.accumulation_steps // num_traced

@@ -141,17 +141,10 @@ class RunSpec(ShardOptions):
 
     def master_on_disk(self, param_spec: ParamSpec) -> bool:
         """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/storage/nvme.py``)."""
-        has_separate_master = (
-            param_spec.requires_grad
-            and param_spec.master_dtype != param_spec.compute_dtype
-            and self.zero.offload_optimizer.device == "nvme"
-        )
-        return (
-            has_separate_master
-            and self.zero.offload_param.device != "nvme"
-            and not self.is_hierarchical
-            and self.storage_kind != "wire"
-        )
+        zero, has_separate_master = self.zero, param_spec.master_dtype != param_spec.compute_dtype
+        only_state_on_disk = zero.offload_optimizer.device == "nvme" and zero.offload_param.device != "nvme"
+        may_rest = param_spec.requires_grad and has_separate_master and only_state_on_disk
+        return may_rest and not self.is_hierarchical and self.storage_kind != "wire"
 
     @property
     def updates_in_backward(self) -> bool:
