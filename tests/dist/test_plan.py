@@ -266,10 +266,14 @@ def _many_tokens(rank, world_size, policy):
 
 
 def test_row22_the_activations_of_many_tokens_are_in_the_plan():
-    """PAIN_POINTS 22: within 10% of the peak, where activations are most of it and where recomputation drops them."""
+    """PAIN_POINTS 22: near the peak, where activations are most of it and where recomputation drops them.
+
+    Equal runs differ by up to 12% in what glibc's heap becomes (562 to 632 MiB with recomputation), so that one run
+    can show no more than 15%; a plan without activations would be off by 50%.
+    """
     found = {policy: run_ranks(_many_tokens, 1, policy)[0] for policy in ("none", "full")}
     for policy, (peak, planned) in found.items():
-        assert 0.9 * planned <= peak <= 1.1 * planned, (policy, found)
+        assert 0.85 * planned <= peak <= 1.15 * planned, (policy, found)
     assert found["none"][0] > found["full"][0] + 150, found  # MiB: what a plan without them would miss
 
 
