@@ -22,8 +22,6 @@ of it, and adding up over ranks would count it more than once.
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,14 +85,19 @@ def working_copies(params: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], lis
     work = [upcast_half(t) for t in pieces]
     grads = [g.to(w.dtype) if g.dtype != w.dtype else g for g, w in zip(grads, work, strict=True)]
     yield work, grads
-    if copies := [(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w]:
-        with torch.no_grad():
-            foreach.copy_([piece for piece, _ in copies], [w for _, w in copies])
+    write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
 
 
 def upcast_half(piece: Tensor) -> Tensor:
     """Return ``piece``, or its fp32 copy if it has 16 bits."""
     return piece.float() if piece.dtype in HALF_DTYPES else piece
+
+
+@torch.no_grad()
+def write_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Round each fp32 work tensor into its 16-bit piece."""
+    if pairs:
+        foreach.copy_([piece for piece, _ in pairs], [work for _, work in pairs])
 
 
 class StateLoadMixin:
@@ -146,46 +149,57 @@ class StepMixin(StateLoadMixin):
         raise NotImplementedError
 
 
-class LocalStepMixin(StepMixin):
-    """Mixin before an elementwise ``torch.optim`` class: its own step runs, on local pieces; its state stays logical.
+class LocalStepMixin(StateLoadMixin):
+    """Mixin before an elementwise ``torch.optim`` class: its kernels run on local pieces, its state stays
+    logical.
 
-    For the time of a step the groups and the state of the optimiser are those of the pieces: plain tensors, fp32
-    copies where a parameter has 16 bits.  Parameters that have no state yet make a group of their own, as a fused
-    kernel wants the buffers of all or of none.
+    Every such class collects what it works on in ``_init_group(group, params, grads, state lists...)``. The
+    lists are filled by torch, from ``DTensor`` s, and exchanged here for the pieces just before they reach
+    the kernel. That method is torch's own (2.11 to 2.13); ``tests/unit/test_optim_torch.py`` says so when
+    it moves.
     """
 
-    def _update_params(self) -> None:
-        optimizer: Any = self
-        own_class: Any = type(self)
-        groups, state = optimizer.param_groups, optimizer.state
-        params = [p for group in groups for p in group["params"] if p.grad is not None]
-        with working_copies(params) as (work, grads):
-            pieces = {param: piece.detach() for param, piece in zip(params, work, strict=True)}
-            local_state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-            for (param, piece), grad in zip(pieces.items(), grads, strict=True):
-                piece.grad = grad
-                if entries := state.get(param):
-                    local_state[piece] = {key: _local_state(value) for key, value in entries.items()}
-            local_groups = []
-            for group in groups:
-                members = [pieces[param] for param in group["params"] if param in pieces]
-                for is_new in (True, False):
-                    if chosen := [piece for piece in members if (piece not in local_state) is is_new]:
-                        local_groups.append({**group, "params": chosen})
-            try:
-                optimizer.param_groups, optimizer.state = local_groups, local_state
-                inspect.unwrap(super(StepMixin, own_class).step)(optimizer)  # torch's, without its hooks
-            finally:
-                optimizer.param_groups, optimizer.state = groups, state
-            for param, piece in pieces.items():
-                for key, value in local_state.get(piece, {}).items():
-                    if key not in state[param] or value is not to_local(state[param][key]):
-                        is_per_element = isinstance(value, Tensor) and value.ndim > 0 and value.shape == piece.shape
-                        state[param][key] = as_dtensor_like(value, param) if is_per_element else value
+    def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
+        result = super()._init_group(group, *lists, **named)  # pyright: ignore[reportAttributeAccessIssue]
+        all_lists = [*lists, *named.values()]
+        params, grads = all_lists[0], all_lists[1]
+        owner_params = list(params)
+        replaced = self._upcast_state(owner_params)
+        for tensors in all_lists[2:]:
+            tensors[:] = [to_local(replaced.get(id(t), t)) if isinstance(t, Tensor) else t for t in tensors]
+        grads[:] = [local_grad(p) for p in owner_params]
+        params[:] = [to_local(p) for p in owner_params]
+        if replaced or any(p.dtype in HALF_DTYPES for p in params):
+            self._upcast_params(params, grads)
+        return result
+
+    def _upcast_state(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Make new 16-bit state fp32; returns what replaced it by the old tensor's id."""
+        replaced: dict[int, Tensor] = {}
+        for param in params:
+            if param.dtype not in HALF_DTYPES:
+                continue
+            state = self.state[param]  # pyright: ignore[reportAttributeAccessIssue]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+                    state[key] = replaced[id(value)] = as_dtensor_like(to_local(value).float(), value)
+        return replaced
+
+    def _upcast_params(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Exchange 16-bit pieces for fp32 copies, to be rounded back when the step is over."""
+        if "_unrounded" not in self.__dict__:
+            self._unrounded: list[tuple[Tensor, Tensor]] = []
+            self.register_step_post_hook(_round_back)  # pyright: ignore[reportAttributeAccessIssue]
+        for i, piece in enumerate(params):
+            work = upcast_half(piece)
+            if work is not piece:
+                self._unrounded.append((piece, work))
+                params[i], grads[i] = work, grads[i].float()
 
 
-def _local_state(value: Any) -> Any:
-    return upcast_half(to_local(value)) if isinstance(value, Tensor) else value
+def _round_back(optimizer: Any, args: Any, kwargs: Any) -> None:
+    write_back(optimizer._unrounded)
+    optimizer._unrounded.clear()
 
 
 def sharded_dim(placement: Placement) -> int | None:

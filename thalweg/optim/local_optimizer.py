@@ -8,8 +8,6 @@ class is turned into its counterpart. Any other class, a user's own or a library
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,10 +34,9 @@ def to_local_optimizer(
     # torch installs its hooks around a class's step when the first object of it is made.
     template = local_class([nn.Parameter(torch.zeros(1, 1))])
     optimizer.__class__ = local_class
-    if (scheduled_step := vars(optimizer).get("step")) is not None:
-        # A torch schedule has put a wrapper of the old class's step onto the object, and looks for its mark.
-        step = functools.update_wrapper(functools.partial(local_class.step, optimizer), scheduled_step)
-        vars(optimizer).update(step=step, _opt_called=True)
+    if local_class.step is not torch_class.step:
+        # A torch schedule has put a wrapper of the old class's step onto the object.
+        optimizer.__dict__.pop("step", None)
     if isinstance(optimizer, Muon):
         optimizer.configure_like_torch(replicate_group)
     for key, value in vars(template).items():

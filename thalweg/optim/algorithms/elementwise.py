@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.fused_adam import STEP_WITHOUT_CORRECTION
 from thalweg.optim.algorithms.moment_codec import SCALE_SUFFIX, convert_moments
-from thalweg.optim.dtensor_local import LocalStepMixin, default_state_dtype
+from thalweg.optim.dtensor_local import (
+    LocalStepMixin,
+    StepMixin,
+    as_dtensor_like,
+    default_state_dtype,
+    to_local,
+    working_copies,
+)
 
 
 def _has_low_bit_moments(param: Tensor, state: dict[str, Any]) -> bool:
@@ -33,18 +41,17 @@ class _AdamBase(LocalStepMixin):
         for group in self.param_groups:  # pyright: ignore[reportAttributeAccessIssue]
             group.setdefault("bias_correction", bias_correction)
 
-    def _update_params(self) -> None:
-        for param, state in self.state.items():  # pyright: ignore[reportAttributeAccessIssue]
-            if _has_low_bit_moments(param, state):  # as a checkpoint may have brought them
-                convert_moments(param, state, "fp32")
-        super()._update_params()
-
     def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
-        result = super()._init_group(group, *lists, **named)  # pyright: ignore[reportAttributeAccessIssue]
-        steps = [*lists, *named.values()][-1]
-        if steps and not group.get("bias_correction", True):
-            foreach.add_(steps, 1.0)
-            steps[:] = [torch.full_like(step, STEP_WITHOUT_CORRECTION) for step in steps]
+        for param in group["params"]:
+            state = self.state.get(param)  # pyright: ignore[reportAttributeAccessIssue]
+            if state and _has_low_bit_moments(param, state):  # as a checkpoint may have brought them
+                convert_moments(param, state, "fp32")
+        result = super()._init_group(group, *lists, **named)
+        if not group.get("bias_correction", True):
+            steps = [*lists, *named.values()][-1]
+            if steps:
+                foreach.add_(steps, 1.0)
+                steps[:] = [torch.full_like(step, STEP_WITHOUT_CORRECTION) for step in steps]
         return result
 
 
@@ -88,8 +95,31 @@ class Rprop(LocalStepMixin, torch.optim.Rprop):
     """Resilient propagation (Riedmiller and Braun, 1993)."""
 
 
-class SGD(LocalStepMixin, torch.optim.SGD):
-    """SGD with momentum."""
+class SGD(StepMixin, torch.optim.SGD):
+    """SGD with momentum.
+
+    torch's class writes its momentum buffers back by parameter after the kernel, so its lists cannot be
+    exchanged; the step is spelt out here over torch's functional form.
+    """
+
+    def _update_params(self) -> None:
+        keys = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] if group["momentum"] else {} for p in params]
+            buffers: list[Tensor | None] = [s.get("momentum_buffer") for s in states]
+            buffers = [b if b is None else to_local(b) for b in buffers]
+            options = {key: group[key] for key in keys}
+            with working_copies(params) as (work, grads):
+                for is_new in (True, False):  # the fused kernel wants all buffers or none
+                    chosen = [i for i, buffer in enumerate(buffers) if (buffer is None) == is_new]
+                    some_work, some_grads = [work[i] for i in chosen], [grads[i] for i in chosen]
+                    momenta: list[Any] = [buffers[i] for i in chosen]
+                    if chosen:
+                        sgd(some_work, some_grads, momenta, has_sparse_grad=False, **options)
+                    if is_new and group["momentum"]:
+                        for i, buffer in zip(chosen, momenta, strict=True):
+                            states[i]["momentum_buffer"] = as_dtensor_like(buffer, params[i])
 
 
 ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
