@@ -83,7 +83,11 @@ class Lamb(StepMixin, torch.optim.Optimizer):
                 chosen = torch.tensor([position[id(p)] for p in params], device=rows.device)
                 sums = torch.stack([square_sums(work), square_sums(directions)], dim=1)
                 rows.index_copy_(0, chosen, sums.to(rows.device))
-            all_reduce_tensors_(rows.unbind(), get_shard_groups(every_param))
+            shard_groups = get_shard_groups(every_param)
+            if len(set(shard_groups)) == 1:  # as a rule: then all rows are one tensor
+                all_reduce_tensors_([rows], shard_groups[:1])
+            else:
+                all_reduce_tensors_(rows.unbind(), shard_groups)
             norms = rows.sqrt().tolist()
             for group, params, work, directions in stepped:
                 ratios = [self._clamped_trust_ratio(group, *norms[position[id(p)]]) for p in params]
