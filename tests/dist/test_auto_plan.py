@@ -46,7 +46,7 @@ def test_made_up_architectures_equal_one_process_at_two_ranks(every):
         assert failures == []
 
 
-@pytest.mark.parametrize("steps", [3, nightly(20)])
+@pytest.mark.parametrize("steps", [nightly(3), nightly(20)])
 def test_made_up_architectures_at_four_ranks_and_with_sharding(steps):
     cases = [
         ("parallel", 4, 0),

@@ -90,6 +90,7 @@ def _compare(rank: int, world: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, nightly(4)])
 def test_degrees_change_nothing(world: int) -> None:
     for found in run_ranks(_compare, world, timeout=240):

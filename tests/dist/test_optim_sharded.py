@@ -284,7 +284,7 @@ def results(world: int) -> list[dict[str, Any]]:
     return run_ranks(all_cases, world)
 
 
-@pytest.mark.parametrize("world", [nightly(1), 2, 3, nightly(4)])
+@pytest.mark.parametrize("world", [nightly(1), nightly(2), 3, nightly(4)])
 def test_sharded_equals_whole(world: int) -> None:
     for result in results(world):
         for name, (distance, control, odd) in result["parity"].items():
@@ -309,6 +309,7 @@ def test_state_dict_continues_bit_for_bit() -> None:
             assert control > 1e-6, f"{name}: losing the state is not noticed"
 
 
+@pytest.mark.nightly
 def test_other_layouts() -> None:
     for result in results(4):
         for name, distance in result["two_axes"].items():
@@ -321,7 +322,7 @@ def test_adopted_torch_optimizers() -> None:
             assert distance < 1e-6, f"{name} is off by {distance}"
 
 
-@pytest.mark.parametrize("world", [nightly(1), 2, 3, nightly(4)])
+@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3), nightly(4)])
 @pytest.mark.parametrize("case", ["muon_shards", "muon_copies"])
 def test_muon_computes_each_matrix_once(world: int, case: str) -> None:
     """Also where rank 0 alone lacks a gradient: nobody waits for ever."""

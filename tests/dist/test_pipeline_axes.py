@@ -17,6 +17,7 @@ AT_4 = [
 AT_8 = [PipelineCase("llama", 2, tp=2, stage=stage, num_micro_batches=2) for stage in (1, 3)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("every", [2, nightly(1)])
 def test_pipelines_with_tensor_and_expert_ranks(every):
     check(4, AT_4[::every])

@@ -67,6 +67,6 @@ def test_row38_a_pipeline_with_any_stage_of_zero_equals_one_process(every):
     assert wrong["loss"] > TOLERANCE["loss"] and wrong["parameter"] > TOLERANCE["parameter"]
 
 
-@pytest.mark.parametrize("every", [5, nightly(1)])
+@pytest.mark.parametrize("every", [nightly(5), nightly(1)])
 def test_pipelines_with_data_ranks(every):
     check(4, AT_4[::every])

@@ -84,6 +84,7 @@ def _split(rank, world_size, degrees):
     return found
 
 
+@pytest.mark.nightly
 def test_traffic_of_tensor_ranks_is_what_the_ledger_counts():
     import thalweg
     from thalweg.plan.spec.cluster import Cluster
@@ -198,7 +199,7 @@ def _around_the_limit(rank, world_size, widths, room, zero):
 
 @pytest.mark.parametrize(
     ("tier", "num_sizes", "step"),
-    [("none", 6, 192), ("all", 4, 504), nightly("none", 30, 32), nightly("all", 10, 192)],
+    [("none", 6, 192), nightly("all", 4, 504), nightly("none", 30, 32), nightly("all", 10, 192)],
 )
 def test_rows_21_22_sizes_around_a_limit_none_exceeds_it(tmp_path, tier, num_sizes, step):
     # Each size in a process of its own would be purer and thirty times the imports.
@@ -251,8 +252,8 @@ def _many_tokens(rank, world_size, policy):
     base = int(resident_mib() * 2**20)
     torch.manual_seed(1)
     model = GPT(GPTConfig(vocab_size=512, n_layer=6, n_head=4, n_embd=192, block_size=256))
-    config = config_of(1) | {"train_micro_batch_size_per_gpu": 16, "activation_checkpointing": {"policy": policy}}
-    tokens = torch.randint(0, 512, (16, 256), generator=torch.Generator().manual_seed(rank))
+    config = config_of(1) | {"train_micro_batch_size_per_gpu": 24, "activation_checkpointing": {"policy": policy}}
+    tokens = torch.randint(0, 512, (24, 256), generator=torch.Generator().manual_seed(rank))
     shape = {"tokens_BT": tokens, "labels_BT": tokens}
     cluster = Cluster(devices_per_node=world_size, device="cpu")
     planned = thalweg.plan(model, config, cluster=cluster, batch=shape, process_bytes=base, suggest=False)
@@ -265,16 +266,19 @@ def _many_tokens(rank, world_size, policy):
     return peak, planned.per_rank.total / 2**20
 
 
-def test_row22_the_activations_of_many_tokens_are_in_the_plan():
+@pytest.mark.parametrize("policies", [("none",), nightly(("none", "full"))])
+def test_row22_the_activations_of_many_tokens_are_in_the_plan(policies):
     """PAIN_POINTS 22: near the peak, where activations are most of it and where recomputation drops them.
 
     Equal runs differ by up to 12% in what glibc's heap becomes (562 to 632 MiB with recomputation), so that one run
     can show no more than 15%; a plan without activations would be off by 50%.
     """
-    found = {policy: run_ranks(_many_tokens, 1, policy)[0] for policy in ("none", "full")}
+    found = {policy: run_ranks(_many_tokens, 1, policy)[0] for policy in policies}
     for policy, (peak, planned) in found.items():
         assert 0.85 * planned <= peak <= 1.15 * planned, (policy, found)
-    assert found["none"][0] > found["full"][0] + 150, found  # MiB: what a plan without them would miss
+    assert "full" not in found or found["none"][0] > found["full"][0] + 120, (
+        found
+    )  # MiB: what a plan without them would miss
 
 
 def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):

@@ -31,7 +31,7 @@ def test_row39_a_ring_of_two():
         assert found == []
 
 
-@pytest.mark.parametrize("steps", [3, nightly(20)])
+@pytest.mark.parametrize("steps", [nightly(3), nightly(20)])
 def test_a_ring_of_four_and_with_every_other_axis(steps):
     pytest.importorskip("transformers")
     recomputed = (("activation_checkpointing", {"policy": "full"}),)
@@ -133,7 +133,7 @@ def _peak_and_traffic(rank: int, world: int, axis: str, factor: int) -> tuple[in
     return peak, sent
 
 
-@pytest.mark.parametrize("axis", ["sequence_parallel_size", "context_parallel_size"])
+@pytest.mark.parametrize("axis", [nightly("sequence_parallel_size"), "context_parallel_size"])
 def test_a_sequence_n_times_as_long_takes_the_same_memory_on_n_ranks(axis):
     alone = run_ranks(_peak_and_traffic, 1, axis, 1, reuse=False)[0][0]
     longer = run_ranks(_peak_and_traffic, 1, axis, 2, reuse=False)[0][0]

@@ -35,7 +35,7 @@ def _families(rank: int, world: int, names: tuple[str, ...], steps: int) -> list
     return failures
 
 
-@pytest.mark.parametrize(("world", "every"), [(2, 2), nightly(2, 1), nightly(4, 1)])
+@pytest.mark.parametrize(("world", "every"), [(2, 3), nightly(2, 1), nightly(4, 1)])
 def test_every_family_equals_one_process(world, every):
     pytest.importorskip("transformers")
     for failures in run_ranks(_families, world, tuple(MODELS)[::every], 3, timeout=300):
@@ -54,7 +54,7 @@ def _stages(rank: int, world: int, cases: list[tuple[str, int, int, dict[str, An
     return failures
 
 
-@pytest.mark.parametrize(("steps", "every"), [(4, 3), nightly(20, 1)])
+@pytest.mark.parametrize(("steps", "every"), [nightly(4, 3), nightly(20, 1)])
 def test_all_stages_equal_one_process_at_four_ranks(steps, every):
     names = ("reference, 5 heads", "llama, 4 heads on 1")
     cases = [(name, 2, stage, {}) for name in names for stage in (0, 1, 2, 3)][::every]  # 0 and 3, and 2 of the other

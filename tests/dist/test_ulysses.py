@@ -87,7 +87,7 @@ def test_a_sequence_shorter_than_its_team_is_refused():
     assert all("sequence_parallel_size" in text for text in run_ranks(_too_short, 2))
 
 
-@pytest.mark.parametrize("steps", [3, nightly(20)])
+@pytest.mark.parametrize("steps", [nightly(3), nightly(20)])
 def test_four_ranks_and_together_with_data_and_tensor_ranks(steps):
     pytest.importorskip("transformers")
     cases = [

@@ -93,7 +93,7 @@ def _mixes(rank, world, name, every):
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("2 + 1", False), ("2 + 2", False), *(nightly(name, True) for name in LAYOUTS)]
+    ("name", "every"), [nightly("2 + 1", False), ("2 + 2", False), *(nightly(name, True) for name in LAYOUTS)]
 )
 def test_every_mix_on_every_layout_trains_as_one_process_does(name, every):
     for failures in run_ranks(_mixes, len(LAYOUTS[name]), name, every, timeout=300):
@@ -110,6 +110,7 @@ def _controls(rank, world):
     return rate, rate2, quantised
 
 
+@pytest.mark.nightly
 def test_negative_controls_fail():
     rate, rate2, quantised = run_ranks(_controls, 4)[0]
     assert rate > 10 * TOLERANCE["exact"]
@@ -131,7 +132,9 @@ def _half(rank, world, dtype, stage):
     return failures
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 3), nightly("bf16", 1), nightly("fp16", 1), nightly("fp16", 3)])
+@pytest.mark.parametrize(
+    ("dtype", "stage"), [nightly("bf16", 3), nightly("bf16", 1), nightly("fp16", 1), nightly("fp16", 3)]
+)
 def test_mixes_in_half_precision_with_ragged_windows_and_clipping(together, dtype, stage):
     for failures in together(_half, 4):
         assert failures == []

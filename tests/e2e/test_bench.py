@@ -63,6 +63,7 @@ def test_bench_without_a_checkout_says_where_they_are(
     assert "clone the repository" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_bench_passes_options_and_exit_code_on() -> None:
     command = [sys.executable, "-m", "thalweg", "bench", "train_step", "--only", "nobody"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -194,6 +195,7 @@ def test_a_contestant_that_fails_is_reported_with_its_log_and_leaves_nothing() -
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_nothing_stays_of_a_driver_that_is_killed(signal_number: int) -> None:
     program = (
@@ -223,6 +225,7 @@ def _state(pid: str) -> str:
         return ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_train_step_prints_one_object_whose_rows_compare() -> None:
     options = ["--model", "tiny", "--ranks", "1", "--only", "thalweg_torch_2", "fsdp2_2", "fsdp2_comm_2"]

@@ -91,6 +91,7 @@ def test_tune_says_before_it_measures_that_it_cannot_write(called, files, tmp_pa
     assert "no folder" in done.stderr and "measuring" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_tune_measures_the_best_and_writes_a_config(files, tmp_path):
     output = tmp_path / "tuned.json"
     done = thalweg("tune", *files, "--best", "1", "--output", str(output), "--json", "--sequence-length", "32")

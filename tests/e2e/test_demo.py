@@ -56,7 +56,7 @@ def demo(out: Path, *arguments: str, small: bool = False) -> tuple[dict, str]:
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.fixture(scope="module", params=[pytest.param(True, id="small"), nightly(False)])
+@pytest.fixture(scope="module", params=[pytest.param(True, id="small", marks=pytest.mark.nightly), nightly(False)])
 def first(request, tmp_path_factory) -> tuple[dict, str, Path]:
     out = tmp_path_factory.mktemp("demo")
     return *demo(out, "--steps", "8", small=request.param), out

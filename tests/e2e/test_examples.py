@@ -39,7 +39,7 @@ def losses_of(launcher: list[str], script: str, *arguments: str, cwd: Path) -> t
 @pytest.mark.parametrize(
     ("launcher", "script", "arguments"),
     [
-        (TWO, "train_hf.py", ["--model", "llama"]),
+        nightly(TWO, "train_hf.py", ["--model", "llama"]),
         nightly(BARE, "train_hf.py", ["--model", "gpt2"]),
         nightly(TWO, "train_t5.py", []),
         nightly(TWO, "train_hf.py", ["--model", "gpt2"]),

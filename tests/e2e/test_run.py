@@ -163,6 +163,7 @@ def test_a_busy_master_port_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 2 and "leave out --master-port" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_chosen_master_port_is_used(launch: Launch, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

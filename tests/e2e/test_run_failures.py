@@ -16,7 +16,7 @@ from tests.marks import nightly
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
     [
-        ("os._exit(4)", 4, "exit code 4"),
+        nightly("os._exit(4)", 4, "exit code 4"),
         ("os.kill(os.getpid(), 11)", 139, "SIGSEGV"),
         nightly("sys.exit(3)", 3, "exit code 3"),
         nightly("sys.exit('no data')", 1, "no data"),
@@ -61,6 +61,7 @@ def test_the_first_traceback_is_shown_once(launch: Launch) -> None:
     assert len(err.splitlines()) <= 12, err
 
 
+@pytest.mark.nightly
 def test_a_syntax_error_is_shown_as_python_shows_it(launch: Launch) -> None:
     code, _, err = wait_output(launch("def f(:\n    pass\n"))
     assert code == 1 and "SyntaxError" in err and "def f(:" in err and "launch/worker.py" not in err

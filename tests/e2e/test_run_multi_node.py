@@ -233,6 +233,7 @@ def test_a_signal_to_the_launcher_ends_all_hosts(cluster: Cluster) -> None:
     assert code == 143 and "stopped by SIGTERM" in err and "Traceback" not in err
 
 
+@pytest.mark.nightly
 def test_a_killed_launcher_takes_all_hosts_along(cluster: Cluster) -> None:
     process = cluster.launch(HANG, options=TWO)
     wait_for_pids(cluster.folder, "up*", 4, timeout=120)

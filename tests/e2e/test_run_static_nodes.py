@@ -43,6 +43,7 @@ def test_two_launchers_are_one_job_of_uneven_hosts(launch: Launch, tmp_path: Pat
     assert told == ["0 3 0 1 0", "1 3 0 2 1", "2 3 1 2 1"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Path) -> None:
     port = _port()
@@ -56,6 +57,7 @@ def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Pa
     assert time.monotonic() - began < EXIT_DEADLINE
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_hosts_with_one_number_are_one_error(launch: Launch) -> None:
     """Whichever two of the three meet first: ranks that wait are stopped when the third comes."""

@@ -95,6 +95,7 @@ def ask(hosts: Any, home: Path, prompt: str, num_requests: int, max_tokens: int,
     return program(home, *hosts.command_prefix(0), sys.executable, "-c", ASK, *arguments)
 
 
+@pytest.mark.nightly
 @needs_namespaces
 def test_replicas_on_hosts_die_fall_silent_and_come_back(tmp_path: Path) -> None:
     """Of a quick and a slow host the quick one gets most; one dies, one is cut off: no answer is lost."""

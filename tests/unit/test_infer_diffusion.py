@@ -125,6 +125,7 @@ def test_packed_linear_layers_stay_close(pipe: Any) -> None:
     assert np.array_equal(image(pipe), want)
 
 
+@pytest.mark.nightly
 def test_compiled_and_cast(pipe: Any) -> None:
     want = image(pipe)
     engine = thalweg.init_inference(pipe, compile={"backend": "eager"})

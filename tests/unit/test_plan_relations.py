@@ -164,6 +164,7 @@ def test_a_given_batch_has_fewer_rows_where_fewer_are_suggested() -> None:
         input_spec_from_call((tokens, torch.zeros(3)), {}).with_batch_size(4, 16)
 
 
+@pytest.mark.nightly
 def test_auto_tries_small_micro_batches_before_it_leaves_the_device() -> None:
     shape = {"vocab_size": 512, "n_layer": 3, "n_head": 2, "n_embd": 64, "block_size": 128}
     auto = {"device": "auto"}

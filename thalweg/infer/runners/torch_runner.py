@@ -409,6 +409,12 @@ class TorchRunner(TorchLayers, ModelRunner):
             out[rows] = self._attend(a, q[rows], keys.gather(indices), values.gather(indices), span.start)
         return self._linear(a.out, out.flatten(1))
 
+    def argmax(self) -> None:
+        """None: the sampler looks for the most likely token."""
+
+    def free_slot(self, slot: int) -> None:
+        """Nothing is kept outside of the blocks."""
+
     def close(self) -> None:
         """Drop the weights and the cache."""
         super().close()
