@@ -29,7 +29,7 @@ from _peers import ROOT
 from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
 CASES = ("stage 0", "stage 1", "stage 2", "stage 3", "NVMe", "decode", "serve", "start")
-_WARM, _STEPS = 3, 12
+_WARM, _STEPS = 3, 10
 
 
 def train(case: str, folder: str) -> dict[str, float]:
@@ -51,7 +51,7 @@ def train(case: str, folder: str) -> dict[str, float]:
         "zero_optimization": zero,
         "log_level": "error",
     }
-    model = GPT(GPTConfig(vocab_size=4096, n_layer=6, n_head=8, n_embd=512, block_size=128))
+    model = GPT(GPTConfig(vocab_size=4096, n_layer=4, n_head=4, n_embd=256, block_size=128))
     engine, *_ = thalweg.initialize(model=model, config=config)
     rank = torch.distributed.get_rank()
     tokens = torch.randint(0, 4096, (4, 128), generator=torch.Generator().manual_seed(rank))
