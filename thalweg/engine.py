@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from thalweg.utils.trees import call_model, get_loss
 from thalweg.zero.storage.nvme import prefers_low_memory
 
 _log = get_logger(__name__)
+EngineT = TypeVar("EngineT", bound="Engine")
 
 
 def initialize(
@@ -75,9 +76,40 @@ def initialize(
         raise ValueError("initialize() needs a model: thalweg.initialize(model=model, config=...)")
     if mpu is not None:
         raise ValueError("mpu= is not needed: the axes follow from the config; leave it out")
+    source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
+    engine, loader = build_engine(
+        Engine,
+        source,
+        model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        mesh=mesh,
+    )
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def build_engine(
+    engine_class: type[EngineT],
+    source: Any,
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[EngineT, Any]:
+    """An engine of this class and its data loader, from the config ``source``; see :func:`initialize`."""
     from thalweg.plan.runtime import fill_auto_for_job  # the plan is loaded by jobs, not by every import
 
-    source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
     parsed = load(source)
     enable_console(parsed.log_level)
     parsed = merge_model_settings(parsed, model)
@@ -93,8 +125,7 @@ def initialize(
     user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     with pause_recording():  # a caller may still be inside `with zero.Init():`
         components = parallelize(model, meshes, resolved, device, **user_args)
-    engine = Engine(components, resolved, loader)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine_class(components, resolved, loader), loader
 
 
 @dataclass
@@ -108,14 +139,14 @@ class _StepCounters:
 class Engine(nn.Module):
     """Drives one model; several engines may live in one process.
 
-    Attributes: ``module`` the model, ``optimizer``, ``lr_scheduler``, ``config`` (resolved, immutable),
-    ``device``, ``global_steps`` (windows closed, skipped ones too), ``ledger`` (what was communicated).
+    Attributes: ``module`` the model, ``optimizer``, ``lr_scheduler``, ``device``, ``global_steps`` (windows closed,
+    skipped ones too), ``ledger`` (what was communicated).
     """
 
     def __init__(self, components: Components, config: Config, loader: Any = None) -> None:
         super().__init__()
         self.module = components.module
-        self.config = config
+        self._config = config
         self.device = components.device
         self.optimizer = components.optimizer
         self.lr_scheduler = components.lr_scheduler
@@ -229,12 +260,12 @@ class Engine(nn.Module):
             self._log_memory("the first step")
 
     def _log_memory(self, after: str) -> None:
-        if self.config.memory_breakdown:
+        if self._config.memory_breakdown:
             _log.info("after %s: %.0f MiB, %.0f at the peak", after, resident_mib(), resident_mib(peak=True))
 
     def log_communication(self) -> str:
         """A table of what was communicated so far: kind, module, calls, MiB, ms."""
-        return self.ledger.table(by_module=self.config.comms_logger.verbose)
+        return self.ledger.table(by_module=self._config.comms_logger.verbose)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the window's last."""
@@ -331,6 +362,11 @@ class Engine(nn.Module):
     # Facts
 
     @property
+    def config(self) -> Config:
+        """The resolved config; immutable."""
+        return self._config
+
+    @property
     def global_steps(self) -> int:
         """Windows closed so far, skipped updates included."""
         return self._counters.global_steps
@@ -370,11 +406,11 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples of one update over all ranks."""
-        return int(self.config.train_batch_size)
+        return int(self._config.train_batch_size)
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch on one rank."""
-        return int(self.config.train_micro_batch_size_per_gpu)
+        return int(self._config.train_micro_batch_size_per_gpu)
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one update."""
@@ -382,7 +418,7 @@ class Engine(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
-        return int(self.config.zero_optimization.stage)
+        return int(self._config.zero_optimization.stage)
 
     # State
 
@@ -455,7 +491,7 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Leave shared memory, close the writers, drop gradients; the model stays usable for its state."""
         self.zero_grad()
-        if self.config.comms_logger.enabled:
+        if self._config.comms_logger.enabled:
             _log.info("communication\n%s", self.log_communication())
         for listener in self._window.listeners:
             listener.close()

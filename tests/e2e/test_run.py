@@ -113,7 +113,6 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
         (["--launcher", "slurm", "script.py"], "--nproc is needed"),
         (["--include", "a;id", "script.py"], "not a host's name"),
         (["--master_addr", "10.1.2.3", "script.py"], "add --num-nodes"),
-        (["--as-deepspeed", "script.py"], "not built yet"),
         (["--hostfile", "hosts", "--ssh", "false", "script.py"], "no agent came up"),
         (["--hostfile", "nowhere", "script.py"], "nowhere"),
         (["--cores", "9999", "script.py"], "may use"),

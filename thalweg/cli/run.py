@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from thalweg.cli.run_hints import hint_for_option
+from thalweg.compat.startup import AS_DEEPSPEED, deepspeed_environ
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
@@ -59,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssh", metavar="COMMAND", help="what takes a host and a command line in place of ssh")
     add("--ssh-port", "--ssh_port", type=int, metavar="P", help="the port of the ssh servers")
     add("--python", metavar="PATH", help="the interpreter on the other hosts (default: this one's path)")
+    add("--as-deepspeed", action="store_true",
+        help="`import deepspeed` is Thalweg, in the script and in all that it starts")
     # fmt: on
     manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
     manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
@@ -67,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compat_group = parser.add_argument_group("taken for the sake of habit")
     for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
                   ("--force-multi", "--force_multi"), ("--no-ssh-check", "--no_ssh_check"),
-                  ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("--as-deepspeed",)):  # fmt: skip
+                  ("--bind-cores-to-rank", "--bind_cores_to_rank")):  # fmt: skip
         compat_group.add_argument(*names, action="store_true")
 
 
@@ -93,8 +96,6 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
 
 def run(args: argparse.Namespace) -> int:
     """Start the job and return its exit code."""
-    if args.as_deepspeed:
-        raise ValueError("--as-deepspeed is not built yet: change `import deepspeed` to `import thalweg as deepspeed`")
     spec = _build_spec(args)
     hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
@@ -105,6 +106,11 @@ def run(args: argparse.Namespace) -> int:
         result = _run_on_this_host(args, spec, hosts)
     sys.stderr.write(result.report)
     return result.exit_code
+
+
+def _as_deepspeed(args: argparse.Namespace) -> dict[str, str]:
+    """What the ranks' environment needs for `import deepspeed` to be Thalweg, where that is asked for."""
+    return deepspeed_environ(os.environ) if args.as_deepspeed or os.environ.get(AS_DEEPSPEED) == "1" else {}
 
 
 def _build_spec(args: argparse.Namespace) -> LaunchSpec:
@@ -129,6 +135,7 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
         bind=not args.no_bind,
         master_port=args.master_port,
         grace=args.grace,
+        environ=_as_deepspeed(args),
     )
 
 
@@ -163,7 +170,7 @@ def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host,
     ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
-    environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
+    environ = collect_forwarded_env({**os.environ, **_as_deepspeed(args)}, args.env, (Path.home(), Path.cwd()))
     return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ))
 
 
@@ -171,7 +178,7 @@ def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple
     from thalweg.launch import schedulers
 
     num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
-    environ = collect_forwarded_env(os.environ, args.env, (Path.home(), Path.cwd()))
+    environ = collect_forwarded_env({**os.environ, **_as_deepspeed(args)}, args.env, (Path.home(), Path.cwd()))
     words = tuple(shlex.split(args.launcher_args))
     tasks = schedulers.SchedulerJob(spec, hosts, num_nodes, environ, args.master_addr, args.python, words)
     command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command

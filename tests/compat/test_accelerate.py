@@ -1,0 +1,117 @@
+"""`Accelerator(deepspeed_plugin=...)`: a loop of the user's own, plain PyTorch's losses, save_state and load_state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.hf_support import ACCUMULATION, MICRO_BATCH, make_dataset, make_model, prepare_rank
+from tests.harness import run_ranks
+from tests.marks import nightly
+
+pytest.importorskip("accelerate")
+REUSE_RANKS = True
+TOLERANCE = 1e-4
+NUM_MICRO_BATCHES = 22  # an odd number of updates after load_state, and a whole number of windows
+LR = 5e-3
+
+
+def _batches(world: int) -> list[dict[str, Any]]:
+    import torch
+
+    rows, size = make_dataset(NUM_MICRO_BATCHES * MICRO_BATCH * 2, masked=False), MICRO_BATCH * 2 // world
+    chunks = [rows[first : first + size] for first in range(0, len(rows), size)]
+    return [{key: torch.stack([row[key] for row in chunk]) for key in chunk[0]} for chunk in chunks]
+
+
+def _plain(rank: int, world: int) -> list[float]:
+    import torch
+
+    model, losses = make_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for number, batch in enumerate(_batches(1)):
+        loss = model(**batch).loss
+        (loss / ACCUMULATION).backward()
+        losses.append(loss.item())
+        if (number + 1) % ACCUMULATION == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def _with_plugin(rank: int, world: int, folder: str, stage: int, dummy: bool) -> dict[str, Any]:
+    import torch
+
+    prepare_rank()
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim
+
+    options: dict[str, Any] = {"zero_stage": stage, "gradient_accumulation_steps": ACCUMULATION}
+    if dummy:
+        config = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        }
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+    else:
+        plugin = DeepSpeedPlugin(**options, gradient_clipping=1.0, zero3_init_flag=False, zero3_save_16bit_model=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model = make_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
+    if dummy:
+        optimizer = DummyOptim(model.parameters(), lr=LR, weight_decay=0.01)
+    rows = make_dataset(NUM_MICRO_BATCHES * MICRO_BATCH * 2, masked=False)
+    loader = torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def train(first: int, last: int) -> list[float]:
+        losses = []
+        for number, batch in enumerate(loader):
+            if not first <= number < last:
+                continue
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+        return losses
+
+    losses = train(0, 12)
+    accelerator.save_state(folder)
+    losses += train(12, NUM_MICRO_BATCHES)
+    accelerator.load_state(folder)
+    again = train(12, NUM_MICRO_BATCHES)
+    state = accelerator.get_state_dict(model)
+    unwrapped = accelerator.unwrap_model(model)
+    names = None if state is None else sorted(state)
+    whole = None if state is None else all(type(value) is torch.Tensor for value in state.values())
+    return {
+        "losses": losses,
+        "again": again,
+        "names": names,
+        "whole": whole,
+        "class": type(unwrapped).__name__,
+        "norm": model.get_global_grad_norm(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "dummy"),
+    [nightly(1, False), (2, False), nightly(3, False), nightly(1, True), nightly(2, True), (3, True)],
+)
+def test_a_loop_of_the_users_own(stage: int, dummy: bool, tmp_path: Path) -> None:
+    plain = run_ranks(_plain, 1)[0]
+    ours = run_ranks(_with_plugin, 2, str(tmp_path), stage, dummy)
+    for result in ours:
+        assert max(abs(a - b) for a, b in zip(result["losses"], plain, strict=True)) < TOLERANCE
+        assert max(abs(a - b) for a, b in zip(result["again"], result["losses"][12:], strict=True)) < TOLERANCE
+        assert result["class"] == "GPT2LMHeadModel" and result["norm"] > 0
+    assert ours[0]["whole"] is True
+    assert "lm_head.weight" in ours[0]["names"]

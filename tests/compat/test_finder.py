@@ -1,0 +1,108 @@
+"""`import deepspeed` is Thalweg where that was asked for: modules, names, metadata, children, and a real one beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.repo.source import ROOT
+from thalweg.compat.deepspeed.names import SURFACE
+from thalweg.compat.startup import deepspeed_environ
+
+
+def _run(code: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code]
+    variables = {**os.environ, "PYTHONPATH": path, **environ}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def test_every_name_of_the_surface_resolves() -> None:
+    code = """
+import thalweg.compat.deepspeed, importlib
+from thalweg.compat.deepspeed.names import FALLBACK, SURFACE
+for name, names in SURFACE.items():
+    module = importlib.import_module(name)
+    for attribute in names:
+        if attribute != FALLBACK:
+            getattr(module, attribute)
+import deepspeed
+assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+assert deepspeed.zero.Init is deepspeed.runtime.zero.partition_parameters.Init
+assert deepspeed.comm.is_initialized() is False
+print(len(SURFACE))
+"""
+    assert int(_run(code).stdout) == len(SURFACE)
+
+
+def test_opting_in_loads_nothing_and_says_nothing() -> None:
+    code = """
+import sys, thalweg.compat.deepspeed
+import importlib.metadata, importlib.util
+assert importlib.metadata.version("deepspeed").startswith("0.19.")
+assert importlib.util.find_spec("deepspeed") and importlib.util.find_spec("deepspeed.zero")
+import deepspeed
+assert deepspeed.__version__ == importlib.metadata.version("deepspeed")
+print("torch" in sys.modules)
+"""
+    done = _run(code)
+    assert done.stdout == "False\n" and done.stderr == ""
+
+
+def test_nothing_changes_where_nobody_asks() -> None:
+    done = _run("import thalweg, deepspeed", check=False)
+    assert "No module named 'deepspeed'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import deepspeed; deepspeed.OnDevice()", "thalweg.zero.Init"),
+        ("from deepspeed.ops.sparse_attention import SparseSelfAttention as S; S()", "flex_attention"),
+        ("import deepspeed.autotuning", "not among the modules"),
+        ("import deepspeed; deepspeed.no_such_name", "not among the names"),
+    ],
+)
+def test_what_is_not_offered_names_the_way(code: str, said: str) -> None:
+    done = _run(f"import thalweg.compat.deepspeed; {code}", check=False)
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
+
+
+def test_children_are_told_by_the_environment(tmp_path: Path) -> None:
+    """A child of a child too, and a `sitecustomize` of the user's own still runs."""
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.users_own = 1\n")
+    environ = deepspeed_environ({"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
+    inner = "import deepspeed; print(deepspeed.__version__, users_own)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+    assert _run(code, **environ).stdout == "0.19.8 1\n"
+
+
+def _install_other(folder: Path) -> dict[str, str]:
+    """What a real DeepSpeed looks like from outside."""
+    package, metadata = folder / "deepspeed", folder / "deepspeed-0.17.1.dist-info"
+    package.mkdir()
+    metadata.mkdir()
+    (package / "__init__.py").write_text("__version__ = '0.17.1'\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.1\n")
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+
+
+def test_a_line_says_which_of_two_is_in_use(tmp_path: Path) -> None:
+    environ = _install_other(tmp_path)
+    done = _run("import thalweg.compat.deepspeed, deepspeed.zero; print(deepspeed.__version__)", **environ)
+    assert done.stdout == "0.19.8\n"
+    (line,) = done.stderr.splitlines()
+    assert "is Thalweg" in line and f"DeepSpeed 0.17.1 in {tmp_path}" in line
+    done = _run("import deepspeed; print(deepspeed.__version__)", **environ)
+    assert done.stdout == "0.17.1\n" and done.stderr == ""
+
+
+def test_too_late_is_an_error(tmp_path: Path) -> None:
+    done = _run("import deepspeed, thalweg.compat.deepspeed", check=False, **_install_other(tmp_path))
+    assert done.returncode == 1 and "imported already" in done.stderr

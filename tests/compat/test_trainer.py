@@ -1,0 +1,140 @@
+"""Hugging Face's Trainer with `deepspeed=ds_config.json`: plain Trainer's losses, save, resume, evaluate."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.hf_support import (
+    ACCUMULATION,
+    MICRO_BATCH,
+    NUM_STEPS,
+    OPTIMIZER,
+    make_dataset,
+    make_model,
+    prepare_rank,
+    reset_accelerate,
+    write_config,
+)
+from tests.harness import run_ranks
+from tests.marks import nightly
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+REUSE_RANKS = True
+TOLERANCE = 1e-4
+
+
+def _trainer(folder: str, model: Any, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "max_steps": NUM_STEPS,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "learning_rate": 5e-3,
+        "warmup_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    arguments = TrainingArguments(**settings | options)
+    return Trainer(
+        model=model, args=arguments, train_dataset=make_dataset(), eval_dataset=make_dataset(8, seed=2, masked=False)
+    )
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _plain(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """One process without DeepSpeed that sees the batches of both ranks."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    reset_accelerate()
+    batch = 2 * MICRO_BATCH
+    sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
+    trainer = _trainer(folder, make_model(), use_cpu=True, **sizes, **options)
+    trainer.train()
+    return {"losses": _losses(trainer), "eval": trainer.evaluate()["eval_loss"]}
+
+
+def _under_deepspeed(
+    rank: int, world: int, folder: str, stage: int, sections: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    import torch
+
+    prepare_rank()
+    common = {
+        "deepspeed": write_config(folder, stage, **sections),
+        "accelerator_config": {"use_configured_state": True},
+        "per_device_train_batch_size": MICRO_BATCH,
+        "per_device_eval_batch_size": MICRO_BATCH,
+        **options,
+    }
+    trainer = _trainer(folder, make_model(), **common, save_strategy="steps", save_steps=NUM_STEPS // 2)
+    trainer.train()
+    result = {"losses": _losses(trainer), "eval": trainer.evaluate()["eval_loss"]}
+    result["stage"] = trainer.deepspeed.zero_optimization_stage()
+    result["norms"] = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+    trainer.save_model(f"{folder}/final")
+    from transformers import GPT2LMHeadModel
+
+    torch.distributed.barrier()
+    if rank == 0:
+        import transformers.integrations.deepspeed as integration
+
+        integration.unset_hf_deepspeed_config()  # a plain program reads it
+        saved = GPT2LMHeadModel.from_pretrained(f"{folder}/final").eval()
+        rows = make_dataset(8, seed=2, masked=False)
+        with torch.no_grad():
+            batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+            result["saved"] = float(saved(**batch).loss)
+
+    prepare_rank()
+    again = _trainer(folder, make_model(seed=7), **common)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{NUM_STEPS // 2}")
+    result["resumed"] = _losses(again)
+    return result
+
+
+def _difference(first: list[float], second: list[float]) -> float:
+    assert len(first) == len(second) > 0
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def _compare(folder: Path, stage: int, sections: dict[str, Any], options: dict[str, Any]) -> None:
+    plain = run_ranks(_plain, 1, str(folder / "plain"), options)[0]
+    (folder / "ds").mkdir()
+    ours = run_ranks(_under_deepspeed, 2, str(folder / "ds"), stage, sections, options)
+    for result in ours:
+        assert result["stage"] == stage
+        assert _difference(result["losses"], plain["losses"]) < TOLERANCE
+        assert abs(result["eval"] - plain["eval"]) < TOLERANCE
+        assert _difference(result["resumed"][-NUM_STEPS // 2 :], plain["losses"][NUM_STEPS // 2 :]) < TOLERANCE
+    assert abs(ours[0]["saved"] - plain["eval"]) < TOLERANCE
+    assert all(norm > 0 for norm in ours[0]["norms"])
+
+
+@pytest.mark.parametrize("stage", [nightly(1), nightly(2), 3])
+def test_config_optimizer(stage: int, tmp_path: Path) -> None:
+    """The config's optimizer, Hugging Face's schedule."""
+    _compare(tmp_path, stage, {"optimizer": OPTIMIZER}, {})
+
+
+@pytest.mark.parametrize("stage", [2, nightly(3)])
+def test_trainer_optimizer(stage: int, tmp_path: Path) -> None:
+    """Hugging Face's optimizer and schedule, with weight decay."""
+    _compare(tmp_path, stage, {}, {"weight_decay": 0.1})
+
+
+def test_a_wrong_rate_is_seen(tmp_path: Path) -> None:
+    plain = run_ranks(_plain, 1, str(tmp_path / "a"), {"max_steps": 4, "warmup_steps": 0})[0]
+    other = run_ranks(_plain, 1, str(tmp_path / "b"), {"max_steps": 4, "warmup_steps": 0, "learning_rate": 4e-3})[0]
+    assert _difference(plain["losses"], other["losses"]) > TOLERANCE

@@ -1,0 +1,31 @@
+"""``zero_to_fp32``: the whole fp32 weights of a checkpoint that Thalweg wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from thalweg.checkpoint import Checkpoint
+
+_PREFIX = "model/"
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor]:
+    """The model's whole tensors on the CPU, floating ones in fp32."""
+    with Checkpoint.open(checkpoint_dir, tag) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names(_PREFIX)}
+        tensors |= {alias: tensors[name] for alias, name in checkpoint.manifest.aliases.items() if name in tensors}
+    tensors = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
+    return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """The plain model on the CPU with those weights."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model

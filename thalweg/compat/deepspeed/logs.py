@@ -1,0 +1,29 @@
+"""``deepspeed.utils.logging`` over the package's logger."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from thalweg.observe.flops import resident_mib
+from thalweg.utils.log import ROOT, current_rank, get_logger
+
+logger = get_logger(ROOT)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; on all for None or -1, which speak at WARNING and above."""
+    if not ranks or -1 in ranks or current_rank() in ranks:
+        logger.log(level, "%s", message)
+
+
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """Log on rank 0, if asked to."""
+    if force or debug:
+        logger.info("%s", message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log what the process has in memory, if asked to."""
+    if force:
+        logger.info("%s: %.0f MiB, %.0f at the peak", message, resident_mib(), resident_mib(peak=True))

@@ -1,0 +1,152 @@
+"""Whole tensors of a sharded model: what ``safe_get_full_*`` and their kin mean for a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from thalweg.zero.full_state_dict import distribute_like
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor:
+    """The whole master weight; collective."""
+    return _gather(param.detach()).float()
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Write the whole master weight; collective, the same value on every rank."""
+    _scatter_into(param, value)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The whole reduced gradient between the window's last backward pass and its step; collective."""
+    return None if param.grad is None else _gather(param.grad).float()
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Write the whole gradient; collective.
+
+    Raises:
+        ValueError: there is none to write to.
+    """
+    if param.grad is None:
+        raise ValueError("this parameter has no gradient: set it between the backward pass and the step")
+    _scatter_into(param.grad, value)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """The whole state ``optim_state_key`` of a parameter ("exp_avg", "exp_avg_sq"); None before the first step."""
+    state = _find_state(param, optim_state_key)
+    return None if state is None else _gather(state).float()
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Write the whole state ``optim_state_key``; collective."""
+    _scatter_into(_require(_find_state(param, optim_state_key), optim_state_key), value)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor:
+    """This rank's part of the master weight, a copy."""
+    return _local(param.detach()).float().clone()
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of the reduced gradient, a copy."""
+    return None if param.grad is None else _local(param.grad).float().clone()
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's part of the state ``optim_state_key``, a copy."""
+    state = _find_state(param, optim_state_key)
+    return None if state is None else _local(state).float().clone()
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Write this rank's part of the master weight."""
+    _local(param.detach()).copy_(value)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Write this rank's part of the state ``optim_state_key``."""
+    _local(_require(_find_state(param, optim_state_key), optim_state_key)).copy_(value)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of a tree with whole tensors of their own storage on ``device``; collective if any is sharded.
+
+    Tensors that share memory share it in the copy, so that tied weights stay tied.
+    """
+    return _clone_tree(item, torch.device(device), {})
+
+
+def gather_state_dict(
+    state_dict: Mapping[str, Any], *, dtype: torch.dtype | None = None, keep: bool = True
+) -> dict[str, Any] | None:
+    """Whole tensors on the CPU, floating ones as ``dtype``; None on ranks that do not ``keep`` them; collective."""
+    copies: dict[Any, Tensor] = {}
+    result = {}
+    for name, value in state_dict.items():
+        full = _clone_tree(value, torch.device("cpu"), copies, keep=keep, dtype=dtype)
+        if keep:
+            result[name] = full
+    return result if keep else None
+
+
+def _clone_tree(
+    item: Any, device: torch.device, copies: dict[Any, Tensor], *, keep: bool = True, dtype: torch.dtype | None = None
+) -> Any:
+    if isinstance(item, Tensor):
+        # Every rank gathers every tensor: which of them share memory is not seen alike where a shard is empty.
+        local, full = _local(item), _gather(item.detach())
+        if not keep:
+            return None
+        key = (local.data_ptr(), item.shape, item.dtype) if local.numel() else id(item)
+        if key not in copies:
+            copies[key] = full.to(device, dtype if dtype and full.is_floating_point() else full.dtype, copy=True)
+        return copies[key]
+    if isinstance(item, Mapping):
+        cloned = {key: _clone_tree(value, device, copies, keep=keep, dtype=dtype) for key, value in item.items()}
+        return type(item)(cloned) if isinstance(item, dict) else cloned  # type: ignore[call-arg]
+    if isinstance(item, list | tuple):
+        values = [_clone_tree(value, device, copies, keep=keep, dtype=dtype) for value in item]
+        return values if isinstance(item, list) else tuple(values)
+    return item
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+@torch.no_grad()
+def _scatter_into(target: Tensor, value: Tensor) -> None:
+    if value.shape != target.shape:
+        raise ValueError(f"the value has the shape {tuple(value.shape)}, the parameter {tuple(target.shape)}")
+    if not isinstance(target, DTensor):
+        target.copy_(value)
+        return
+    local = target.to_local()
+    local.copy_(distribute_like(value.to(target.device_mesh.device_type), target, src_rank=None).to_local())
+
+
+def _find_state(param: Tensor, key: str) -> Tensor | None:
+    """A state of a parameter in the engine whose optimizer has it."""
+    from thalweg.compat.deepspeed.engine import live_engines
+
+    for engine in live_engines():
+        if engine.optimizer is not None and param in engine.optimizer.state:
+            return engine.optimizer.state[param].get(key)
+    return None
+
+
+def _require(state: Tensor | None, key: str) -> Tensor:
+    if state is None:
+        raise ValueError(f"there is no state {key!r} of this parameter: it comes into being at the first step")
+    return state
