@@ -1,4 +1,4 @@
-"""`import deepspeed` is Thalweg where that was asked for: modules, names, metadata, children, and a real one beside it."""
+"""`import deepspeed` is Thalweg where that was asked for: modules, names, metadata, children, another one beside it."""
 
 from __future__ import annotations
 
