@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def make_dataset(size: int = 64, seed: int = 1, masked: bool = True) -> Any:
 
 def prepare_rank() -> None:
     """What Hugging Face needs on processors: DeepSpeed's path, over gloo."""
+    if "thalweg.compat.deepspeed" not in sys.modules:
+        # The fork server has loaded transformers, which found no DeepSpeed then; a user's program begins without.
+        for name in list(sys.modules):
+            if name.partition(".")[0] in ("transformers", "accelerate", "peft"):
+                del sys.modules[name]
     import thalweg.compat.deepspeed  # noqa: F401
 
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", OMP_NUM_THREADS="1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.compat.hf_support import ACCUMULATION, MICRO_BATCH, make_dataset, mak
 from tests.harness import run_ranks
 from tests.marks import nightly
 
-pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs transformers and accelerate")
 REUSE_RANKS = True
 TOLERANCE = 1e-4
 NUM_MICRO_BATCHES = 22  # an odd number of updates after load_state, and a whole number of windows

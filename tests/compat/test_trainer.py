@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from tests.compat.hf_support import (
 from tests.harness import run_ranks
 from tests.marks import nightly
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs transformers and accelerate")
 REUSE_RANKS = True
 TOLERANCE = 1e-4
 

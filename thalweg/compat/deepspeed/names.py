@@ -51,9 +51,9 @@ _TENSOR_ACCESS: Names = {
 }  # fmt: skip
 _LOGGING: Names = {name: f"{_HERE}.logs:{name}" for name in ("logger", "log_dist", "print_rank_0", "see_memory_usage")}
 _LOADER: Names = {"RepeatingLoader": f"{_HERE}.arguments:RepeatingLoader"}
-_GROUPS: Names = {FALLBACK: f"{_HERE}.groups"}
+_GROUPS: Names = {FALLBACK: f"{_HERE}.parallel_groups"}
 _COMM: Names = {"init_distributed": f"{_HERE}.arguments:init_distributed", FALLBACK: "torch.distributed"}
-_COMM |= {name: f"{_HERE}.groups:{name}" for name in ("get_local_rank", "get_all_ranks_from_group")}
+_COMM |= {name: f"{_HERE}.parallel_groups:{name}" for name in ("get_local_rank", "get_all_ranks_from_group")}
 _ACCELERATOR: Names = {"get_accelerator": f"{_HERE}.accelerator:get_accelerator"}
 _ADAM: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _ADAGRAD: Names = {"DeepSpeedCPUAdagrad": f"{_HERE}.optimizers:DeepSpeedCPUAdagrad"}
