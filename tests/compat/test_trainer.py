@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ REUSE_RANKS = True
 TOLERANCE = 1e-4
 
 
-def _trainer(folder: str, model: Any, **options: Any) -> Any:
+def _trainer(folder: str, build: Callable[[], Any] = make_model, **options: Any) -> Any:
+    """The arguments come first, as Hugging Face asks: at stage 3 they change how a model is built."""
     from transformers import Trainer, TrainingArguments
 
     settings: dict[str, Any] = {
@@ -59,7 +62,7 @@ def _plain(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[
     reset_accelerate()
     batch = 2 * MICRO_BATCH
     sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
-    trainer = _trainer(folder, make_model(), use_cpu=True, **sizes, **options)
+    trainer = _trainer(folder, use_cpu=True, **sizes, **options)
     trainer.train()
     return {"losses": _losses(trainer), "eval": trainer.evaluate()["eval_loss"]}
 
@@ -77,7 +80,7 @@ def _under_deepspeed(
         "per_device_eval_batch_size": MICRO_BATCH,
         **options,
     }
-    trainer = _trainer(folder, make_model(), **common, save_strategy="steps", save_steps=NUM_STEPS // 2)
+    trainer = _trainer(folder, **common, save_strategy="steps", save_steps=NUM_STEPS // 2)
     trainer.train()
     result = {"losses": _losses(trainer), "eval": trainer.evaluate()["eval_loss"]}
     result["stage"] = trainer.deepspeed.zero_optimization_stage()
@@ -98,10 +101,41 @@ def _under_deepspeed(
             result["saved"] = float(saved(**batch).loss)
 
     prepare_rank()
-    again = _trainer(folder, make_model(seed=7), **common)
+    again = _trainer(folder, partial(make_model, 7), **common)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-{NUM_STEPS // 2}")
     result["resumed"] = _losses(again)
     return result
+
+
+def _from_pretrained(rank: int, world: int, folder: str, saved: str) -> dict[str, Any]:
+    """Hugging Face builds the model under zero.Init, and reads the file on rank 0 alone."""
+    prepare_rank()
+    from transformers import GPT2LMHeadModel
+
+    trainer = _trainer(
+        folder,
+        partial(GPT2LMHeadModel.from_pretrained, saved),
+        deepspeed=write_config(folder, 3, optimizer=OPTIMIZER),
+        accelerator_config={"use_configured_state": True},
+        per_device_train_batch_size=MICRO_BATCH,
+        per_device_eval_batch_size=MICRO_BATCH,
+    )
+    on_meta = all(param.is_meta for param in trainer.model.parameters())
+    trainer.train()
+    return {"losses": _losses(trainer), "on_meta": on_meta, "eval": trainer.evaluate()["eval_loss"]}
+
+
+def _save_plain(rank: int, world: int, folder: str) -> None:
+    make_model().save_pretrained(folder)
+
+
+def test_from_pretrained_at_stage_3(tmp_path: Path) -> None:
+    run_ranks(_save_plain, 1, str(tmp_path / "saved"))
+    plain = run_ranks(_plain, 1, str(tmp_path / "plain"), {})[0]
+    for result in run_ranks(_from_pretrained, 2, str(tmp_path), str(tmp_path / "saved")):
+        assert result["on_meta"]
+        assert _difference(result["losses"], plain["losses"]) < TOLERANCE
+        assert abs(result["eval"] - plain["eval"]) < TOLERANCE
 
 
 def _difference(first: list[float], second: list[float]) -> float:
