@@ -48,7 +48,10 @@ def _trainer(folder: str, build: Callable[[], Any] = make_model, **options: Any)
     }
     arguments = TrainingArguments(**settings | options)
     return Trainer(
-        model=model, args=arguments, train_dataset=make_dataset(), eval_dataset=make_dataset(8, seed=2, masked=False)
+        model=build(),
+        args=arguments,
+        train_dataset=make_dataset(),
+        eval_dataset=make_dataset(8, seed=2, masked=False),
     )
 
 
