@@ -29,7 +29,7 @@ class DeepSpeedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         module, surface = self.__name__, SURFACE[self.__name__]
-        if name.startswith("__"):
+        if name.startswith("__") and name not in surface:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         value = surface.get(name)
         if value is None and f"{module}.{name}" in SURFACE:
