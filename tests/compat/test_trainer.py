@@ -138,6 +138,7 @@ def _save_plain(rank: int, world: int, folder: str) -> None:
     make_model().save_pretrained(folder)
 
 
+@pytest.mark.nightly
 def test_from_pretrained_at_stage_3(tmp_path: Path) -> None:
     run_ranks(_save_plain, 1, str(tmp_path / "saved"))
     plain = run_ranks(_plain, 1, str(tmp_path / "plain"), {})[0]
