@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.repo.source import ROOT
-from thalweg.compat.deepspeed.names import SURFACE
+from thalweg.compat.deepspeed.surface import SURFACE
 from thalweg.compat.startup import deepspeed_environ
 
 
@@ -26,7 +26,7 @@ def _run(code: str, check: bool = True, **environ: str) -> subprocess.CompletedP
 def test_every_name_of_the_surface_resolves() -> None:
     code = """
 import thalweg.compat.deepspeed, importlib
-from thalweg.compat.deepspeed.names import FALLBACK, SURFACE
+from thalweg.compat.deepspeed.surface import FALLBACK, SURFACE
 for name, names in SURFACE.items():
     module = importlib.import_module(name)
     for attribute in names:

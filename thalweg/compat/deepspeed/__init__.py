@@ -4,7 +4,7 @@
     THALWEG_AS_DEEPSPEED=1 thalweg run ...   or `thalweg run --as-deepspeed script.py`: children too
 
 The picture: a finder in ``sys.meta_path`` (:mod:`.finder`) answers ``deepspeed``, its submodules and its
-distribution's metadata.  The modules it makes are empty; :mod:`.names` says for each of their names where in Thalweg
+distribution's metadata.  The modules it makes are empty; :mod:`.surface` says for each of their names where in Thalweg
 it lives, and what is to be used in place of a name that is not offered.  The other files here translate: arguments,
 results and the words of DeepSpeed's engine.
 

@@ -13,7 +13,6 @@ What the words mean here and there:
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.compat.deepspeed.leaf_modules import add_model_settings
+from thalweg.compat.deepspeed.live_engines import add_engine
 from thalweg.compat.deepspeed.tensor_access import gather_state_dict
 from thalweg.config import Config
 from thalweg.config.reader import read_source
@@ -29,9 +29,6 @@ from thalweg.engine import Engine, build_engine
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.parallelize import Components
 from thalweg.utils.env import read_rank_info
-
-# The engines of this process, the newest last: DeepSpeed's functions of groups and parameters name no engine.
-_engines: list[weakref.ref[DeepSpeedEngine]] = []
 
 
 def initialize(
@@ -86,13 +83,8 @@ def initialize(
         collate_fn=collate_fn,
     )
     engine.set_raw_config(given[0] if isinstance(given[0], Mapping) else tree)
-    _engines[:] = [*(ref for ref in _engines if ref() is not None), weakref.ref(engine)]
+    add_engine(engine)
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def live_engines() -> list[DeepSpeedEngine]:
-    """The engines of this process, the newest first."""
-    return [engine for ref in reversed(_engines) if (engine := ref()) is not None]
 
 
 class DeepSpeedEngine(Engine):

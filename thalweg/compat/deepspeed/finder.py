@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from thalweg import __version__
-from thalweg.compat.deepspeed.names import DEEPSPEED_VERSION, FALLBACK, SURFACE, NotOffered
+from thalweg.compat.deepspeed.surface import DEEPSPEED_VERSION, FALLBACK, SURFACE, NotOffered
 
 NAME = "deepspeed"
 # Modules that look for DeepSpeed once, when they are imported, and remember the answer.
@@ -77,7 +77,7 @@ class DeepSpeedFinder:
         if name not in SURFACE:
             raise ModuleNotFoundError(
                 f"{name} is not among the modules that Thalweg offers as {NAME} "
-                "(thalweg/compat/deepspeed/names.py lists them)",
+                "(thalweg/compat/deepspeed/surface.py lists them)",
                 name=name,
             )
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]

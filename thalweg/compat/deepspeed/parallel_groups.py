@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from thalweg.compat.deepspeed.live_engines import live_engines
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.env import read_rank_info
 
@@ -22,8 +23,6 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def _meshes() -> ParallelMeshes | None:
-    from thalweg.compat.deepspeed.engine import live_engines
-
     return next((engine.meshes for engine in live_engines()), None)
 
 

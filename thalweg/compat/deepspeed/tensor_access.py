@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from thalweg.compat.deepspeed.live_engines import live_engines
 from thalweg.zero.full_state_dict import distribute_like
 
 
@@ -138,8 +139,6 @@ def _scatter_into(target: Tensor, value: Tensor) -> None:
 
 def _find_state(param: Tensor, key: str) -> Tensor | None:
     """A state of a parameter in the engine whose optimizer has it."""
-    from thalweg.compat.deepspeed.engine import live_engines
-
     for engine in live_engines():
         if engine.optimizer is not None and param in engine.optimizer.state:
             return engine.optimizer.state[param].get(key)

@@ -61,7 +61,7 @@ _LION: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPULio
 _LAMB: Names = {"FusedLamb": f"{_HERE}.optimizers:FusedLamb"}
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _LR_SCHEDULES: Names = {name: f"thalweg.optim.lr_scheduler:{name}" for name in _SCHEDULES}
-_LR_SCHEDULES["VALID_LR_SCHEDULES"] = f"{_HERE}.names:VALID_LR_SCHEDULES"
+_LR_SCHEDULES["VALID_LR_SCHEDULES"] = f"{_HERE}.surface:VALID_LR_SCHEDULES"
 VALID_LR_SCHEDULES = list(_SCHEDULES)
 _CHECKPOINTING: Names = {FALLBACK: f"{_HERE}.activation_checkpoints"}
 _PIPE: Names = {FALLBACK: "thalweg.pipe"}
@@ -82,7 +82,7 @@ _ZERO_TO_FP32: Names = {
 SURFACE: dict[str, Names] = {
     "deepspeed": {
         **_ENGINE, **_LOGGING,
-        "__version__": f"{_HERE}.names:DEEPSPEED_VERSION",
+        "__version__": f"{_HERE}.surface:DEEPSPEED_VERSION",
         "initialize": f"{_HERE}.engine:initialize",
         "init_inference": "thalweg.infer.init_inference:init_inference",
         "init_distributed": f"{_HERE}.arguments:init_distributed",
@@ -106,7 +106,7 @@ SURFACE: dict[str, Names] = {
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.names:ENVIRONMENT_FILE"},
+    "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.surface:ENVIRONMENT_FILE"},
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _MOE,
     "deepspeed.moe.utils": _MOE,
