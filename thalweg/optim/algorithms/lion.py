@@ -20,6 +20,8 @@ class Lion(StepMixin, torch.optim.Optimizer):
     Elementwise: each rank steps its own piece.
     """
 
+    elementwise = True  # pieces of a parameter are stepped apart (NVMe)
+
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
     ) -> None:

@@ -38,7 +38,6 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS
-from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
 from thalweg.optim.norms import ROW_LENGTH, RowNorms, compute_row_norms, full_row_norms
 from thalweg.optim.offload.io_pipeline import (
@@ -62,10 +61,13 @@ BATCH_ELEMENTS = 1 << 19
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimiser is of exactly a class whose update looks at each element alone."""
+    """Whether the optimiser is of exactly a class whose update looks at each element alone.
+
+    A class of ours says so itself (``elementwise = True``); one derived from it may do more.
+    """
     cls = type(optimizer)
     torch_classes = {getattr(torch.optim, name, None) for name in ELEMENTWISE_OPTIMIZERS}
-    return cls is Lion or cls in ELEMENTWISE_OPTIMIZERS.values() or cls in torch_classes
+    return vars(cls).get("elementwise", False) or cls in ELEMENTWISE_OPTIMIZERS.values() or cls in torch_classes
 
 
 @dataclass
