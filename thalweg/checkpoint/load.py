@@ -7,6 +7,7 @@ leads to a silent start at step 0.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from thalweg.checkpoint.errors import (
     CorruptCheckpointError,
 )
 from thalweg.checkpoint.filesystem import FileSystem
+from thalweg.checkpoint.foreign import ForeignCheckpoint, find_foreign
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint, format_list
 from thalweg.utils.log import get_logger
@@ -41,7 +43,7 @@ def open_verified(
     With a ``tag`` that one, or an error.  Without: the one that ``latest`` names, then the
     newest, past damaged ones with a warning each.  ``resume``: "never" returns None; "auto"
     returns None only where the directory holds no checkpoint at all; "must" raises
-    ``CheckpointNotFoundError`` there.  ``prefix`` ("model/") limits what is verified.
+    ``CheckpointNotFoundError`` there.  A checkpoint of DeepSpeed's is opened as one of ours.  ``prefix`` ("model/") limits what is verified.
     Raises ``CorruptCheckpointError`` if nothing good is left.
     """
     if resume not in ("auto", "must", "never"):
@@ -52,22 +54,27 @@ def open_verified(
     has_tag = tag is not None and tag != directory.LATEST
 
     def choose() -> dict[str, Any]:
-        names = []
-        if ranks.rank == 0 and has_tag:
+        names, foreign = [], None
+        if ranks.rank == 0:
+            foreign = find_foreign(io, checkpoint_dir, None if tag is None else str(tag))
+        if foreign is not None:
+            names = [os.path.relpath(foreign, checkpoint_dir)]
+        elif ranks.rank == 0 and has_tag:
             names = [directory.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
         elif ranks.rank == 0:
             names = [found.path.name for found in directory.list_load_candidates(io, checkpoint_dir)]
-        return {"tag": None if tag is None else str(tag), "names": names}
+        return {"tag": None if tag is None else str(tag), "names": names, "foreign": foreign is not None}
 
     chosen = ranks.all_or_raise(f"looking for a checkpoint in {checkpoint_dir}", choose)
     tags = sorted({str(choice["tag"]) for choice in chosen})
     if len(tags) > 1:
         raise CheckpointMismatchError(f"the ranks ask for different tags: {', '.join(tags)}")
     names = chosen[0]["names"]
+    opener = ForeignCheckpoint if chosen[0]["foreign"] else Checkpoint
     problems = []
     for name in names:
         try:
-            return _open_and_verify(checkpoint_dir / name, prefix, ranks, io)
+            return _open_and_verify(opener, checkpoint_dir / name, prefix, ranks, io)
         except CorruptCheckpointError as error:
             if has_tag:
                 raise
@@ -87,11 +94,11 @@ def open_verified(
     return None
 
 
-def _open_and_verify(path: Path, prefix: str, ranks: RankGroup, io: FileSystem) -> Checkpoint:
+def _open_and_verify(opener: type[Checkpoint], path: Path, prefix: str, ranks: RankGroup, io: FileSystem) -> Checkpoint:
     opened: list[Checkpoint] = []
 
     def open_local() -> str:
-        opened.append(Checkpoint.from_path(path, io=io))
+        opened.append(opener.from_path(path, io=io))
         return opened[0].manifest.model_dump_json(include={"head"})
 
     heads = ranks.all_or_raise(f"opening checkpoint {path}", open_local)
@@ -99,3 +106,9 @@ def _open_and_verify(path: Path, prefix: str, ranks: RankGroup, io: FileSystem) 
         raise CheckpointError(f"the ranks see different checkpoints at {path}; it must be a shared directory")
     opened[0].verify(group=ranks.group, prefix=prefix)
     return opened[0]
+
+
+def open_checkpoint(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint:
+    """The checkpoint of ``Checkpoint.open``, or the one of DeepSpeed's that ``checkpoint_dir`` holds; not collective."""
+    foreign = find_foreign(FileSystem(), Path(checkpoint_dir), tag)
+    return Checkpoint.open(checkpoint_dir, tag) if foreign is None else ForeignCheckpoint.from_path(foreign)

@@ -40,16 +40,16 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"{args.directory} does not exist; give the directory that was saved to")
     if args.action == "verify":
         return _verify(args.directory, args.tag, as_json=args.json)
-    from thalweg.checkpoint import Checkpoint
+    from thalweg.checkpoint.load import open_checkpoint
 
-    with Checkpoint.open(args.directory, args.tag) as checkpoint:
+    with open_checkpoint(args.directory, args.tag) as checkpoint:
         if args.action == "inspect":
             return _inspect(checkpoint, as_json=args.json, tensors=args.tensors)
         return _export(checkpoint, args)
 
 
 def _find_checkpoint(checkpoint_dir: Path, tag: str | None) -> Path:
-    """The one directory to verify: never another one in place of a damaged one."""
+    """The one directory of ours to verify: never another one in place of a damaged one."""
     from thalweg.checkpoint import CheckpointNotFoundError, FileSystem
     from thalweg.checkpoint import directory as publish
 
@@ -109,16 +109,19 @@ def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
 
 
 def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
-    from thalweg.checkpoint import Checkpoint, CorruptCheckpointError
+    from thalweg.checkpoint import Checkpoint, CorruptCheckpointError, FileSystem
+    from thalweg.checkpoint.foreign import ForeignCheckpoint, find_foreign
 
+    foreign = find_foreign(FileSystem(), directory, tag)
+    opener, found = (Checkpoint, None) if foreign is None else (ForeignCheckpoint, foreign)
     try:
-        with Checkpoint.from_path(_find_checkpoint(directory, tag)) as checkpoint:
+        with opener.from_path(found or _find_checkpoint(directory, tag)) as checkpoint:
             damage = checkpoint.find_corruption()
             path, tensors = str(checkpoint.path), len(checkpoint.manifest.tensors)
             size = sum(record.size for record in checkpoint.manifest.files.values())
     except CorruptCheckpointError as error:
         report = {"path": str(directory), "sound": False}
-        damaged = [{"file": "manifest.json", "tensor": None, "reason": str(error)}]
+        damaged = [{"file": None if foreign else "manifest.json", "tensor": None, "reason": str(error)}]
         _print_report({**report, "damaged": damaged}, [f"damaged: {error}"], as_json=as_json)
         return 1
     report = {

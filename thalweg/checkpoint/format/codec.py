@@ -236,13 +236,14 @@ def _decode_tagged(name: Any, node: dict[str, Any], load_tensor: TensorLoader) -
     if name == "bytes_tensor":
         return load_tensor(value).numpy().tobytes()
     if name == "numpy":
-        return _decode_numpy_scalar(_parse_numpy_dtype(node["dtype"]), _base64_decode(value))
+        return _decode_numpy_scalar(parse_numpy_dtype(node["dtype"]), _base64_decode(value))
     if name == "ndarray":
         return _decode_ndarray(node, load_tensor)
     return _DECODERS[name](decode_tree(value, load_tensor))
 
 
-def _parse_numpy_dtype(name: str) -> numpy.dtype:
+def parse_numpy_dtype(name: str) -> numpy.dtype:
+    """The dtype of numpy's name for it, if it is one of plain bytes."""
     if not _SAFE_NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"dtype {name!r} is not plain bytes")
     return numpy.dtype(name)
@@ -253,6 +254,6 @@ def _decode_numpy_scalar(dtype: numpy.dtype, raw: bytes) -> Any:
 
 
 def _decode_ndarray(node: dict[str, Any], load_tensor: TensorLoader) -> numpy.ndarray:
-    dtype = _parse_numpy_dtype(node["dtype"])
+    dtype = parse_numpy_dtype(node["dtype"])
     raw = b"" if node["v"] is None else load_tensor(node["v"]).numpy().tobytes()
     return numpy.ndarray(tuple(node["shape"]), dtype, bytearray(raw) or bytearray(1))

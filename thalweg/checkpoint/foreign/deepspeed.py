@@ -1,0 +1,390 @@
+"""DeepSpeed's checkpoint folders, as logical tensors.
+
+::
+
+    mp_rank_MM_model_states.pt                        stages 0 to 2: the module, counters, names and shapes
+    zero_pp_rank_R_mp_rank_MM_model_states.pt         stage 3: the same for each rank, its module's parameters empty
+    [bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt  rank R's share of the fp32 parameters and of the moments
+    layer_LL-model_MM-model_states.pt                 a pipeline's layers, in place of the module
+    zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    universal: each parameter whole
+
+``MM`` counts the stages of a pipeline and the ranks of tensor parallelism.  At stages 1 and 2 a parameter group is
+one vector, its parameters in the order of ``param_shapes``, padded at its end and cut into equal shares; at stage 3
+each parameter is cut, each padded, and a rank's shares of a (sub-)group are one vector.  The fp32 values are taken
+for the parameters where there are some; the module's 16-bit ones are a copy of these.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
+from thalweg.checkpoint.filesystem import FileSystem, list_if_there
+from thalweg.checkpoint.foreign.logical import (
+    ForeignContents,
+    Fragment,
+    LogicalTensor,
+    Scalar,
+    cut_concatenation,
+    cut_parameter_shares,
+)
+from thalweg.checkpoint.foreign.torch_file import TorchFile
+from thalweg.checkpoint.foreign.unpickle import InertObject, StoredTensor
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
+_MASTER = "fp32"  # DeepSpeed's word for the values that the optimiser updates
+_TIED = "tied_modules."
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_LAYER_FILE = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
+_EXPERT_FILE = re.compile(r"(?:layer_-?\d+_)?expert_\d+_mp_rank_(\d+)_model_states\.pt")
+UNIVERSAL_FOLDER = "zero"
+
+# What DeepSpeed itself writes into a model file; everything else there is the user's client_state.
+_OWN_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
+    "data_sampler random_ltd sparse_tensor_module_names csr_tensor_module_names skipped_steps global_steps "
+    "global_samples dp_world_size mp_world_size ds_config ds_version num_experts ds_autoep_layers autoep_layers "
+    "universal_checkpoint_info checkpoint_parallel_dimensions folding".split()
+)
+_GROUP_BOOKKEEPING = frozenset({"params", "param_names", "step"})
+
+
+def is_deepspeed_folder(io: FileSystem, path: Path) -> bool:
+    """Whether ``path`` is one checkpoint of DeepSpeed's."""
+    return any(_MODEL_FILE.fullmatch(name) or _OPTIM_FILE.fullmatch(name) for name in list_if_there(io, path))
+
+
+def read_deepspeed_folder(io: FileSystem, path: Path) -> ForeignContents:
+    """What a folder of DeepSpeed's holds; of the tensors only the places are read."""
+    return _FolderReader(io, path).read()
+
+
+@dataclass
+class _Part:
+    """The files of one ``mp_rank``: the model's tree, each rank's where there are several, and the optimiser's."""
+
+    model: dict[str, Any]
+    models: list[dict[str, Any]]
+    optims: list[dict[str, Any]]
+
+
+class _FolderReader:
+    """One folder on its way to ``ForeignContents``."""
+
+    def __init__(self, io: FileSystem, path: Path) -> None:
+        self.io, self.path = io, path
+        self.names = list_if_there(io, path)
+        self.contents = ForeignContents()
+        self.groups: list[dict[str, Any]] = []
+        self.canonical: dict[str, str] = {}
+
+    def read(self) -> ForeignContents:
+        """Everything that the folder holds."""
+        self._refuse_tensor_parallelism()
+        parts = [self._read_part(mp_rank) for mp_rank in self._mp_ranks()]
+        common = parts[0].model
+        layers = self._read_layers()
+        self.canonical = self._name_layers(parts, layers) if layers else {}
+        is_universal = self.io.exists(self.path / UNIVERSAL_FOLDER)
+        for part in parts:
+            if is_universal:
+                self._add_universal(part)
+            elif part.optims:
+                self._add_zero(part)
+            elif part.model.get("optimizer"):
+                self._add_plain_optimizer(part)
+            self._add_module(part)
+        for name, value in layers.items():
+            if f"model/{name}" not in self.contents.aliases:
+                self._add_stored(f"model/{name}", value)
+        for name in [name for name in self.names if _EXPERT_FILE.fullmatch(name)]:
+            for key, value in self._load(name).items():
+                self._add_stored(f"model/{key}", value)
+        contents = self.contents
+        contents.aliases = {
+            alias: name
+            for alias, name in contents.aliases.items()
+            if name in contents.tensors and alias not in contents.tensors
+        }
+        contents.step = int(common.get("global_steps", 0))
+        contents.world_size = int(common.get("dp_world_size") or 1) * int(common.get("mp_world_size") or 1)
+        contents.writer = f"deepspeed {common.get('ds_version', '(version unknown)')}"
+        contents.state = self._state(common, parts)
+        return contents
+
+    def _load_any(self, name: str) -> Any:
+        file = self.contents.files[name] = TorchFile(self.io, self.path / name)
+        return file.tree()
+
+    def _load(self, name: str) -> dict[str, Any]:
+        tree = self._load_any(name)
+        if not isinstance(tree, dict):
+            raise CorruptCheckpointError(f"{self.path / name} holds a {type(tree).__name__} where a dict is expected")
+        return tree
+
+    def _mp_ranks(self) -> list[int]:
+        return sorted({int(m.group(2)) for name in self.names if (m := _MODEL_FILE.fullmatch(name))})
+
+    def _refuse_tensor_parallelism(self) -> None:
+        mp_ranks, layers = self._mp_ranks(), [m for name in self.names if (m := _LAYER_FILE.fullmatch(name))]
+        if not mp_ranks:
+            raise CorruptCheckpointError(f"{self.path} has optimiser states of DeepSpeed's, but no *_model_states.pt")
+        if len(mp_ranks) > 1 and not layers or any(int(m.group(2) or 0) for m in layers):
+            raise CheckpointMismatchError(
+                f"{self.path} was saved under tensor parallelism ({len(mp_ranks)} files for each tensor): merge it with "
+                "DeepSpeed's ds_to_universal.py, with its parameters' patterns, or save it with a tensor-parallel size of 1"
+            )
+
+    def _read_part(self, mp_rank: int) -> _Part:
+        by_rank = {
+            pattern: {int(m.group(1) or 0): name for name in self.names
+                      if (m := pattern.fullmatch(name)) and int(m.group(2)) == mp_rank}
+            for pattern in (_MODEL_FILE, _OPTIM_FILE)
+        }  # fmt: skip
+        models = [self._load(name) for _, name in sorted(by_rank[_MODEL_FILE].items())]
+        optims = [self._load(name)["optimizer_state_dict"] for _, name in sorted(by_rank[_OPTIM_FILE].items())]
+        if optims:
+            count = optims[0].get("partition_count")
+            count = max(count, default=0) if isinstance(count, list) else count
+            ranks = sorted(by_rank[_OPTIM_FILE])
+            if ranks != list(range(len(ranks))) or (count and count != len(ranks)):
+                raise CorruptCheckpointError(
+                    f"{self.path} has optimiser states of the ranks {', '.join(map(str, ranks))}, but {count} ranks "
+                    "saved: a file is missing, or one is left over from an earlier save"
+                )
+        return _Part(models[0], models, optims)
+
+    # The tensors of the model.
+
+    def _add(self, name: str, tensor: LogicalTensor) -> None:
+        self.contents.tensors.setdefault(name, tensor)  # of a pipeline's tied weights each stage has a copy
+
+    def _add_stored(self, name: str, value: Any) -> None:
+        if isinstance(value, StoredTensor):
+            self._add(name, LogicalTensor.whole(value))
+
+    def _add_module(self, part: _Part) -> None:
+        """What the module's own state dict adds: buffers, frozen parameters, all of it where there is no fp32."""
+        module, is_stage3 = part.model.get("module") or {}, _stage(part) == 3
+        shared = dict(part.model.get("shared_params") or {})
+        self.contents.aliases |= {f"model/{alias}": f"model/{name}" for alias, name in shared.items()}
+        for name, fragments in (part.model.get("frozen_param_fragments") or {}).items():
+            shape = tuple(part.model["frozen_param_shapes"][name])
+            shares = [[model["frozen_param_fragments"][name]] for model in part.models]
+            cut = [Fragment(0, fragments.numel, fragments)] if fragments.numel else []
+            if is_stage3:
+                cut = next(cut_parameter_shares({name: shape}, shares))[2]
+            self._add(f"model/{name}", LogicalTensor.of(shape, cut, name))
+        buffers = part.model.get("buffer_names")
+        for name, value in module.items():
+            if name not in shared and not (is_stage3 and buffers is not None and name not in buffers):
+                self._add_stored(f"model/{name}", value)
+
+    # A pipeline's layers.
+
+    def _read_layers(self) -> dict[str, StoredTensor]:
+        """The tensors of a pipeline's layers, under the names that a ``PipelineModule`` has for them."""
+        return {
+            f"layers.{int(match.group(1))}.{key}": value
+            for name in self.names
+            if (match := _LAYER_FILE.fullmatch(name))
+            for key, value in self._load(name).items()
+        }
+
+    def _name_layers(self, parts: list[_Part], layers: dict[str, StoredTensor]) -> dict[str, str]:
+        """By DeepSpeed's name of each parameter that of ours; tied layers beyond the first become aliases."""
+        shapes = {name: tuple(shape) for part in parts for group in part.model.get("param_shapes") or []
+                  for name, shape in group.items()}  # fmt: skip
+        names = {name: f"layers.{name}" for name in shapes if not name.startswith(_TIED)}
+        unclaimed = [name for name in layers if name not in names.values()]
+        for name in shapes:
+            if name.startswith(_TIED):
+                attribute = name.split(".", 2)[2]
+                places = [n for n in unclaimed if n.split(".", 2)[2] == attribute and layers[n].shape == shapes[name]]
+                names[name] = places[0] if places else name
+                self.contents.aliases |= {f"model/{other}": f"model/{places[0]}" for other in places[1:]}
+                unclaimed = [n for n in unclaimed if n not in places]
+        return names
+
+    # The optimiser.
+
+    def _add_zero(self, part: _Part) -> None:
+        """fp32 parameters and moments of stages 1 to 3 out of the ranks' shares."""
+        is_stage3 = _stage(part) == 3
+        shapes: list[dict[str, Any]] = part.model.get("param_shapes") or []
+        ranks = [_read_shares(optim, is_stage3) for optim in part.optims]
+        vectors = len(ranks[0])
+        if any(len(shares) != vectors for shares in ranks) or vectors != len(shapes):
+            raise CorruptCheckpointError(
+                f"{self.path}: the ranks' files hold {sorted({len(shares) for shares in ranks})} groups of optimiser "
+                f"state where the model's file lists {len(shapes)}; they come from different saves"
+            )
+        for index, members in enumerate(shapes):
+            named = {self.canonical.get(name, name): tuple(shape) for name, shape in members.items()}
+            shares = [rank[index] for rank in ranks]
+            if shares[0].hyper.get("moe"):
+                _log.warning("%s: the optimiser's state of experts is not read, their weights are", self.path)
+                continue
+            for key in shares[0].vectors:
+                parts = [share.vectors.get(key) or shares[0].vectors[key] for share in shares]
+                cut = cut_parameter_shares(named, [[v] for v in parts]) if is_stage3 else cut_concatenation(named, parts)
+                for name, shape, fragments in cut:
+                    stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
+                    self._add(stored, LogicalTensor.of(shape, fragments, stored))
+            if (step := shares[0].step) is not None:
+                for name in named:
+                    self._add(f"optim/step/{name}", LogicalTensor(torch.float32, (), (Fragment(0, 1, Scalar(step)),)))
+            self._add_group(shares[0].group, shares[0].hyper, list(named))
+
+    def _add_group(self, index: int, hyper: Mapping[str, Any], members: list[str]) -> None:
+        """Members of a parameter group of the optimiser: stage 3 has several vectors for one."""
+        while len(self.groups) <= index:
+            self.groups.append({"params": [], "hyper": {}})
+        self.groups[index]["params"] += [name for name in members if name not in self.groups[index]["params"]]
+        self.groups[index]["hyper"] = {key: v for key, v in hyper.items() if key not in _GROUP_BOOKKEEPING}
+
+    def _add_plain_optimizer(self, part: _Part) -> None:
+        """Stage 0: torch's own state dict, whose parameters are numbered; one group alone says which is which."""
+        saved = part.model["optimizer"]
+        module, shared = part.model.get("module") or {}, part.model.get("shared_params") or {}
+        names = [n for n in module if n not in (part.model.get("buffer_names") or ()) and n not in shared]
+        groups = saved.get("param_groups") or []
+        ids = [i for group in groups for i in group["params"]]
+        states = saved.get("state") or {}
+        fits = len(ids) == len(names) and all(
+            value.shape in ((), module[name].shape)
+            for i, name in zip(ids, names, strict=True)
+            for value in states.get(i, {}).values()
+            if isinstance(value, StoredTensor)
+        )
+        if len(groups) != 1 or not fits:
+            _log.warning(
+                "%s: the optimiser's state is numbered, and its %d parameters in %d groups cannot be told from the "
+                "model's %d; only the weights are read", self.path, len(ids), len(groups), len(names),
+            )  # fmt: skip
+            return
+        for i, name in zip(ids, names, strict=True):
+            for key, value in states.get(i, {}).items():
+                if key == "step":
+                    scalar = Fragment(0, 1, Scalar(_as_number(value)))
+                    self._add(f"optim/step/{name}", LogicalTensor(torch.float32, (), (scalar,)))
+                else:
+                    self._add_stored(f"optim/{key}/{name}", value)
+        self._add_group(0, groups[0], names)
+
+    def _add_universal(self, part: _Part) -> None:
+        """Parameters that were merged one by one into files of their own."""
+        folder = self.path / UNIVERSAL_FOLDER
+        common = self._load(f"{UNIVERSAL_FOLDER}/optimizer_state.pt")
+        numbered = (common.get("optimizer_state_dict") or {}).get("state") or {}
+        steps = [_as_number(state["step"]) for state in numbered.values() if "step" in state]
+        param_groups = common.get("param_groups") or []
+        for index, members in enumerate(part.model.get("param_shapes") or []):
+            named = {}
+            for raw_name, shape in members.items():
+                name = named[raw_name] = self.canonical.get(raw_name, raw_name)
+                for file_name in sorted(list_if_there(self.io, folder / raw_name)):
+                    key = file_name.removesuffix(".pt")
+                    value = self._load_any(f"{UNIVERSAL_FOLDER}/{raw_name}/{file_name}")
+                    value = value["param"] if isinstance(value, dict) else value
+                    if key == "step":
+                        steps.append(_as_number(value))
+                        continue
+                    stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
+                    if isinstance(value, StoredTensor):
+                        self._add(stored, _first_elements(value, tuple(shape), stored))
+                if steps:
+                    scalar = Fragment(0, 1, Scalar(steps[-1]))
+                    self._add(f"optim/step/{name}", LogicalTensor(torch.float32, (), (scalar,)))
+            group = next((i for i, g in enumerate(param_groups) if index in g.get("params", ())), 0)
+            self._add_group(group, param_groups[group] if param_groups else {}, list(named.values()))
+        part.optims.append(common)
+
+    # What is not a tensor.
+
+    def _state(self, common: dict[str, Any], parts: list[_Part]) -> dict[str, Any]:
+        """The state tree, as ``TrainingState`` keeps one."""
+        skipped = int(common.get("skipped_steps") or 0)
+        engine: dict[str, Any] = {
+            "global_steps": self.contents.step,
+            "skipped_steps": skipped,
+            "lr_scheduler": common.get("lr_scheduler"),
+        }
+        if common.get("global_samples") is not None:
+            engine["global_samples"] = int(common["global_samples"])
+        scaler = parts[0].optims[0].get("loss_scaler") if parts[0].optims else None
+        if isinstance(scaler, InertObject) and scaler.fields.get("dynamic"):
+            engine["scaler"] = {
+                "scale": float(scaler.fields["cur_scale"]),
+                "iteration": int(scaler.fields["cur_iter"]),
+                "overflowed": int(scaler.fields["last_overflow_iter"]),
+                "allowance": int(scaler.fields["cur_hysteresis"]),
+            }
+        own: dict[str, Any] = {}
+        if self.groups:
+            keys = {name.split("/")[1] for name in self.contents.tensors if name.startswith("optim/")}
+            forms = {key: ["plain"] if key == "step" else ["dtensor"] for key in sorted(keys)}
+            own["optim"] = {"groups": self.groups, "values": {}, "loose": {}, "forms": forms}
+        client_state = {key: value for key, value in common.items() if key not in _OWN_KEYS}
+        return {"client_state": client_state, "engine": engine, "thalweg": own}
+
+
+@dataclass
+class _Share:
+    """A rank's part of one flat vector: its fp32 values and moments, the group that it belongs to."""
+
+    vectors: dict[str, StoredTensor]
+    step: float | None
+    group: int
+    hyper: dict[str, Any]
+
+
+def _read_shares(optim: dict[str, Any], is_stage3: bool) -> list[_Share]:
+    """The flat vectors of one rank's file."""
+    masters = optim["fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups"]
+    base = optim["optimizer_state_dict" if is_stage3 else "base_optimizer_state"]
+    if isinstance(base, dict):
+        groups = base["param_groups"]
+        place = {number: g for g, group in enumerate(groups) for number in group["params"]}
+        states = [base["state"].get(number, {}) for number in place]
+        group_of = list(place.values())
+    else:  # elastic: the states alone, without padding
+        groups, states, group_of = [{} for _ in base], base, list(range(len(base)))
+    shares = []
+    for index, master in enumerate(masters):
+        state = states[index] if index < len(states) else {}
+        group = group_of[index] if index < len(group_of) else index
+        hyper = groups[group] if group < len(groups) else {}
+        vectors = {_MASTER: master}
+        vectors |= {
+            str(key): value
+            for key, value in state.items()
+            if isinstance(value, StoredTensor) and value.shape and value.numel >= master.numel
+        }
+        step = state.get("step", hyper.get("step", optim.get("base_optimizer_state_step")))
+        shares.append(_Share(vectors, None if step is None else _as_number(step), group, dict(hyper)))
+    return shares
+
+
+def _stage(part: _Part) -> int:
+    stage = part.optims[0].get("zero_stage", 1) if part.optims else 0
+    return int(stage.args[0] if isinstance(stage, InertObject) else stage)
+
+
+def _as_number(value: Any) -> float:
+    return float(value.read()[0] if isinstance(value, StoredTensor) else value)
+
+
+def _first_elements(value: StoredTensor, shape: tuple[int, ...], name: str) -> LogicalTensor:
+    """The tensor of ``shape`` whose elements a (perhaps padded) stored one begins with."""
+    numel = math.prod(shape)
+    return LogicalTensor.of(shape, [Fragment(0, numel, value)] if numel else [], name)

@@ -1,0 +1,193 @@
+"""Tensors of a foreign checkpoint as logical ones: flat ranges of stored tensors, cut into boxes.
+
+DeepSpeed's ZeRO flattens a group of parameters and deals the flat vector out, so a rank holds elements [a, b) of a
+parameter in row-major order: no box, in general, but at most ``2 * dims - 1`` of them, each contiguous in the flat
+vector.  As boxes they are what a checkpoint's reader intersects with the shards of any layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from thalweg.checkpoint.errors import CorruptCheckpointError
+from thalweg.checkpoint.foreign.torch_file import TorchFile
+from thalweg.checkpoint.foreign.unpickle import StoredTensor
+from thalweg.checkpoint.format.chunks import TensorChunk
+
+
+class FlatValues(Protocol):
+    """Elements in row-major order, somewhere."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+        ...
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) as a 1-d tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One number as a tensor: a count of steps that was saved as an int."""
+
+    value: float
+    dtype: torch.dtype = torch.float32
+    numel: int = 1
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) as a 1-d tensor."""
+        return torch.tensor([self.value], dtype=self.dtype)[start:stop]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, stop) of a logical tensor: those of ``source`` from ``first`` on."""
+
+    start: int
+    stop: int
+    source: FlatValues
+    first: int = 0
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the logical tensor."""
+        return self.source.read(self.first + start - self.start, self.first + stop - self.start)
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor by its fragments, which cover it once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], fragments: Sequence[Fragment], name: str) -> LogicalTensor:
+        """The tensor that ``fragments`` make up; ``name`` is for the error where they do not."""
+        shape, position = tuple(int(n) for n in shape), 0
+        for fragment in fragments:
+            if fragment.start != position or fragment.first + fragment.stop - fragment.start > fragment.source.numel:
+                break
+            position = fragment.stop
+        if position != math.prod(shape):
+            raise CorruptCheckpointError(
+                f"{name} has shape {list(shape)}, but of its {math.prod(shape)} elements the ranks' files hold "
+                f"{position} in order: a file is missing or comes from another save, or the ranks shared it in another "
+                "way than ZeRO does (MiCS)"
+            )
+        dtype = fragments[0].source.dtype if fragments else torch.float32
+        return cls(dtype, shape, tuple(fragments))
+
+    @classmethod
+    def whole(cls, stored: StoredTensor, shape: Sequence[int] | None = None, name: str = "") -> LogicalTensor:
+        """One stored tensor, of the given shape."""
+        shape = stored.shape if shape is None else tuple(shape)
+        fragments = [Fragment(0, stored.numel, stored)] if stored.numel else []
+        return cls(stored.dtype, shape, tuple(fragments)) if not fragments else cls.of(shape, fragments, name)
+
+
+@dataclass
+class ForeignContents:
+    """What a folder holds: tensors under ``model/<fqn>`` and ``optim/<key>/<fqn>``, names of tied weights, the
+    state tree, and what is said about its origin."""
+
+    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, TorchFile] = field(default_factory=dict)
+    step: int = 0
+    world_size: int = 1
+    writer: str = "unknown"
+
+
+def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorChunk]:
+    """The boxes that elements [start, stop) of a tensor fill, in order; each is contiguous in the flat tensor."""
+    if start >= stop:
+        return
+    if not shape:
+        yield TensorChunk((), ())
+        return
+    row, rest = math.prod(shape[1:]), tuple(shape[1:])
+    while start < stop:
+        index, within = divmod(start, row)
+        if within or stop - start < row:
+            end = min(stop, (index + 1) * row)
+            for chunk in flat_range_chunks(rest, within, end - index * row):
+                yield TensorChunk((index, *chunk.offset), (1, *chunk.size))
+        else:
+            num_rows = (stop - start) // row
+            end = start + num_rows * row
+            yield TensorChunk((index, *(0 for _ in rest)), (num_rows, *rest))
+        start = end
+
+
+def flat_start(chunk: TensorChunk, shape: Sequence[int]) -> int:
+    """The place in the flat tensor of a box's first element."""
+    position = 0
+    for offset, size in zip(chunk.offset, shape, strict=True):
+        position = position * size + offset
+    return position
+
+
+def cut_concatenation(
+    shapes: Mapping[str, Sequence[int]], parts: Sequence[FlatValues]
+) -> Iterator[tuple[str, tuple[int, ...], list[Fragment]]]:
+    """Parameters that lie one after another in a vector of which ``parts[r]`` is rank r's equal share (stages 1, 2).
+
+    Only the last shares may be shorter, by padding that was cut off.
+    """
+    share, position = parts[0].numel, 0
+    for name, shape in shapes.items():
+        start, stop = position, position + math.prod(shape)
+        fragments = []
+        while start < stop and share:
+            rank, first = divmod(start, share)
+            if rank >= len(parts) or first >= parts[rank].numel:
+                break
+            end = min(stop, rank * share + parts[rank].numel)
+            fragments.append(Fragment(start - position, end - position, parts[rank], first))
+            start = end
+        yield name, tuple(shape), fragments
+        position = stop
+
+
+def cut_parameter_shares(
+    shapes: Mapping[str, Sequence[int]], ranks: Sequence[Sequence[FlatValues]]
+) -> Iterator[tuple[str, tuple[int, ...], list[Fragment]]]:
+    """Parameters of which each rank holds an equal share, padded (stage 3); ``ranks[r]`` are rank r's vectors, in
+    which its shares lie one after another."""
+    bounds = [0]
+    for values in ranks[0]:
+        bounds.append(bounds[-1] + values.numel)
+    position, index = 0, 0  # in the concatenation of a rank's vectors, and the vector that it lies in
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        share = -(-numel // len(ranks))
+        pieces, place = [], position  # (offset in the share, vector, first element there, count)
+        while place < position + share and index < len(ranks[0]):
+            end = min(position + share, bounds[index + 1])
+            if end > place:
+                pieces.append((place - position, index, place - bounds[index], end - place))
+                place = end
+            index += place == bounds[index + 1]
+        fragments = []
+        for rank, vectors in enumerate(ranks):
+            for offset, vector, first, count in pieces:
+                start = rank * share + offset
+                stop = min(start + count, numel)
+                if start < stop:
+                    fragments.append(Fragment(start, stop, vectors[vector], first))
+        yield name, tuple(shape), fragments
+        position += share
