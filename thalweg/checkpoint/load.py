@@ -43,7 +43,8 @@ def open_verified(
     With a ``tag`` that one, or an error.  Without: the one that ``latest`` names, then the
     newest, past damaged ones with a warning each.  ``resume``: "never" returns None; "auto"
     returns None only where the directory holds no checkpoint at all; "must" raises
-    ``CheckpointNotFoundError`` there.  A checkpoint of DeepSpeed's is opened as one of ours.  ``prefix`` ("model/") limits what is verified.
+    ``CheckpointNotFoundError`` there.  A checkpoint of DeepSpeed's is opened as one of ours.
+    ``prefix`` ("model/") limits what is verified.
     Raises ``CorruptCheckpointError`` if nothing good is left.
     """
     if resume not in ("auto", "must", "never"):
@@ -109,6 +110,6 @@ def _open_and_verify(opener: type[Checkpoint], path: Path, prefix: str, ranks: R
 
 
 def open_checkpoint(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint:
-    """The checkpoint of ``Checkpoint.open``, or the one of DeepSpeed's that ``checkpoint_dir`` holds; not collective."""
+    """The checkpoint of ``Checkpoint.open``, or the one of DeepSpeed's that is there; not collective."""
     foreign = find_foreign(FileSystem(), Path(checkpoint_dir), tag)
     return Checkpoint.open(checkpoint_dir, tag) if foreign is None else ForeignCheckpoint.from_path(foreign)

@@ -64,8 +64,8 @@ def save(case: str, folder: Path) -> None:
 
 def main() -> None:
     """Run both ranks of each case, as processes of their own."""
-    if len(sys.argv) == 3:
-        save(sys.argv[1], Path(sys.argv[2]))
+    if sys.argv[1:2] == ["--rank"]:
+        save(sys.argv[2], Path(sys.argv[3]))
         return
     for port, case in enumerate(sys.argv[1:] or CASES, start=29610):
         folder = Path(tempfile.mkdtemp()) / case
@@ -75,8 +75,9 @@ def main() -> None:
             env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_SIZE": WORLD,
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
             env = {**os.environ, **{key: str(value) for key, value in env.items()}}
-            ranks.append(subprocess.Popen([sys.executable, __file__, case, str(folder)], env=env))
-        if any([process.wait() for process in ranks]):
+            ranks.append(subprocess.Popen([sys.executable, __file__, "--rank", case, str(folder)], env=env))
+        codes = [process.wait() for process in ranks]
+        if any(codes):
             raise SystemExit(f"{case} failed")
         for script in folder.glob("*.py"):
             script.unlink()

@@ -50,10 +50,33 @@ UNIVERSAL_FOLDER = "zero"
 
 # What DeepSpeed itself writes into a model file; everything else there is the user's client_state.
 _OWN_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
-    "data_sampler random_ltd sparse_tensor_module_names csr_tensor_module_names skipped_steps global_steps "
-    "global_samples dp_world_size mp_world_size ds_config ds_version num_experts ds_autoep_layers autoep_layers "
-    "universal_checkpoint_info checkpoint_parallel_dimensions folding".split()
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "ds_autoep_layers",
+        "autoep_layers",
+        "universal_checkpoint_info",
+        "checkpoint_parallel_dimensions",
+        "folding",
+    ]
 )
 _GROUP_BOOKKEEPING = frozenset({"params", "param_names", "step"})
 
@@ -138,10 +161,11 @@ class _FolderReader:
         mp_ranks, layers = self._mp_ranks(), [m for name in self.names if (m := _LAYER_FILE.fullmatch(name))]
         if not mp_ranks:
             raise CorruptCheckpointError(f"{self.path} has optimiser states of DeepSpeed's, but no *_model_states.pt")
-        if len(mp_ranks) > 1 and not layers or any(int(m.group(2) or 0) for m in layers):
+        if (len(mp_ranks) > 1 and not layers) or any(int(m.group(2) or 0) for m in layers):
             raise CheckpointMismatchError(
-                f"{self.path} was saved under tensor parallelism ({len(mp_ranks)} files for each tensor): merge it with "
-                "DeepSpeed's ds_to_universal.py, with its parameters' patterns, or save it with a tensor-parallel size of 1"
+                f"{self.path} was saved under tensor parallelism ({len(mp_ranks)} files for each tensor): merge "
+                "it with DeepSpeed's ds_to_universal.py and its parameters' patterns, or save it with a "
+                "tensor-parallel size of 1"
             )
 
     def _read_part(self, mp_rank: int) -> _Part:
@@ -236,7 +260,9 @@ class _FolderReader:
                 continue
             for key in shares[0].vectors:
                 parts = [share.vectors.get(key) or shares[0].vectors[key] for share in shares]
-                cut = cut_parameter_shares(named, [[v] for v in parts]) if is_stage3 else cut_concatenation(named, parts)
+                cut = (
+                    cut_parameter_shares(named, [[v] for v in parts]) if is_stage3 else cut_concatenation(named, parts)
+                )
                 for name, shape, fragments in cut:
                     stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
                     self._add(stored, LogicalTensor.of(shape, fragments, stored))

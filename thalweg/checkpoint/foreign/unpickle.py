@@ -231,7 +231,9 @@ class _Interpreter:
         dtype = dtype or storage.dtype
         if dtype is None or offset < 0 or len(shape) != len(strides) or min([0, *shape, *strides]) < 0:
             raise ValueError("it holds a tensor of an impossible shape")
-        return StoredTensor(self.file, storage.key, dtype, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+        return StoredTensor(
+            self.file, storage.key, dtype, int(offset), tuple(map(int, shape)), tuple(map(int, strides))
+        )
 
     def load_storage(self, persistent_id: Any) -> None:
         """The storage that ``torch.save`` has put beside the pickle."""
@@ -258,6 +260,12 @@ def _set_items(machine: _Interpreter, items: list[Any]) -> None:
     target.update(zip(items[::2], items[1::2], strict=True))
 
 
+def _make_dict(machine: _Interpreter) -> None:
+    items = machine.pop_to_mark()
+    machine.stack.append({})
+    _set_items(machine, items)
+
+
 def _reduce(machine: _Interpreter) -> None:
     function, args = machine.pop_many(2)
     machine.stack.append(machine.call(function, tuple(args)))
@@ -272,6 +280,10 @@ def _new_with_keywords(machine: _Interpreter) -> None:
 
 def _make_numpy_scalar(machine: _Interpreter, dtype: numpy.dtype, raw: bytes) -> Any:
     return numpy.frombuffer(raw, dtype, count=1)[0]
+
+
+def _make_array(machine: _Interpreter, raw: bytes, dtype: numpy.dtype, shape: tuple[int, ...], order: str) -> Any:
+    return numpy.frombuffer(bytes(raw), dtype).copy().reshape(shape, order="F" if order == "F" else "C")
 
 
 def _reconstruct(machine: _Interpreter, cls: Any, *rest: Any) -> Any:
@@ -292,7 +304,7 @@ def _make_bytearray(machine: _Interpreter, value: Any = b"", encoding: str | Non
     return bytearray(value if encoding is None else _encode(machine, value, encoding))
 
 
-_ignored_factory: Callable[..., dict] = lambda machine, *factory: {}  # noqa: E731
+_ignored_factory: Callable[..., dict] = lambda machine, *factory: {}
 
 _BUILDERS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": lambda machine, items=(): dict(items),
@@ -314,6 +326,7 @@ _BUILDERS: dict[str, Callable[..., Any]] = {
        for at in ("", "._local") for name in ("PosixPath", "PurePosixPath")},
     **{f"numpy.{core}.multiarray.scalar": _make_numpy_scalar for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray._reconstruct": lambda machine, *how: _ArrayShell() for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _make_array for core in ("core", "_core")},
     "numpy.dtype": lambda machine, name, *flags: parse_numpy_dtype(numpy.dtype(str(name)[:8]).str),
     "torch.Size": lambda machine, sizes=(): tuple(sizes),
     "torch.device": lambda machine, *name: ":".join(map(str, name)),
@@ -339,8 +352,13 @@ _CONSTANT_OPCODES: dict[str, Callable[[], Any]] = {
     "MARK": lambda: _MARK,
 }
 _VALUE_OPCODES = frozenset(
-    "INT LONG LONG1 LONG4 BININT BININT1 BININT2 FLOAT BINFLOAT UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 "
-    "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 STRING BINSTRING SHORT_BINSTRING".split()
+    name.upper()
+    for kind in (
+        "int long long1 long4 binint binint1 binint2 float binfloat",
+        "unicode short_binunicode binunicode binunicode8 string binstring short_binstring",
+        "binbytes short_binbytes binbytes8 bytearray8",
+    )
+    for name in kind.split(" ")
 )
 _IGNORED_OPCODES = frozenset({"PROTO", "FRAME"})
 _HANDLERS: dict[str, Callable[[_Interpreter, Any], None]] = {
@@ -361,7 +379,7 @@ _HANDLERS: dict[str, Callable[[_Interpreter, Any], None]] = {
     "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop_many(2))),
     "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop_many(3))),
     "LIST": lambda m, _: m.stack.append(m.pop_to_mark()),
-    "DICT": lambda m, _: m.stack.append((lambda items: dict(zip(items[::2], items[1::2], strict=True)))(m.pop_to_mark())),
+    "DICT": lambda m, _: _make_dict(m),
     "FROZENSET": lambda m, _: m.stack.append(frozenset(m.pop_to_mark())),
     "APPEND": lambda m, _: _append(m, m.pop_many(1)),
     "APPENDS": lambda m, _: _append(m, m.pop_to_mark()),
