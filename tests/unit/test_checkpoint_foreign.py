@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 
 from tests.data.deepspeed.job import OddModel
 from thalweg.checkpoint import CheckpointMismatchError, CorruptCheckpointError, FileSystem, UnserializableStateError
-from thalweg.checkpoint.errors import CheckpointNotFoundError
-from thalweg.checkpoint.foreign import ForeignCheckpoint, find_foreign
-from thalweg.checkpoint.foreign.logical import (
+from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
+from thalweg.checkpoint.deepspeed.flat_tensors import (
     LogicalTensor,
     cut_concatenation,
     cut_parameter_shares,
     flat_range_chunks,
     flat_start,
 )
-from thalweg.checkpoint.foreign.torch_file import TorchFile, load_tensors
+from thalweg.checkpoint.deepspeed.torch_file import TorchFile, load_tensors
+from thalweg.checkpoint.errors import CheckpointNotFoundError
 from thalweg.checkpoint.load import open_checkpoint
 from thalweg.cli import main
 

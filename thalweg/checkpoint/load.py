@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thalweg.checkpoint import directory
+from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
 from thalweg.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -19,7 +20,6 @@ from thalweg.checkpoint.errors import (
     CorruptCheckpointError,
 )
 from thalweg.checkpoint.filesystem import FileSystem
-from thalweg.checkpoint.foreign import ForeignCheckpoint, find_foreign
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint, format_list
 from thalweg.utils.log import get_logger

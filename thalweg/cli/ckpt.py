@@ -110,7 +110,7 @@ def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
 
 def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
     from thalweg.checkpoint import Checkpoint, CorruptCheckpointError, FileSystem
-    from thalweg.checkpoint.foreign import ForeignCheckpoint, find_foreign
+    from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
 
     foreign = find_foreign(FileSystem(), directory, tag)
     opener, found = (Checkpoint, None) if foreign is None else (ForeignCheckpoint, foreign)

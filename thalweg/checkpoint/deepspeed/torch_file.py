@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from thalweg.checkpoint.deepspeed.unpickle import StoredTensor, unpickle
 from thalweg.checkpoint.errors import CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem
-from thalweg.checkpoint.foreign.unpickle import StoredTensor, unpickle
 from thalweg.checkpoint.format.shards import READ_BLOCK_BYTES
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field

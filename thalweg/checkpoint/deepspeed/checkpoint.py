@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from thalweg.checkpoint.deepspeed.checkpoint_folder import is_deepspeed_folder, read_deepspeed_folder
+from thalweg.checkpoint.deepspeed.flat_tensors import ForeignContents, LogicalTensor, flat_range_chunks, flat_start
+from thalweg.checkpoint.deepspeed.torch_file import load_tensors
 from thalweg.checkpoint.directory import LATEST, MANIFEST, find_versions, list_checkpoints, read_latest
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
-from thalweg.checkpoint.foreign.deepspeed import is_deepspeed_folder, read_deepspeed_folder
-from thalweg.checkpoint.foreign.logical import ForeignContents, LogicalTensor, flat_range_chunks, flat_start
-from thalweg.checkpoint.foreign.torch_file import load_tensors
 from thalweg.checkpoint.format.chunks import split_chunk
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES
 from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest, ManifestHead, TensorRecord

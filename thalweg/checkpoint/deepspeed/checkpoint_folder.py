@@ -25,9 +25,7 @@ from typing import Any
 
 import torch
 
-from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
-from thalweg.checkpoint.filesystem import FileSystem, list_if_there
-from thalweg.checkpoint.foreign.logical import (
+from thalweg.checkpoint.deepspeed.flat_tensors import (
     ForeignContents,
     Fragment,
     LogicalTensor,
@@ -35,8 +33,10 @@ from thalweg.checkpoint.foreign.logical import (
     cut_concatenation,
     cut_parameter_shares,
 )
-from thalweg.checkpoint.foreign.torch_file import TorchFile
-from thalweg.checkpoint.foreign.unpickle import InertObject, StoredTensor
+from thalweg.checkpoint.deepspeed.torch_file import TorchFile
+from thalweg.checkpoint.deepspeed.unpickle import InertObject, StoredTensor
+from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
+from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -124,7 +124,12 @@ class _FolderReader:
             elif part.optims:
                 self._add_zero(part)
             elif part.model.get("optimizer"):
-                self._add_plain_optimizer(part)
+                # Its numbers follow the user's groups, which no file names: a guess could give moments to others.
+                _log.warning(
+                    "%s: stage 0 numbers the optimiser's parameters and does not name them, so only the weights can "
+                    "be loaded (load_optimizer_states=False); saved at stage 1 to 3 all of it can",
+                    self.path,
+                )
             self._add_module(part)
         for name, value in layers.items():
             if f"model/{name}" not in self.contents.aliases:
@@ -277,35 +282,6 @@ class _FolderReader:
             self.groups.append({"params": [], "hyper": {}})
         self.groups[index]["params"] += [name for name in members if name not in self.groups[index]["params"]]
         self.groups[index]["hyper"] = {key: v for key, v in hyper.items() if key not in _GROUP_BOOKKEEPING}
-
-    def _add_plain_optimizer(self, part: _Part) -> None:
-        """Stage 0: torch's own state dict, whose parameters are numbered; one group alone says which is which."""
-        saved = part.model["optimizer"]
-        module, shared = part.model.get("module") or {}, part.model.get("shared_params") or {}
-        names = [n for n in module if n not in (part.model.get("buffer_names") or ()) and n not in shared]
-        groups = saved.get("param_groups") or []
-        ids = [i for group in groups for i in group["params"]]
-        states = saved.get("state") or {}
-        fits = len(ids) == len(names) and all(
-            value.shape in ((), module[name].shape)
-            for i, name in zip(ids, names, strict=True)
-            for value in states.get(i, {}).values()
-            if isinstance(value, StoredTensor)
-        )
-        if len(groups) != 1 or not fits:
-            _log.warning(
-                "%s: the optimiser's state is numbered, and its %d parameters in %d groups cannot be told from the "
-                "model's %d; only the weights are read", self.path, len(ids), len(groups), len(names),
-            )  # fmt: skip
-            return
-        for i, name in zip(ids, names, strict=True):
-            for key, value in states.get(i, {}).items():
-                if key == "step":
-                    scalar = Fragment(0, 1, Scalar(_as_number(value)))
-                    self._add(f"optim/step/{name}", LogicalTensor(torch.float32, (), (scalar,)))
-                else:
-                    self._add_stored(f"optim/{key}/{name}", value)
-        self._add_group(0, groups[0], names)
 
     def _add_universal(self, part: _Part) -> None:
         """Parameters that were merged one by one into files of their own."""

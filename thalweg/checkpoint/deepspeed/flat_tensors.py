@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from thalweg.checkpoint.deepspeed.torch_file import TorchFile
+from thalweg.checkpoint.deepspeed.unpickle import StoredTensor
 from thalweg.checkpoint.errors import CorruptCheckpointError
-from thalweg.checkpoint.foreign.torch_file import TorchFile
-from thalweg.checkpoint.foreign.unpickle import StoredTensor
 from thalweg.checkpoint.format.chunks import TensorChunk
 
 
