@@ -1,10 +1,11 @@
-"""Makes the folders beside this file with DeepSpeed itself (0.19.8): ``DS_ACCELERATOR=cpu python make.py``.
+"""Makes the folders beside this file with DeepSpeed itself (0.19.8): ``DS_ACCELERATOR=cpu python -m tests.data.deepspeed.make``.
 
 Each is saved by two gloo ranks after three steps, with the mean losses of the three that follow in ``losses.json``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import ROWS, SAVED_AFTER, SCHEDULE, STEPS, OddModel, make_batch, param_groups
+
+from tests.data.deepspeed.job import ROWS, SAVED_AFTER, SCHEDULE, STEPS, OddModel, make_batch, param_groups
 
 HERE, WORLD = Path(__file__).parent, 2
 CASES = {
@@ -30,8 +32,6 @@ CASES = {
 
 def save(case: str, folder: Path) -> None:
     """One rank's part of a case."""
-    import deepspeed
-
     model = OddModel()
     config = {
         "train_batch_size": ROWS,
@@ -46,7 +46,7 @@ def save(case: str, folder: Path) -> None:
         groups = [{"params": [p for g in groups for p in g["params"]], "lr": 0.02}]
         config.pop("scheduler")
     optimizer = torch.optim.AdamW(groups, lr=0.02)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = importlib.import_module("deepspeed").initialize(model=model, optimizer=optimizer, config=config)
     losses = []
     for step in range(STEPS):
         if step == SAVED_AFTER:
@@ -75,7 +75,11 @@ def main() -> None:
             env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_SIZE": WORLD,
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
             env = {**os.environ, **{key: str(value) for key, value in env.items()}}
-            ranks.append(subprocess.Popen([sys.executable, __file__, "--rank", case, str(folder)], env=env))
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.data.deepspeed.make", "--rank", case, str(folder)], env=env
+                )
+            )
         codes = [process.wait() for process in ranks]
         if any(codes):
             raise SystemExit(f"{case} failed")
