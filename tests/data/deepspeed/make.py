@@ -1,4 +1,4 @@
-"""Makes the folders beside this file with DeepSpeed itself (0.19.8): ``DS_ACCELERATOR=cpu python -m tests.data.deepspeed.make``.
+"""Makes the folders beside this file with DeepSpeed 0.19.8: ``DS_ACCELERATOR=cpu python -m tests.data.deepspeed.make``.
 
 Each is saved by two gloo ranks after three steps, with the mean losses of the three that follow in ``losses.json``.
 """
