@@ -64,7 +64,7 @@ class TorchFile:
             try:
                 for start in range(0, info.file_size, READ_BLOCK_BYTES):
                     block = self._read_range(name, start, min(READ_BLOCK_BYTES, info.file_size - start))
-                    digest = zlib.crc32(block.numpy(), digest)
+                    digest = zlib.crc32(block.numpy().data, digest)
             except CorruptCheckpointError as error:
                 return str(error)
             if digest != info.CRC:

@@ -201,12 +201,10 @@ class _Interpreter:
     def build(self, state: Any) -> None:
         """Give the object on top its state."""
         target = self.stack[-1]
-        if isinstance(state, tuple) and len(state) == 2 and not isinstance(target, _ArrayShell):
-            state = {**(state[0] or {}), **(state[1] or {})}  # the fields of __dict__ and of __slots__
         if isinstance(target, InertObject):
-            target.fields.update(state)
+            target.fields.update(_object_fields(state))
         elif isinstance(target, argparse.Namespace):
-            vars(target).update({str(key): value for key, value in state.items()})
+            vars(target).update({str(key): value for key, value in _object_fields(state).items()})
         elif isinstance(target, numpy.dtype):
             if state[3] is not None or state[4] is not None:
                 raise ValueError("it holds a numpy dtype with fields")
@@ -241,6 +239,12 @@ class _Interpreter:
         if kind != "storage" or not isinstance(storage_type, _Global):
             raise ValueError("it refers to something other than a storage")
         self.stack.append(_Storage(str(key), _STORAGE_DTYPES[storage_type.name]))
+
+
+def _object_fields(state: Any) -> dict[Any, Any]:
+    """The fields of an object's ``__dict__`` and, where there are two parts, of its ``__slots__``."""
+    parts = state if isinstance(state, tuple) else (state,)
+    return {key: value for part in parts if part for key, value in part.items()}
 
 
 def _append(machine: _Interpreter, items: list[Any]) -> None:
@@ -361,9 +365,9 @@ _VALUE_OPCODES = frozenset(
     for name in kind.split(" ")
 )
 _IGNORED_OPCODES = frozenset({"PROTO", "FRAME"})
-_HANDLERS: dict[str, Callable[[_Interpreter, Any], None]] = {
+_HANDLERS: dict[str, Callable[[_Interpreter, Any], Any]] = {
     "POP": lambda m, _: m.stack.pop(),
-    "POP_MARK": lambda m, _: m.pop_to_mark() and None,
+    "POP_MARK": lambda m, _: m.pop_to_mark(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
     "PUT": lambda m, key: m.memo.__setitem__(int(key), m.stack[-1]),
     "BINPUT": lambda m, key: m.memo.__setitem__(key, m.stack[-1]),
