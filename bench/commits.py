@@ -105,7 +105,7 @@ def decode(folder: str) -> dict[str, float]:
 def serve(folder: str) -> dict[str, float]:
     """Seconds a token of 32 completions, eight at a time, through `thalweg serve`."""
     command = [sys.executable, "-m", "thalweg", "serve", folder, "--port", "0", "--json"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = _children_cpu()
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None
@@ -127,8 +127,7 @@ def serve(folder: str) -> dict[str, float]:
     finally:
         server.terminate()
         server.wait(60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # its start and end included
+    cpu = _children_cpu() - before  # its start and end included
     return {"clock": clock / (32 * 48), "cpu": cpu / (32 * 48)}
 
 
@@ -141,11 +140,14 @@ def start() -> dict[str, float]:
         "engine, *_ = thalweg.initialize(model=torch.nn.Linear(4, 1), config=config)\n"
         "engine.backward(engine(torch.ones(2, 4)).sum()); engine.step(); engine.close()\n"
     )
-    before, clock = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, clock = _children_cpu(), time.perf_counter()
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    clock, after = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"clock": clock, "cpu": cpu}
+    return {"clock": time.perf_counter() - clock, "cpu": _children_cpu() - before}
+
+
+def _children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def work(case: str, folder: str, model: str) -> int:

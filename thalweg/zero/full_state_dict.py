@@ -54,6 +54,29 @@ def make_dtensor(
     )
 
 
+def all_gather_full(param: DTensor) -> Tensor:
+    """``param`` whole, in memory of its own; collective."""
+    mesh, local = param.device_mesh, param.to_local()
+    source = param
+    if local.device.type != mesh.device_type:  # shards that rest on the host
+        source = make_dtensor(local.to(mesh.device_type), param.placements, param)
+    full = source.full_tensor().detach()
+    if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+        full = full.clone()  # one rank, or replicated: writes must not reach the shard
+    return full
+
+
+@torch.no_grad()
+def write_to_shard(param: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of ``value`` (the full tensor) into the shard that ``param`` holds."""
+    if not isinstance(param, DTensor):
+        param.copy_(value)  # pending: recorded as a constant
+        return
+    local = param.to_local()
+    value = value.to(param.device_mesh.device_type)
+    local.copy_(distribute_like(value, param, src_rank=None).to_local())
+
+
 def _gather_full(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()

@@ -45,7 +45,7 @@ from thalweg.deferred_init.op_graph import is_meta
 from thalweg.deferred_init.tensor_swap import FullParameter, swap_tensors
 from thalweg.utils.log import get_logger
 from thalweg.zero.fsdp2.private_api import get_fsdp_groups
-from thalweg.zero.full_state_dict import distribute_like, make_dtensor
+from thalweg.zero.full_state_dict import all_gather_full, write_to_shard
 
 _log = get_logger(__name__)
 
@@ -174,7 +174,7 @@ class GatheredParameters:
         finally:
             self._restore()
         for param, value in values:
-            _write_to_shard(param, value)
+            write_to_shard(param, value)
         if values:
             self._refresh_unsharded_copies({id(param): value for param, value in values})
 
@@ -203,7 +203,7 @@ class GatheredParameters:
                 continue
             param.copy_(value)
             if record is not None:  # an outer context keeps it open; its shard takes the value now
-                _write_to_shard(record.sharded, value)
+                write_to_shard(record.sharded, value)
         return values
 
     @contextmanager
@@ -282,36 +282,13 @@ def _free_unsharded_copies(root: nn.Module) -> None:
 def _swap_in_full(param: Tensor) -> _GatheredParam:
     """Make the object ``param`` the full tensor."""
     if isinstance(param, DTensor):
-        spare = torch.Tensor._make_subclass(FullParameter, _all_gather_full(param), param.requires_grad)
+        spare = torch.Tensor._make_subclass(FullParameter, all_gather_full(param), param.requires_grad)
     else:
         spare = nn.Parameter(materialize_tensor(param), param.requires_grad)
     swap_tensors(param, spare)
     record = _GatheredParam(param, spare, param._version)
     _gathered[id(param)] = record
     return record
-
-
-def _all_gather_full(param: DTensor) -> Tensor:
-    """All-gather ``param`` into memory of its own."""
-    mesh, local = param.device_mesh, param.to_local()
-    source = param
-    if local.device.type != mesh.device_type:  # shards that rest on the host
-        source = make_dtensor(local.to(mesh.device_type), param.placements, param)
-    full = source.full_tensor().detach()
-    if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
-        full = full.clone()  # one rank, or replicated: writes must not reach the shard
-    return full
-
-
-@torch.no_grad()
-def _write_to_shard(param: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of ``value`` (the full tensor) into the shard that ``param`` holds."""
-    if not isinstance(param, DTensor):
-        param.copy_(value)  # pending: recorded as a constant
-        return
-    local = param.to_local()
-    value = value.to(param.device_mesh.device_type)
-    local.copy_(distribute_like(value, param, src_rank=None).to_local())
 
 
 def _broadcast_over_mesh(value: Tensor, rank: int, sharded: Tensor | None) -> None:

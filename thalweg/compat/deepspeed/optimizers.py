@@ -28,8 +28,7 @@ class DeepSpeedCPUAdam:
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> Any:
-        options = {"bias_correction": bias_correction, "amsgrad": amsgrad, "adam_w_mode": adamw_mode}
-        return _build("Adam", model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
 class FusedAdam:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.compat.deepspeed.live_engines import live_engines
-from thalweg.zero.full_state_dict import distribute_like
+from thalweg.zero.full_state_dict import all_gather_full, write_to_shard
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
@@ -123,18 +123,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return all_gather_full(tensor) if isinstance(tensor, DTensor) else tensor.clone()
 
 
-@torch.no_grad()
 def _scatter_into(target: Tensor, value: Tensor) -> None:
     if value.shape != target.shape:
         raise ValueError(f"the value has the shape {tuple(value.shape)}, the parameter {tuple(target.shape)}")
-    if not isinstance(target, DTensor):
-        target.copy_(value)
-        return
-    local = target.to_local()
-    local.copy_(distribute_like(value.to(target.device_mesh.device_type), target, src_rank=None).to_local())
+    write_to_shard(target, value)
 
 
 def _find_state(param: Tensor, key: str) -> Tensor | None:
