@@ -63,7 +63,7 @@ class Order:
         wait, step = IoFuture.wait, PiecewiseOptimizer.step
 
         def waiting(ticket: IoFuture) -> None:
-            self.events.append(("wait", id(ticket)))
+            self.events.append(("wait", ticket))  # all are kept, so that no two ever share an id
             wait(ticket)
 
         def stepping(worker: PiecewiseOptimizer, jobs: Any) -> None:
@@ -77,7 +77,7 @@ class Order:
     def _around_transfer(self, verb: str, plain: Any) -> Any:
         def begin(swap: SwapFile, offset: int, tensor: torch.Tensor) -> IoFuture:
             ticket = plain(swap, offset, tensor)
-            self.events.append((verb, ticket))  # kept, so that no two tickets share an id
+            self.events.append((verb, ticket))
             return ticket
 
         return begin
@@ -96,7 +96,7 @@ class Order:
             if kind == "write":
                 last = id(what)
             elif kind == "wait":
-                waited.add(what)
+                waited.add(id(what))
             elif kind == "update":
                 found += last in waited
         return found
