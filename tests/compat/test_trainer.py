@@ -172,7 +172,7 @@ def test_config_optimizer(stage: int, tmp_path: Path) -> None:
     _compare(tmp_path, stage, {"optimizer": OPTIMIZER}, {})
 
 
-@pytest.mark.parametrize("stage", [2, nightly(3)])
+@pytest.mark.parametrize("stage", [nightly(2), nightly(3)])
 def test_trainer_optimizer(stage: int, tmp_path: Path) -> None:
     """Hugging Face's optimizer and schedule, with weight decay."""
     _compare(tmp_path, stage, {}, {"weight_decay": 0.1})

@@ -40,6 +40,7 @@ def _stages(rank: int, world: int, folder: str, cases: list[ParityCase]) -> list
     return found
 
 
+@pytest.mark.nightly
 def test_on_disk_at_every_stage() -> None:
     short = ParityCase(windows=(2,) * 3, accumulation=2)
     cases = [short.with_(stage=stage) for stage in range(4)] + [short.with_(stage=3, dtype="bf16")]

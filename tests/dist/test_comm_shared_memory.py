@@ -85,6 +85,7 @@ def _other_module(rank, world):
     return time.monotonic() - start
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_ranks_in_different_modules_learn_it_within_seconds():
     assert max(run_ranks(_other_module, 2)) < 5

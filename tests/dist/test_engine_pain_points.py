@@ -188,7 +188,7 @@ def _compiled(rank, world, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, nightly(2), 3])
+@pytest.mark.parametrize("stage", [nightly(0), nightly(2), 3])
 def test_row40_compiled_equals_eager(together, stage):
     for worst, num_graphs in together(_compiled, 2):
         assert worst < 2e-6

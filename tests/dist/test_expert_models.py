@@ -89,7 +89,7 @@ def _parity(rank: int, world: int, cases: list[Case]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("steps", "every"), [(3, False), nightly(20, True)])
+@pytest.mark.parametrize(("steps", "every"), [nightly(3, False), nightly(20, True)])
 def test_models_over_four_ranks_equal_one_process(steps, every):
     cases: list[Case] = [
         ("mixtral", 4, 3, steps, 1, 1),

@@ -284,7 +284,7 @@ def results(world: int) -> list[dict[str, Any]]:
     return run_ranks(all_cases, world)
 
 
-@pytest.mark.parametrize("world", [nightly(1), nightly(2), 3, nightly(4)])
+@pytest.mark.parametrize("world", [nightly(1), nightly(2), nightly(3), nightly(4)])
 def test_sharded_equals_whole(world: int) -> None:
     for result in results(world):
         for name, (distance, control, odd) in result["parity"].items():

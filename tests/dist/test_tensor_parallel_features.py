@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 
 from tests.dist.tensor_models import build_model, compute_loss, make_batch
@@ -68,6 +69,7 @@ def _mixes(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_precision_muon_offload_and_recomputed_dropout():
     for found in run_ranks(_mixes, 2, timeout=200):
         assert found["bf16"] < 2e-2 and found["fp16"] < 5e-3 and found["state in bf16"] < 2e-2, found

@@ -93,7 +93,7 @@ def _mixes(rank, world, name, every):
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [nightly("2 + 1", False), ("2 + 2", False), *(nightly(name, True) for name in LAYOUTS)]
+    ("name", "every"), [nightly("2 + 1", False), nightly("2 + 2", False), *(nightly(name, True) for name in LAYOUTS)]
 )
 def test_every_mix_on_every_layout_trains_as_one_process_does(name, every):
     for failures in run_ranks(_mixes, len(LAYOUTS[name]), name, every, timeout=300):

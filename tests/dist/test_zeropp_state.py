@@ -167,7 +167,7 @@ def _bits(tensors):
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", [nightly("hpZ"), nightly("qwZ hpZ"), nightly("all MiCS"), "LoCo all"])
+@pytest.mark.parametrize("name", [nightly("hpZ"), nightly("qwZ hpZ"), nightly("all MiCS"), nightly("LoCo all")])
 def test_checkpoints_hold_logical_tensors_and_a_resumed_run_has_the_same_bits(name, tmp_path):
     for same, goes_on, _ in (ranks := run_ranks(_checkpoint, 4, str(tmp_path), FEATURE_SETS[name])):
         assert same

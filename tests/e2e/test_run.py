@@ -42,6 +42,7 @@ def test_ranks_see_their_variables_and_disjoint_cores(launch: Launch, tmp_path: 
         assert not set(seen[0]["cpus"]) & set(seen[1]["cpus"])
 
 
+@pytest.mark.nightly
 def test_threads_and_binding_can_be_chosen(launch: Launch, tmp_path: Path) -> None:
     code, _, err = wait_output(launch(DESCRIBE, options=("--nproc", "2", "--threads", "3", "--no-bind")))
     assert (code, err) == (0, "")
@@ -71,6 +72,7 @@ def test_arguments_are_delivered_exactly(launch: Launch, tmp_path: Path) -> None
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "x").exists()
 
 
+@pytest.mark.nightly
 def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")

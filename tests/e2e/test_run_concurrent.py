@@ -27,6 +27,7 @@ MEET = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_jobs_run_at_once(launch: Launch, tmp_path: Path) -> None:
     """Each has a port of its own, also while somebody holds 29500."""
@@ -60,7 +61,7 @@ TRAIN = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, nightly(8)])
+@pytest.mark.parametrize("ranks", [nightly(2), nightly(8)])
 def test_row28_ranks_that_train_stay_within_a_budget_of_lines(launch: Launch, ranks: int) -> None:
     """The resolved config, once: no rank but one says it."""
     code, out, err = wait_output(launch(TRAIN, options=("--nproc", str(ranks))), timeout=240)

@@ -40,6 +40,7 @@ def test_the_exit_code_of_the_failed_rank_is_kept(launch: Launch, statement: str
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.nightly
 def test_the_first_traceback_is_shown_once(launch: Launch) -> None:
     script = """
         import datetime
@@ -130,6 +131,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path) 
     assert not list(tmp_path.glob("thalweg-run-*")), "the next job does"
 
 
+@pytest.mark.nightly
 def test_a_rank_that_raises_and_hangs_does_not_hold_the_job(launch: Launch) -> None:
     script = """
         import os, threading, time

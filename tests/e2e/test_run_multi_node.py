@@ -180,7 +180,7 @@ engine.close()
 """
 
 
-@pytest.mark.parametrize("num_hosts", [2, nightly(NUM_HOSTS)])
+@pytest.mark.parametrize("num_hosts", [nightly(2), nightly(NUM_HOSTS)])
 def test_hosts_with_two_ranks_each_train_from_one_command(cluster: Cluster, num_hosts: int) -> None:
     options = ("--num-nodes", str(num_hosts), "--env", "SOME_NAME=a $HOME 'b'")
     process = cluster.launch(TRAIN, *NASTY, options=options, PYTHONPATH=str(ROOT))

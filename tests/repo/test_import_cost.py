@@ -10,7 +10,6 @@ from functools import cache
 
 import pytest
 
-pytestmark = pytest.mark.alone
 REPEATS = 3
 LIMIT = 0.3  # seconds of process CPU time beyond `import torch`
 FIRST_USE_LIMIT = 0.3  # of what importing torch takes in the same process; the config's schema is half of it
@@ -50,10 +49,13 @@ def _least(code: str) -> float:
     return min(float(_run(code, PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=folder)) for _ in range(REPEATS))
 
 
+@pytest.mark.alone
 def test_import_is_quick() -> None:
     assert _cost("import thalweg") < LIMIT
 
 
+@pytest.mark.nightly
+@pytest.mark.alone
 def test_the_first_use_is_quick() -> None:
     """Public names are resolved on first use; beyond the parts of torch that it needs, that is cheap."""
     of_torch = "import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.data"

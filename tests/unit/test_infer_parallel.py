@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import thalweg
+from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
@@ -303,7 +304,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("degree", ["tensor_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize("degree", ["tensor_parallel", nightly("pipeline_parallel")])
 def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, degree: str) -> None:
     plain = load_engine(folder, options())
     want = tokens(plain)

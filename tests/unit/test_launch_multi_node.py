@@ -351,6 +351,7 @@ def test_the_failure_of_one_host_is_the_result_of_all(fake_nodes: MakeNodes) -> 
     assert [future.result(20.0) for future in ends] == [first] * 3
 
 
+@pytest.mark.nightly
 def test_a_silent_host_is_named_by_the_others(fake_nodes: MakeNodes) -> None:
     job = fake_nodes(heartbeat_timeout=2.0).start_job(3)
     assert _wait_ended(job[0], 2.5) is None, "hearts beat"

@@ -62,6 +62,7 @@ def ask(model: Any, config: dict[str, Any], nodes: int, local: int, length: int,
     return thalweg.plan(model, config, cluster=where, sequence_length=length, suggest=False)
 
 
+@pytest.mark.nightly
 @given(models(), configs, st.sampled_from([(1, 2), (1, 4), (2, 4), (4, 1)]), st.sampled_from([16, 40]))
 @settings(max_examples=2, deadline=None)
 def test_relations_between_plans(
@@ -131,7 +132,7 @@ def test_attention_on_a_gpu_keeps_no_weights_of_pairs_for_its_dropout() -> None:
     assert on_cpu.activations > drop.activations + 2 * pairs
 
 
-@pytest.mark.parametrize("vocabulary", [512, nightly(20000)])
+@pytest.mark.parametrize("vocabulary", [nightly(512), nightly(20000)])
 def test_what_is_suggested_in_the_last_resort_fits_as_well(vocabulary: int) -> None:
     """Wide logits, or little memory: a loss without logits, fewer rows at once, states elsewhere."""
     shape = {"vocab_size": vocabulary, "n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 512}
