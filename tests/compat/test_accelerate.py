@@ -98,7 +98,7 @@ def _with_plugin(rank: int, world: int, folder: str, stage: int, dummy: bool) ->
         "again": again,
         "names": names,
         "whole": whole,
-        "class": type(unwrapped).__name__.removeprefix("FSDP"),  # torch's fully_shard adds it
+        "class": type(unwrapped).__name__,
         "norm": model.get_global_grad_norm(),
     }
 

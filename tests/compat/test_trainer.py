@@ -178,6 +178,31 @@ def test_trainer_optimizer(stage: int, tmp_path: Path) -> None:
     _compare(tmp_path, stage, {}, {"weight_decay": 0.1})
 
 
+def _train(rank: int, world: int, folder: str, stage: int | None, options: dict[str, Any]) -> list[float]:
+    """Train and no more: without DeepSpeed for the stage None."""
+    if stage is None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        reset_accelerate()
+        options = {"use_cpu": True, "per_device_train_batch_size": 2 * MICRO_BATCH, **options}
+    else:
+        prepare_rank()
+        ours = {"deepspeed": write_config(folder, stage), "accelerator_config": {"use_configured_state": True}}
+        options = {"per_device_train_batch_size": MICRO_BATCH, **ours, **options}
+    trainer = _trainer(folder, **options)
+    trainer.train()
+    return _losses(trainer)
+
+
+@pytest.mark.parametrize("stage", [2, nightly(3)])
+def test_label_smoothing(stage: int, tmp_path: Path) -> None:
+    """Trainer shifts the labels of models whose class it knows by name."""
+    options = {"label_smoothing_factor": 0.2, "max_steps": 6}
+    plain = run_ranks(_train, 1, str(tmp_path), None, options)[0]
+    for losses in run_ranks(_train, 2, str(tmp_path), stage, options):
+        assert _difference(losses, plain) < TOLERANCE
+    assert _difference(run_ranks(_train, 1, str(tmp_path), None, {"max_steps": 6})[0], plain) > TOLERANCE
+
+
 def test_a_wrong_rate_is_seen(tmp_path: Path) -> None:
     plain = run_ranks(_plain, 1, str(tmp_path / "a"), {"max_steps": 4, "warmup_steps": 0})[0]
     other = run_ranks(_plain, 1, str(tmp_path / "b"), {"max_steps": 4, "warmup_steps": 0, "learning_rate": 4e-3})[0]

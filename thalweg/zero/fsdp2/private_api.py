@@ -16,6 +16,7 @@ and has no public form:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -274,6 +275,9 @@ def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None =
 
     ``dtypes``: of masters and of reductions, see :meth:`FSDPGroupHandle.support_unfreezing`.
     """
+    for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
+        # Programs look models up by the name of their class (Hugging Face's loss tables, peft's targets).
+        module.__class__ = _name_as_wrapped(type(module))
     root._get_fsdp_state()._lazy_init()
     # What transformers looks for: its ``generate`` then goes on until every rank has finished.
     root._is_fsdp_managed_module = True  # type: ignore[attr-defined]
@@ -281,6 +285,14 @@ def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None =
         assert isinstance(root, nn.Module)
         for group in get_fsdp_groups(root):
             group.support_unfreezing(*dtypes)
+
+
+@cache
+def _name_as_wrapped(fsdp_class: type) -> type:
+    """The class that ``fully_shard`` has made of a module's, under that one's name and not ``FSDP...``."""
+    wrapped: Any = next(base for base in fsdp_class.__mro__ if not issubclass(base, FSDPModule))
+    names = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__, "__doc__": wrapped.__doc__}
+    return type(wrapped.__name__, fsdp_class.__bases__, {**names, "__deepcopy__": fsdp_class.__dict__["__deepcopy__"]})
 
 
 def reset_iteration_state(root: FSDPModule) -> None:
