@@ -26,11 +26,12 @@ def _run(code: str, check: bool = True, **environ: str) -> subprocess.CompletedP
 def test_every_name_of_the_surface_resolves() -> None:
     code = """
 import thalweg.compat.deepspeed, importlib
-from thalweg.compat.deepspeed.surface import FALLBACK, SURFACE
+from thalweg.compat.deepspeed.surface import SURFACE
+from thalweg.compat.finder import FALLBACK, PROGRAM
 for name, names in SURFACE.items():
     module = importlib.import_module(name)
     for attribute in names:
-        if attribute != FALLBACK:
+        if attribute not in (FALLBACK, PROGRAM):
             getattr(module, attribute)
 import deepspeed
 assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES

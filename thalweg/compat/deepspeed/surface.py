@@ -1,26 +1,14 @@
 """The surface: each module that ``import deepspeed`` can reach, its names, and where in Thalweg they live.
 
-A value is ``module:attribute`` (or a module), a ``NotOffered`` with what to use in its place, and under
-``FALLBACK`` the module whose names a module has beside its own.  The names are those of DeepSpeed 0.19 that programs,
+:mod:`thalweg.compat.finder` says how to read the table.  The names are those of DeepSpeed 0.19 that programs,
 transformers, accelerate, PEFT and Lightning use.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from thalweg.compat.finder import FALLBACK, Names, NotOffered, Package
 
 DEEPSPEED_VERSION = "0.19.8"
-FALLBACK = "*"
-
-
-@dataclass(frozen=True)
-class NotOffered:
-    """A name that can be imported and not used; ``instead`` names Thalweg's way."""
-
-    instead: str
-
-
-Names = dict[str, str | NotOffered]
 
 _HERE = "thalweg.compat.deepspeed"
 _SEQUENCE_PARALLEL = NotOffered('set "sequence_parallel_size" in the config; thalweg.initialize splits the attention')
@@ -161,3 +149,11 @@ SURFACE: dict[str, Names] = {
 }
 # fmt: on
 ENVIRONMENT_FILE = ".deepspeed_env"
+PACKAGE = Package(
+    "deepspeed",
+    "DeepSpeed",
+    "deepspeed",
+    DEEPSPEED_VERSION,
+    SURFACE,
+    ("accelerate.utils", "transformers.integrations.deepspeed", "lightning.pytorch", "pytorch_lightning"),
+)
