@@ -79,9 +79,9 @@ def test_children_are_told_by_the_environment(tmp_path: Path) -> None:
     """A child of a child too, and a `sitecustomize` of the user's own still runs."""
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.users_own = 1\n")
     environ = deepspeed_environ({"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
-    inner = "import deepspeed; print(deepspeed.__version__, users_own)"
+    inner = "import deepspeed, mii; print(deepspeed.__version__, mii.__version__, users_own)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
-    assert _run(code, **environ).stdout == "0.19.8 1\n"
+    assert _run(code, **environ).stdout == "0.19.8 0.3.4 1\n"
 
 
 def _install_other(folder: Path) -> dict[str, str]:

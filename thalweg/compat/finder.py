@@ -1,4 +1,4 @@
-"""What answers ``import deepspeed`` and ``import mii``: a finder, its modules, and a distribution for who asks a version.
+"""What answers ``import deepspeed`` and ``import mii``: a finder, its modules, a distribution for who asks a version.
 
 A package is a table: for each module its names, and for each name where in Thalweg it lives (``module:attribute``, or
 a module), or a ``NotOffered``.  Two keys are not names: under ``FALLBACK`` stands the module whose names a module has

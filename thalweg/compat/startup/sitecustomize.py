@@ -1,4 +1,4 @@
-"""Opts in to ``import deepspeed`` being Thalweg, then runs the ``sitecustomize`` that this one hides."""
+"""Opts in to ``import deepspeed`` (and ``mii``) being Thalweg, then runs the ``sitecustomize`` that this one hides."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 def _opt_in() -> None:
     if importlib.util.find_spec("thalweg") is None:  # run from a checkout that is not on the path
         sys.path.append(str(Path(__file__).resolve().parents[3]))
-    import thalweg.compat.deepspeed  # noqa: F401
+    import thalweg.compat.opt_in  # noqa: F401
 
 
 def _run_next() -> None:

@@ -606,12 +606,12 @@ async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_in
 
 
 def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info: ModelMetadata) -> SamplingParams:
-    """Return the parameters of a request in MII's form; ``max_length`` counts the prompt."""
+    """Return the parameters of a request in MII's form; ``max_length`` counts the prompt and takes precedence."""
     # Of a model that listens, what it begins with.
     num_initial_tokens = 1 if model_info.kind == "seq2seq" else num_prompt_tokens
     num_available = min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
-    max_tokens = request.max_new_tokens if request.max_new_tokens is not None else num_available
-    if num_available < 1 or max_tokens > model_info.max_length - num_initial_tokens:
+    max_tokens = num_available if request.max_new_tokens is None else min(request.max_new_tokens, num_available)
+    if num_available < 1:
         raise BadRequest(
             f"{num_prompt_tokens} prompt tokens leave no room: max_length is {request.max_length}, the model's "
             f"{model_info.max_length}",
