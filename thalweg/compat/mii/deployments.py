@@ -41,7 +41,7 @@ _IGNORED = {
 
 
 @dataclasses.dataclass
-class Response:
+class MIIResponse:
     """What was generated for one prompt; lengths are in tokens."""
 
     generated_text: str
@@ -50,9 +50,9 @@ class Response:
     finish_reason: GenerationFinishReason
 
     @staticmethod
-    def from_msg_dict(msg: Mapping[str, Any]) -> Response:
+    def from_msg_dict(msg: Mapping[str, Any]) -> MIIResponse:
         """The response of a message's fields."""
-        return Response(**msg)
+        return MIIResponse(**msg)
 
     def to_msg_dict(self) -> dict[str, Any]:
         """The fields of a message."""
@@ -77,7 +77,7 @@ class MIIPipeline:
         """The model's tokenizer."""
         return None if self._pipeline is None else self._pipeline.engine.tokenizer
 
-    def __call__(self, prompts: str | Sequence[str], **options: Any) -> list[Response]:
+    def __call__(self, prompts: str | Sequence[str], **options: Any) -> list[MIIResponse]:
         """One response for each prompt; none on ranks that only help."""
         if self._destroyed:
             raise RuntimeError("the pipeline was destroyed: make another one with mii.pipeline(model)")
@@ -99,9 +99,9 @@ class MIIClient:
     def generate(
         self,
         prompts: str | Sequence[str],
-        streaming_fn: Callable[[list[Response]], Any] | None = None,
+        streaming_fn: Callable[[list[MIIResponse]], Any] | None = None,
         **options: Any,
-    ) -> list[Response]:
+    ) -> list[MIIResponse]:
         """One response for each prompt; ``streaming_fn`` gets the pieces of one prompt's as they come."""
         forward = None if streaming_fn is None else lambda pieces: streaming_fn(_responses(pieces))
         return _responses(self._client.generate(prompts, forward, **options))
@@ -216,10 +216,10 @@ def _engine_options(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (renamed | {"quantization": mode and "int8"}).items() if value is not None}
 
 
-def _responses(responses: Sequence[ours.Response]) -> list[Response]:
+def _responses(responses: Sequence[ours.Response]) -> list[MIIResponse]:
     known = {reason.value: reason for reason in GenerationFinishReason}
     return [
-        Response(r.generated_text, r.prompt_length, r.generated_length,
+        MIIResponse(r.generated_text, r.prompt_length, r.generated_length,
                  known.get(r.finish_reason or "none", GenerationFinishReason.NONE))
         for r in responses
     ]  # fmt: skip
