@@ -107,3 +107,26 @@ def test_a_line_says_which_of_two_is_in_use(tmp_path: Path) -> None:
 def test_too_late_is_an_error(tmp_path: Path) -> None:
     done = _run("import deepspeed, thalweg.compat.deepspeed", check=False, **_install_other(tmp_path))
     assert done.returncode == 1 and "imported already" in done.stderr
+
+
+def test_who_looked_before_is_named() -> None:
+    """A library that has remembered that there is no DeepSpeed goes on without: a line says so, and the cure."""
+    late = "import sys, types; sys.modules['accelerate.utils'] = types.ModuleType('accelerate.utils')"
+    done = _run(f"{late}; import thalweg.compat.deepspeed; import deepspeed")
+    (line,) = done.stderr.splitlines()
+    assert "accelerate.utils was imported before thalweg.compat.deepspeed" in line and "--as-deepspeed" in line
+    assert _run(f"import thalweg.compat.deepspeed; {late}; import deepspeed").stderr == ""
+
+
+def test_a_cell_of_a_notebook_may_run_again(tmp_path: Path) -> None:
+    """And what the user does in later cells reloads nothing; the line about another DeepSpeed comes once."""
+    cells = ["import thalweg.compat.deepspeed", "import deepspeed", "from deepspeed.zero import Init"] * 2
+    code = f"""
+import code
+cell = code.InteractiveInterpreter()
+for text in {cells!r}:
+    assert not cell.runsource(text)
+cell.runsource("print(deepspeed.__version__)")
+"""
+    done = _run(code, **_install_other(tmp_path))
+    assert done.stdout == "0.19.8\n" and len(done.stderr.splitlines()) == 1, done.stderr

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import timeit
 import zipfile
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.repo.source import ROOT
 
-COPIED = ("pyproject.toml", "README.md", "LICENSE", "thalweg")
+COPIED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "thalweg")
 
 
 def no_compiler(tmp_path: Path) -> dict[str, str]:
@@ -53,9 +55,93 @@ def test_wheel_is_pure_python(wheel: Path) -> None:
     packaged = {name for name in names if name.startswith("thalweg/")}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "thalweg").rglob("*.py")}
     assert sources <= packaged, "a file is missing from the wheel"
-    assert {Path(name).suffix for name in packaged} <= {".py", ".typed", ".html"}
+    programs = {name for name in packaged if name.startswith("thalweg/cli/bin/")}
+    assert {Path(name).suffix for name in packaged - programs} <= {".py", ".typed", ".html"}
+    with zipfile.ZipFile(wheel) as archive:
+        assert all(archive.getinfo(name).external_attr >> 16 & 0o111 for name in programs) and len(programs) == 4
     assert "thalweg/serve/page.html" in packaged
     assert not [name for name in names if name.startswith(("tests/", "bench/", "examples/"))]
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the wheel, torch by way of PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(next(folder.glob("lib/python*/site-packages")))
+    return folder / "bin" / "python"
+
+
+def run_installed(python: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` there, far from the sources."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "THALWEG"))}
+    environ |= {"PYTHONPATH": sysconfig.get_path("purelib"), **variables}
+    command = [str(python), "-c", code]
+    return subprocess.run(command, env=environ, cwd=python.parent, capture_output=True, text=True, timeout=120)
+
+
+def test_a_variable_alone_makes_deepspeed_thalweg(installed: Path) -> None:
+    """In the program and in its children; no launcher, no PYTHONPATH."""
+    code = """
+import subprocess, sys
+import deepspeed, mii
+child = [sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)"]
+print(deepspeed.__version__, subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip())
+assert "torch" not in sys.modules
+"""
+    done = run_installed(installed, code, THALWEG_AS_DEEPSPEED="1")
+    assert (done.stdout, done.stderr) == ("0.19.8 0.19.8\n", "")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_data_loader_have_it_too(installed: Path, start: str) -> None:
+    script = """
+import sys
+import deepspeed
+import torch
+class Versions(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index):
+        import deepspeed.utils.logging
+        return deepspeed.__version__
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Versions(), num_workers=1, multiprocessing_context=sys.argv[1])
+    print(*[name for batch in loader for name in batch])
+    assert deepspeed.initialize.__module__.startswith("thalweg."), deepspeed.initialize
+"""
+    path = installed.parent / "loader.py"
+    path.write_text(script)
+    code = f"import runpy, sys; sys.argv = ['loader.py', {start!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
+    done = run_installed(installed, code, THALWEG_AS_DEEPSPEED="1")
+    assert done.stdout == "0.19.8 0.19.8\n", done.stderr
+
+
+def test_the_variable_unset_nothing_happens(installed: Path) -> None:
+    """Not even an import of thalweg; the line that looks takes microseconds."""
+    code = "import sys; print('thalweg' in sys.modules, 'importlib.metadata' in sys.modules); import deepspeed"
+    for variables in ({}, {"THALWEG_AS_DEEPSPEED": "0"}):
+        done = run_installed(installed, code, **variables)
+        assert done.stdout == "False False\n" and "No module named 'deepspeed'" in done.stderr
+    (line,) = next(installed.parent.parent.glob("lib/python*/site-packages/*.pth")).read_text().splitlines()
+    assert min(timeit.repeat(line, number=1, repeat=20)) < 1e-4
+
+
+@pytest.mark.nightly
+def test_an_editable_install_has_the_line_too(tmp_path: Path) -> None:
+    for name in COPIED:
+        origin = ROOT / name
+        if origin.is_dir():
+            shutil.copytree(origin, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(origin, tmp_path / name)
+    code = "import setuptools.build_meta as build; print(build.build_editable('out'))"
+    (tmp_path / "out").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next((tmp_path / "out").glob("*.whl"))) as archive:
+        assert "thalweg-as-deepspeed.pth" in archive.namelist()
 
 
 def test_wheel_works_without_a_compiler(wheel: Path, tmp_path: Path) -> None:

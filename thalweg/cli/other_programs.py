@@ -1,21 +1,90 @@
 """DeepSpeed's and MII's programs by their own names, over the subcommands here.
 
-``python -m mii.entrypoints.openai_api_server ...`` runs this file where ``mii`` is Thalweg's, and sees the module's
-name in ``__spec__``.  Each program is a function of its arguments that returns those of ``thalweg``.
+The files of ``cli/bin`` call :func:`run` with their name; ``python -m deepspeed.env_report`` and the like run this
+file, and it sees the module's name in ``__spec__``.  Each program is a function of its arguments that returns those of
+``thalweg``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from thalweg.cli import main
 
 
+def run(program: str, arguments: Sequence[str]) -> int:
+    """Run a program of DeepSpeed's or MII's; returns its exit code."""
+    return main(_PROGRAMS[program](arguments))
+
+
+def _deepspeed(arguments: Sequence[str]) -> list[str]:
+    """The launcher; unlike `thalweg run` it tells the script its --local_rank, unless told not to."""
+    return ["run", "--as-deepspeed", "--local-rank", *arguments]
+
+
+def _ds_report(arguments: Sequence[str]) -> list[str]:
+    parser = _parser("ds_report", "doctor")
+    for name in ("--hide_operator_status", "--hide_errors_and_warnings"):
+        parser.add_argument(name, action="store_true", help="nothing is compiled: there is no operator to report")
+    parser.parse_args(arguments)
+    return ["doctor"]
+
+
+def _zero_to_fp32(arguments: Sequence[str]) -> list[str]:
+    parser = _parser("zero_to_fp32", "ckpt export --dtype fp32")
+    add = parser.add_argument
+    add("checkpoint_dir", type=Path)
+    add("output_dir", type=Path, help="written as safetensors; of a file's name (pytorch_model.bin) its folder")
+    add("-t", "--tag")
+    add("--max_shard_size", default="5GB", metavar="SIZE")
+    add("--safe_serialization", action="store_true", help="always so")
+    add("-d", "--debug", action="store_true")
+    given = parser.parse_args(arguments)
+    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+    number, unit = given.max_shard_size[:-2], given.max_shard_size[-2:].upper()
+    if unit not in units or not number.isdecimal():
+        parser.error(f"--max_shard_size {given.max_shard_size} is no size such as 5GB")
+    is_file = given.output_dir.suffix in (".bin", ".pt", ".safetensors")
+    out = given.output_dir.parent if is_file else given.output_dir
+    words = ["ckpt", "export", str(given.checkpoint_dir), str(out), "--dtype", "fp32"]
+    words += ["--max-shard-bytes", str(int(number) * units[unit])]
+    return [*words, "--tag", given.tag] if given.tag else words
+
+
+def _ds_to_universal(arguments: Sequence[str]) -> list[str]:
+    """Every checkpoint that Thalweg reads, DeepSpeed's too, loads at any layout: a copy is one under the new name."""
+    parser = _parser("ds_to_universal", "ckpt verify")
+    parser.add_argument("--input_folder", type=Path, required=True)
+    parser.add_argument("--output_folder", type=Path, required=True)
+    for name in ("--num_extract_workers", "--num_merge_workers"):
+        parser.add_argument(name, help="there is nothing to extract or merge")
+    for name in ("--keep_temp_folder", "--no_strict", "--inject_missing_state"):
+        parser.add_argument(name, action="store_true")
+    given = parser.parse_args(arguments)
+    out = given.output_folder.resolve()
+    if not given.input_folder.is_dir():
+        raise SystemExit(f"ds_to_universal: there is no folder {given.input_folder}: give a checkpoint of one tag")
+    if out.exists():
+        raise SystemExit(f"ds_to_universal: {out} exists: remove it, or give another --output_folder")
+    shutil.copytree(given.input_folder, out, copy_function=_link_or_copy)
+    (out.parent / "latest_universal").write_text(out.name)
+    return ["ckpt", "verify", str(out)]
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
 def _openai_server(arguments: Sequence[str]) -> list[str]:
-    parser = argparse.ArgumentParser("mii.entrypoints.openai_api_server", description="runs `thalweg serve`")
+    parser = _parser("mii.entrypoints.openai_api_server", "serve")
     add = parser.add_argument
     add("--model", required=True)
     add("--deployment-name", default="deepspeed-mii")
@@ -41,13 +110,23 @@ def _openai_server(arguments: Sequence[str]) -> list[str]:
     return [*words, *(word for key in given.api_keys for word in ("--api-key", key))]
 
 
+def _parser(program: str, command: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(program, description=f"Thalweg's: runs `thalweg {command}`.")
+
+
 _PROGRAMS: dict[str, Callable[[Sequence[str]], list[str]]] = {
+    "deepspeed": _deepspeed,
+    "deepspeed.launcher.runner": _deepspeed,
+    "ds_report": _ds_report,
+    "deepspeed.env_report": _ds_report,
+    "zero_to_fp32.py": _zero_to_fp32,
+    "deepspeed.utils.zero_to_fp32": _zero_to_fp32,
+    "ds_to_universal": _ds_to_universal,
+    "deepspeed.checkpoint.ds_to_universal": _ds_to_universal,
     "mii.entrypoints.api_server": _openai_server,
     "mii.entrypoints.openai_api_server": _openai_server,
 }
 
 
 if __name__ == "__main__":
-    name = (__spec__.name if __spec__ else "").removesuffix(".__main__")
-    program, given = (name, sys.argv[1:]) if name in _PROGRAMS else (sys.argv[1], sys.argv[2:])
-    raise SystemExit(main(_PROGRAMS[program](given)))
+    raise SystemExit(run((__spec__.name if __spec__ else "").removesuffix(".__main__"), sys.argv[1:]))

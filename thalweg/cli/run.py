@@ -18,6 +18,7 @@ from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
 from thalweg.launch.multi_node.static_nodes import parse_num_nodes, resolve_node
 from thalweg.launch.spec import LaunchSpec, build_local_job
+from thalweg.launch.worker import PASS_LOCAL_RANK
 
 DESCRIPTION = "Start a script on several processes of this host, or of the hosts of a hostfile."
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
@@ -61,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssh-port", "--ssh_port", type=int, metavar="P", help="the port of the ssh servers")
     add("--python", metavar="PATH", help="the interpreter on the other hosts (default: this one's path)")
     add("--as-deepspeed", action="store_true",
-        help="`import deepspeed` is Thalweg, in the script and in all that it starts")
+        help="`import deepspeed` is Thalweg, in the script and in all that it starts; without a script, print the "
+             "variables for a shell: eval \"$(thalweg run --as-deepspeed)\"")
+    add("--local-rank", action="store_true", help="put --local_rank=N before the script's arguments")
     # fmt: on
     manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
     manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
@@ -96,6 +99,10 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
 
 def run(args: argparse.Namespace) -> int:
     """Start the job and return its exit code."""
+    if args.as_deepspeed and not args.passthrough:
+        names = " ".join(f"{name}={shlex.quote(value)}" for name, value in deepspeed_environ(os.environ).items())
+        print(f"export {names}")
+        return 0
     spec = _build_spec(args)
     hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
@@ -109,8 +116,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_deepspeed(args: argparse.Namespace) -> dict[str, str]:
-    """What the ranks' environment needs for `import deepspeed` to be Thalweg, where that is asked for."""
-    return deepspeed_environ(os.environ) if args.as_deepspeed or os.environ.get(AS_DEEPSPEED) == "1" else {}
+    """What the ranks' environment needs for `import deepspeed` to be Thalweg and for --local_rank, where asked for."""
+    opted_in = args.as_deepspeed or os.environ.get(AS_DEEPSPEED) == "1"
+    passes = args.local_rank and not args.no_local_rank
+    return (deepspeed_environ(os.environ) if opted_in else {}) | ({PASS_LOCAL_RANK: "1"} if passes else {})
 
 
 def _build_spec(args: argparse.Namespace) -> LaunchSpec:

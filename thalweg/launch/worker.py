@@ -21,6 +21,7 @@ import traceback
 import types
 from pathlib import Path
 
+PASS_LOCAL_RANK = "THALWEG_PASS_LOCAL_RANK"  # set: the program's first argument is --local_rank=N
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_FILES = {__file__, "<frozen runpy>", runpy.__file__}
 
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> int:
         cpu_ids = cpus.split(";")[int(os.environ["LOCAL_RANK"])]
         with contextlib.suppress(OSError):  # a core may have gone offline; an unbound rank still works
             os.sched_setaffinity(0, {int(cpu) for cpu in cpu_ids.split(",")})
+    if os.environ.pop(PASS_LOCAL_RANK, None):
+        arguments.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if kind == "program":
         os.execvp(target, [target, *arguments])
     sys.argv = [target, *arguments]

@@ -6,11 +6,11 @@ transformers, accelerate, PEFT and Lightning use.
 
 from __future__ import annotations
 
-from thalweg.compat.finder import FALLBACK, Names, NotOffered, Package
+from thalweg.compat.finder import FALLBACK, PROGRAM, Names, NotOffered, Package
 
 DEEPSPEED_VERSION = "0.19.8"
 
-_HERE = "thalweg.compat.deepspeed"
+_HERE, _PROGRAMS = "thalweg.compat.deepspeed", "thalweg.cli.other_programs"
 _SEQUENCE_PARALLEL = NotOffered('set "sequence_parallel_size" in the config; thalweg.initialize splits the attention')
 _CONFIG = NotOffered("thalweg.load_config(path) reads and checks a config")
 
@@ -64,7 +64,7 @@ _ULYSSES: Names = dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAda
 _ZERO_TO_FP32: Names = {
     name: f"{_HERE}.fp32_weights:{name}"
     for name in ("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint")
-}
+} | {PROGRAM: _PROGRAMS}
 
 # fmt: off
 SURFACE: dict[str, Names] = {
@@ -88,13 +88,18 @@ SURFACE: dict[str, Names] = {
     "deepspeed.accelerator": _ACCELERATOR,
     "deepspeed.accelerator.real_accelerator": _ACCELERATOR,
     "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.ds_to_universal": {PROGRAM: _PROGRAMS},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": f"{_HERE}.tensor_access:clone_tensors_for_torch_save",
     },
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
+    "deepspeed.env_report": {PROGRAM: _PROGRAMS},
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.surface:ENVIRONMENT_FILE"},
+    "deepspeed.launcher.runner": {
+        "DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.surface:ENVIRONMENT_FILE",
+        PROGRAM: _PROGRAMS,
+    },
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _MOE,
     "deepspeed.moe.utils": _MOE,
