@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "demo": "train a GPT on real text on two processes, from nothing",
     "run": "start a script on several processes of this host",
     "config": "check a ds_config.json and print it resolved",
+    "migrate": "what a DeepSpeed config or script comes to here",
     "plan": "what a run will need: bytes, traffic, seconds",
     "tune": "find the fastest configuration that fits",
     "ckpt": "inspect, verify or export a checkpoint",

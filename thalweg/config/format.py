@@ -26,8 +26,10 @@ ALWAYS_SHOWN = (
     "compile.enabled",
     "cpu_kernels",
 )
+DEEPSPEED_DEFAULTS = {"gradient_clipping": 1.0}  # what it does where a config says nothing, and Thalweg does not
 _DEFAULT_REASONS = {
-    "gradient_clipping": "no clipping, because no key asks for it (DeepSpeed 0.19 would clip at 1.0)",
+    "gradient_clipping": "no clipping, because no key asks for it (DeepSpeed 0.19 would clip at "
+    f"{DEEPSPEED_DEFAULTS['gradient_clipping']})",
     "optimizer.type": "none in the config; hand one to initialize",
     "scheduler.type": "none in the config; the rate is constant",
 }
