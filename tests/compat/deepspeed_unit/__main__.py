@@ -1,0 +1,90 @@
+"""Run the unit tests of a DeepSpeed checkout on Thalweg.
+
+    python -m tests.compat.deepspeed_unit CHECKOUT [--files runtime/test_ds_initialize.py ...] [--results FILE]
+    python -m tests.compat.deepspeed_unit CHECKOUT --real      with the DeepSpeed of this environment
+
+The checkout is the user's own and is no part of this repository.  pytest must be older than 8.4, as those tests say.
+``--results`` keeps a line of JSON for each test.  ``expected.txt`` beside this file lists what passes and why the rest
+does not; a run that finds a test there that passed before and fails now exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+# The files worth most to a user; all others can be named by --files.
+FILES = """
+v1/zero/test_zero.py v1/zero/test_zero_user_backward.py v1/moe/test_moe.py
+v1/half_precision/test_gradient_clipping_default.py
+runtime/zero/test_zero_context.py runtime/zero/test_zero_leaf_module.py runtime/zero/test_unwrap_model.py
+runtime/zero/test_zero_config.py runtime/test_ds_config_dict.py runtime/test_ds_initialize.py
+runtime/test_lr_schedulers.py runtime/test_no_sync_ctxt.py runtime/pipe/test_topology.py
+checkpoint/test_zero_optimizer.py checkpoint/test_universal_checkpoint.py checkpoint/test_tag_validation.py
+comm/test_dist.py pipe/test_pipe_module.py launcher/test_run.py launcher/test_ds_arguments.py
+model_parallelism/test_autotp_training.py
+""".split()
+
+
+def run_file(checkout: Path, file: str, real: bool, options: list[str]) -> list[dict[str, Any]]:
+    """What became of each test of one file."""
+    with tempfile.TemporaryDirectory(prefix="thalweg-unit-") as folder:
+        results = Path(folder) / "results"
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "THALWEG_UNIT_RESULTS": str(results),
+            "THALWEG_UNIT_TESTS_OF": "deepspeed" if real else "thalweg",
+            "LOCAL_SIZE": os.environ.get("LOCAL_SIZE", "2"),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        }
+        environ.pop("THALWEG_AS_DEEPSPEED", None)
+        tests = checkout / "tests"
+        command = [sys.executable, "-m", "pytest", "-p", "tests.compat.deepspeed_unit.plugin", "-p", "no:cacheprovider"]
+        command += ["-c", str(tests / "pytest.ini"), "--rootdir", str(tests), "-q", "--basetemp", f"{folder}/tmp"]
+        command += [*options, str(tests / "unit" / file)]
+        done = subprocess.run(command, env=environ, cwd=tests, capture_output=True, text=True)
+        if not results.exists():
+            text = (done.stdout + done.stderr)[-4000:]
+            return [{"test": f"unit/{file}", "outcome": "not collected", "text": text, "seconds": 0}]
+        lines: dict[str, dict[str, Any]] = {}
+        for line in map(json.loads, results.read_text().splitlines()):
+            if lines.get(line["test"], {}).get("outcome") != "failed":  # a teardown does not hide a failure
+                lines[line["test"]] = line
+        return list(lines.values())
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compat.deepspeed_unit", description=__doc__)
+    parser.add_argument("checkout", type=Path, help="a folder with DeepSpeed's tests/")
+    parser.add_argument("--files", nargs="+", default=FILES, help="test files below tests/unit")
+    parser.add_argument("--real", action="store_true", help="use the DeepSpeed that is installed")
+    parser.add_argument("--results", type=Path, help="write a line of JSON for each test")
+    parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="options for pytest")
+    args = parser.parse_args()
+    total: Counter[str] = Counter()
+    for file in args.files:
+        lines = run_file(args.checkout.resolve(), file, args.real, args.pytest)
+        counts = Counter(line["outcome"] for line in lines)
+        total += counts
+        print(file, dict(counts), flush=True)
+        if args.results:
+            with args.results.open("a") as out:
+                out.writelines(json.dumps(line) + "\n" for line in lines)
+    print("all", dict(total))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

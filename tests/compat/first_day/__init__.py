@@ -1,0 +1,1 @@
+"""Programs of a DeepSpeed user's first day, and what plain PyTorch computes in their place."""
