@@ -34,7 +34,7 @@ model_parallelism/test_autotp_training.py
 """.split()
 
 
-def run_file(checkout: Path, file: str, real: bool, options: list[str]) -> list[dict[str, Any]]:
+def run_file(checkout: Path, file: str, real: bool, sample: int, options: list[str]) -> list[dict[str, Any]]:
     """What became of each test of one file."""
     with tempfile.TemporaryDirectory(prefix="thalweg-unit-") as folder:
         results = Path(folder) / "results"
@@ -44,6 +44,7 @@ def run_file(checkout: Path, file: str, real: bool, options: list[str]) -> list[
             "PYTHONPATH": path,
             "THALWEG_UNIT_RESULTS": str(results),
             "THALWEG_UNIT_TESTS_OF": "deepspeed" if real else "thalweg",
+            "THALWEG_UNIT_SAMPLE": str(sample),
             "LOCAL_SIZE": os.environ.get("LOCAL_SIZE", "2"),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
@@ -70,12 +71,13 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a folder with DeepSpeed's tests/")
     parser.add_argument("--files", nargs="+", default=FILES, help="test files below tests/unit")
     parser.add_argument("--real", action="store_true", help="use the DeepSpeed that is installed")
+    parser.add_argument("--sample", type=int, default=0, help="sets of parameters of a test that are run; 0 for all")
     parser.add_argument("--results", type=Path, help="write a line of JSON for each test")
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="options for pytest")
     args = parser.parse_args()
     total: Counter[str] = Counter()
     for file in args.files:
-        lines = run_file(args.checkout.resolve(), file, args.real, args.pytest)
+        lines = run_file(args.checkout.resolve(), file, args.real, args.sample, args.pytest)
         counts = Counter(line["outcome"] for line in lines)
         total += counts
         print(file, dict(counts), flush=True)
