@@ -29,15 +29,18 @@ from thalweg.data.engine_loader import build_engine_loader
 from thalweg.deferred_init.context import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
 from thalweg.observe.flops import resident_mib
+from thalweg.observe.recorder import Recorder
 from thalweg.optim.accumulation import StepCallbacks, StepResult
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.pipeline.pipeline_runner import PipelineRunner
 from thalweg.parallel.sequence.batch_split import build_loader_splitter
-from thalweg.parallel_dims import build_meshes, init_distributed
+from thalweg.parallel_dims import ParallelMeshes, build_meshes, init_distributed
 from thalweg.parallelize import Components, get_model_info, merge_model_settings, parallel_dims_from_config, parallelize
+from thalweg.utils.env import read_rank_info
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.zero.storage.nvme import prefers_low_memory
+from thalweg.zero.whole_tensors import gather_state_dict
 
 _log = get_logger(__name__)
 EngineT = TypeVar("EngineT", bound="Engine")
@@ -158,7 +161,7 @@ class Engine(nn.Module):
         self._batch_feed = BatchFeed(loader, self.device)
         self._meter, self._phase_timer = components.meter, components.phase_timer
         self._span = self._phase_timer.span if self._phase_timer.enabled else nullcontext
-        self._sync_grads = True
+        self._sync_grads, self._step_applied = True, False
         self._window.add_listener(StepCallbacks(on_step=self._after_step))
         _log.info("%s", json.dumps(config.to_dict(), indent=2) if config.dump_state else config.describe())
         self._log_memory("initialize")
@@ -222,10 +225,12 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; the last of a window updates the parameters and the schedule."""
         self._check_step_api()
-        self._require_optimizer()
+        optimizer = self._require_optimizer()
+        num_updates = optimizer.num_updates
         epoch_ends = self.training_dataloader is not None and self._batch_feed.is_epoch_end()
         if self._window.end_micro_batch() or epoch_ends:
             self._update_parameters(lr_kwargs)
+        self._step_applied = optimizer.num_updates > num_updates
 
     def _update_parameters(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Close the window, whatever it holds."""
@@ -250,10 +255,10 @@ class Engine(nn.Module):
     def _after_step(self, result: StepResult) -> None:
         """After every update, the engine's own or the optimizer's."""
         self._counters.global_steps += 1
-        micro_batch = self.train_batch_size() // self._window.num_micro_batches
-        self._counters.global_samples += micro_batch * self._window.last_num_micro_batches
+        samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        self._counters.global_samples += samples * self._window.last_num_micro_batches
         if self._meter is not None:
-            scalars = {"lr": self.get_lr()[0], "grad_norm": result.grad_norm, "loss_scale": self.loss_scale}
+            scalars = {"lr": self.get_lr()[0], "grad_norm": result.grad_norm, "loss_scale": self._components.scaler.scale}
             phases = self._phase_timer.pop_seconds()
             self._meter.step(self.global_steps, skipped=result.skipped, phases=phases, **scalars)
         if self.global_steps == 1:
@@ -404,9 +409,40 @@ class Engine(nn.Module):
         """Learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else [0.0]
 
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups; a schedule writes its own at its next step."""
+        for group in self._require_optimizer().param_groups:
+            group["lr"] = lr
+
+    def was_step_applied(self) -> bool:
+        """Whether the last :meth:`step` changed the parameters."""
+        return self._step_applied
+
+    @property
+    def monitor(self) -> Recorder:
+        """The monitors of the config: ``engine.monitor.write_events([(name, value, step)])``."""
+        return Recorder() if self._meter is None else self._meter.recorder
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to free: the parameters of a unit are freed after its use."""
+
     def train_batch_size(self) -> int:
         """Samples of one update over all ranks."""
-        return int(self._config.train_batch_size)
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next update on, so many samples, by more or fewer micro-batches of the same size.
+
+        Raises:
+            ValueError: they are no whole number of micro-batches.
+        """
+        samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % samples:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}): {self.dp_world_size} ranks with micro-batches of "
+                f"{self.train_micro_batch_size_per_gpu()} need a multiple of {samples}"
+            )
+        self._window.resize(train_batch_size // samples)
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch on one rank."""
@@ -420,7 +456,85 @@ class Engine(nn.Module):
         """The ZeRO stage, 0 to 3."""
         return int(self._config.zero_optimization.stage)
 
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.zero_optimization_stage() >= 3
+
+    def gradient_clipping(self) -> float:
+        """The largest norm of the gradient; 0 for no limit."""
+        return float(self._config.gradient_clipping)
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return bool(self._config.fp16.enabled)
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return bool(self._config.bf16.enabled)
+
+    # Where this rank is
+
+    @property
+    def meshes(self) -> ParallelMeshes:
+        """The job's ranks by axis."""
+        return self._components.meshes
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its host."""
+        return read_rank_info().local_rank
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the job."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.meshes.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that have data of their own."""
+        return self.meshes.dp.size()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 without."""
+        return 1 if self.meshes.pp is None else self.meshes.pp.size()
+
+    @property
+    def stage_id(self) -> int:
+        """The stage of the pipeline that this rank has."""
+        return 0 if self.meshes.pp is None else self.meshes.pp.get_local_rank()
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.stage_id == self.num_stages - 1
+
     # State
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Rank 0: the whole weights in the dtype that the model computes in, on the CPU; collective.
+
+        Raises:
+            ValueError: at other stages than 3.
+        """
+        if not self.zero_optimization_partition_weights():
+            raise ValueError("this function requires ZeRO-3 mode: use engine.state_dict() below stage 3")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
+        params = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in params if exclude_frozen_parameters and not param.requires_grad}
+        named = {name: value for name, value in self.module.state_dict().items() if name not in frozen}
+        return gather_state_dict(named, dtype=dtype, keep=dist.get_rank() == 0)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The model's full tensors on the CPU, under the names of the plain model; collective."""

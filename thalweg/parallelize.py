@@ -60,6 +60,7 @@ from thalweg.parallel.sequence.sequence_parallel import (
     apply_sequence_parallel,
 )
 from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
+from thalweg.parallel.tensor.model_init import requested_tp_size
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes
 from thalweg.utils.dtypes import parse_dtype
@@ -117,6 +118,9 @@ def merge_model_settings(config: Config, model: nn.Module) -> Config:
     num_micro_batches = config.pipeline.micro_batches
     if isinstance(num_micro_batches, int) and config.gradient_accumulation_steps in (None, AUTO):
         config = replace_by_path(config, {"gradient_accumulation_steps": num_micro_batches})  # type: ignore[assignment]
+    tp_size = requested_tp_size(model)
+    if tp_size is not None and config.tensor_parallel.autotp_size in (0, 1):
+        config = replace_by_path(config, {"tensor_parallel.autotp_size": tp_size})  # type: ignore[assignment]
     if not isinstance(model, PipelineModule):
         if not any(True for _ in model.parameters()):
             raise ValueError("the model has no parameters: there is nothing to train")

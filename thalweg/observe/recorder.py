@@ -12,7 +12,7 @@ cannot be *built* is an error at the start; files are only ever appended to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,14 @@ _REQUIRED_PACKAGES = {"tensorboard": ("tensorboard", "'thalweg[monitor]'"), "wan
 class Recorder:
     """Hands each record to each writer; without writers it is free and silent.
 
+    ``enabled``: whether the config names a monitor, the same on every rank.
     A context manager: leaving it closes the writers.  After :meth:`close` further calls
     are ignored, as a late metric must not fail a finished run.
     """
 
-    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+    def __init__(self, writers: Sequence[Writer] = (), enabled: bool = False) -> None:
         self._writers = list(writers)
+        self.enabled = enabled
 
     @property
     def active(self) -> bool:
@@ -55,6 +57,11 @@ class Recorder:
         """Record one scalar of the user's own, as ``metric("eval/loss", 3.2, step=100)``."""
         number = float(value)
         self._dispatch(lambda writer: writer.metric(name, number, step))
+
+    def write_events(self, events: Iterable[tuple[str, Any, int]]) -> None:
+        """Record scalars of the user's own, each a name, a value and a step."""
+        for name, value, step in events:
+            self.metric(name, value, step)
 
     def close(self) -> None:
         """Flush and close every writer; a second call does nothing."""
@@ -92,12 +99,12 @@ def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) ->
         if key in sections:
             require_package(package, key=key, install=install)
     if rank != 0:
-        return Recorder()
+        return Recorder(enabled=bool(sections))
     if total_steps is None:
         total_steps = _get_total_steps(config)
     console = build_console(config, total_steps)
     writers = [_WRITERS[key](section) for key, section in sections.items()]
-    return Recorder(writers if console is None else [console, *writers])
+    return Recorder(writers if console is None else [console, *writers], enabled=bool(sections))
 
 
 def _job_folder(section: Any, default: str) -> Path:

@@ -38,7 +38,8 @@ class StepMeter:
         memory_mib: Callable[[], float] | None = None,
         num_batch_copies: int = 1,
     ) -> None:
-        self._recorder, self._num_batch_copies = recorder, num_batch_copies
+        self.recorder = self._recorder = recorder
+        self._num_batch_copies = num_batch_copies
         self._group = group
         self._flops_per_token = flops_per_token
         self._memory_mib = memory_mib

@@ -136,6 +136,11 @@ class AccumulationWindow:
     def _num_done(self) -> int:
         return self._num_ended + (1 if self._backward_started else 0)
 
+    def resize(self, num_micro_batches: int) -> None:
+        """From the next window on, so many micro-batches."""
+        self.num_micro_batches = self.last_num_micro_batches = num_micro_batches
+        self.normalizer.resize(num_micro_batches)
+
     def set_is_last(self, is_last: bool | None) -> None:
         """Declare that the micro-batch at hand is (not) the window's last; None counts again."""
         self._is_last_override = is_last
@@ -202,6 +207,10 @@ class LossNormalizer:
     rescales_at_end = False
 
     def __init__(self, num_micro_batches: int) -> None:
+        self._num_micro_batches = num_micro_batches
+
+    def resize(self, num_micro_batches: int) -> None:
+        """From the next window on, so many micro-batches."""
         self._num_micro_batches = num_micro_batches
 
     def forward_context(self) -> AbstractContextManager[None]:
@@ -273,6 +282,10 @@ class TokenMean(LossNormalizer):
         self._num_losses = 0
 
     @contextmanager
+    def resize(self, num_micro_batches: int) -> None:
+        super().resize(num_micro_batches)
+        self.rescales_at_end = num_micro_batches > 1
+
     def forward_context(self) -> Iterator[None]:
         """Count the targets of the losses within; several forwards before a backward add up."""
         if self._loss_used or not torch.is_grad_enabled():

@@ -179,9 +179,16 @@ class EngineOptimizer(torch.optim.Optimizer):
     # The update
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer within."""
+        return self.inner
+
+    @property
     def loss_scale(self) -> float:
         """The factor that the next loss is multiplied with (1 except in fp16)."""
         return self.scaler.scale
+
+    cur_scale = loss_scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

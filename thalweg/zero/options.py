@@ -9,6 +9,7 @@ from torch import nn
 
 from thalweg.config import Config, ModelSize
 from thalweg.utils.dtypes import parse_dtype
+from thalweg.zero.leaf_modules import set_z3_leaf_module
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.shard import ShardOptions
 from thalweg.zero.units import UnitPolicy, num_parameters
@@ -60,6 +61,9 @@ def build_shard_options(model: nn.Module, config: Config) -> ShardOptions:
         leaf_names=tuple(leaf.names or ()),
         leaf_suffixes=tuple(leaf.name_suffixes or ()),
     )
+    for name, module in model.named_modules():
+        if unit_policy.is_leaf(name, module):
+            set_z3_leaf_module(module, True)
     return ShardOptions(
         policy=ZeroPolicy(zero.stage),
         zero=zero,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from thalweg.zero.leaf_modules import z3_leaf_module
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -30,7 +32,7 @@ class UnitPolicy:
         types = {cls.__name__ for cls in type(module).__mro__}
         types |= {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
         by_suffix = any(name.endswith(suffix) for suffix in self.leaf_suffixes)
-        return bool(types & set(self.leaf_classes)) or name in self.leaf_names or by_suffix
+        return bool(types & set(self.leaf_classes)) or name in self.leaf_names or by_suffix or z3_leaf_module(module)
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -14,21 +14,58 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from thalweg.compat.deepspeed.leaf_modules import add_model_settings
 from thalweg.compat.deepspeed.live_engines import add_engine
-from thalweg.compat.deepspeed.tensor_access import gather_state_dict
 from thalweg.config import Config
 from thalweg.config.reader import read_source
+from thalweg.config.schema.base import replace_by_path
+from thalweg.data.engine_loader import build_engine_loader
 from thalweg.engine import Engine, build_engine
-from thalweg.parallel_dims import ParallelMeshes
 from thalweg.parallelize import Components
-from thalweg.utils.env import read_rank_info
+from thalweg.utils.dtypes import parse_dtype
+
+# Methods of DeepSpeed's engine that say what the config says, and where it says so.
+CONFIG_GETTERS = {
+    "steps_per_print": "steps_per_print",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "memory_breakdown": "memory_breakdown",
+    "dump_state": "dump_state",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "communication_data_type": "communication_data_type",
+    "amp_enabled": "amp.enabled",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "autotuning_enabled": "autotuning.enabled",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+}
+
+
+def _read_config(config: Config, path: str) -> Any:
+    return reduce(getattr, path.split("."), config)
 
 
 def initialize(
@@ -69,10 +106,9 @@ def initialize(
     if not given:
         raise ValueError("initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args")
     tree = read_source(given[0])[0].tree
-    source = given[0] if tree is None else add_model_settings(model, tree)  # None: load() reports what is wrong
     engine, loader = build_engine(
         DeepSpeedEngine,
-        source,
+        given[0],
         model,
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -93,8 +129,8 @@ class DeepSpeedEngine(Engine):
     def __init__(self, components: Components, config: Config, loader: Any = None) -> None:
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
+        self._compiled = False
         self.resolved_config = config
-        self._num_updates_before = 0
 
     # What differs
 
@@ -115,16 +151,6 @@ class DeepSpeedEngine(Engine):
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
         return super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=False, **options)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; the last of a window updates."""
-        optimizer = self.optimizer
-        self._num_updates_before = 0 if optimizer is None else optimizer.num_updates
-        super().step(lr_kwargs)
-
-    def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the parameters."""
-        return self.optimizer is not None and self.optimizer.num_updates > self._num_updates_before
-
     @property
     def lr_scheduler(self) -> Any:
         """The schedule; one that is set here is stepped, saved and loaded."""
@@ -136,31 +162,6 @@ class DeepSpeedEngine(Engine):
             self._components.lr_scheduler = value
 
     # Where this rank is
-
-    @property
-    def meshes(self) -> ParallelMeshes:
-        """The job's ranks by axis."""
-        return self._components.meshes
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its host."""
-        return read_rank_info().local_rank
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number in the job."""
-        return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job."""
-        return self.meshes.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that have data of their own."""
-        return self.meshes.dp.size()
 
     @property
     def data_parallel_group(self) -> Any:
@@ -183,65 +184,115 @@ class DeepSpeedEngine(Engine):
         """Whether gradients are sharded."""
         return self.zero_optimization_stage() >= 2
 
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded."""
-        return self.zero_optimization_stage() >= 3
-
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether Hugging Face may write whole weights at stage 3."""
         return bool(self.resolved_config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
-
-    def gradient_clipping(self) -> float:
-        """The largest norm of the gradient; 0 for no limit."""
-        return float(self.resolved_config.gradient_clipping)
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16."""
-        return bool(self.resolved_config.fp16.enabled)
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
-        return bool(self.resolved_config.bf16.enabled)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of an update, samples of a micro-batch, micro-batches of an update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all groups."""
-        for group in self._require_optimizer().param_groups:
-            group["lr"] = lr
-
     # The rest
 
-    def empty_partition_cache(self) -> None:
-        """Nothing to free: a unit is freed after its use."""
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """The fixed factor on the loss by the config; the one in use is ``optimizer.loss_scale``."""
+        fp16 = self.resolved_config.fp16
+        return float(fp16.loss_scale) if fp16.enabled else 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows move the loss scale."""
+        return self.fp16_enabled() and self.loss_scale() == 0
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer of the config in small letters; without one, the class of the user's."""
+        section = self.resolved_config.optimizer
+        return section.type.lower() if section else type(self.optimizer.inner).__name__ if self.optimizer else None
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Its parameters."""
+        section = self.resolved_config.optimizer
+        return dict(section.params) if section else None
+
+    def scheduler_name(self) -> str | None:
+        """The schedule of the config."""
+        section = self.resolved_config.scheduler
+        return section.type if section else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Its parameters."""
+        section = self.resolved_config.scheduler
+        return dict(section.params) if section else None
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each group."""
+        key = "momentum" if self.optimizer_name() in ("sgd", "rmsprop", "SGD", "RMSprop") else "betas"
+        return [group[key] for group in self._require_optimizer().param_groups if key in group]
+
+    def get_type(self) -> list[Any]:
+        """The type of each group, where it says one."""
+        return [group["type"] for group in self._require_optimizer().param_groups if "type" in group]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """What the model computes in, and what gradients accumulate in."""
+        dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
+        accumulated = self.resolved_config.data_types.grad_accum_dtype
+        return dtype, dtype if accumulated is None else parse_dtype(accumulated)
+
+    def zero_offload_optimizer(self) -> bool:
+        """Whether the optimizer's state leaves the device."""
+        return self.resolved_config.zero_optimization.offload_optimizer.device != "none"
+
+    def zero_offload_param(self) -> bool:
+        """Whether parameters leave the device."""
+        return self.resolved_config.zero_optimization.offload_param.device != "none"
+
+    zero_cpu_offload = zero_use_cpu_optimizer = zero_offload_optimizer
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share a layer."""
+        return 1 if self.meshes.tp is None else self.meshes.tp.size()
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.meshes.sequence is None else self.meshes.sequence.size()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's whole tensors; collective."""
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        state = self.state_dict()
+        return {name: v for name, v in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
+        """Load whole tensors into the model; collective."""
+        self.load_state_dict(state_dict, strict)
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Any:
+        """A loader of this rank's batches of ``dataset``."""
+        config = self.resolved_config
+        if batch_size is not None:
+            config = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
+        collate_fn = options.get("collate_fn")
+        return build_engine_loader(dataset, config, self.meshes.dp.get_local_rank(), self.dp_world_size, collate_fn)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._compiled
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CONFIG_GETTERS:
+            return partial(_read_config, self.resolved_config, CONFIG_GETTERS[name])
+        return super().__getattr__(name)
 
     def allreduce_gradients(self, *_: Any, **__: Any) -> None:
         """Nothing to do: backward passes reduce what a step will need."""
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
         """Compile the model's forward pass."""
+        self._compiled = True
         self.module.compile(**({} if backend is None else {"backend": backend}), **(compile_kwargs or {}))
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Rank 0: the whole weights in the dtype that the model computes in, on the CPU; collective.
-
-        Raises:
-            ValueError: at other stages than 3.
-        """
-        if not self.zero_optimization_partition_weights():
-            raise ValueError("this function requires ZeRO-3 mode: use engine.state_dict() below stage 3")
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
-        frozen = {
-            name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
-        }
-        state = self.module.state_dict()
-        named = {name: v for name, v in state.items() if not (exclude_frozen_parameters and name in frozen)}
-        return gather_state_dict(named, dtype=dtype, keep=dist.get_rank() == 0)
 
 
 PipelineEngine = DeepSpeedEngine

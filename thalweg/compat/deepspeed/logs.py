@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 from thalweg.observe.flops import resident_mib
-from thalweg.utils.log import ROOT, current_rank, get_logger
+from thalweg.utils.log import current_rank
 
-logger = get_logger(ROOT)
+
+def _make_logger() -> logging.Logger:
+    """Programs ask for it by its name too, to silence it; every rank speaks."""
+    made = logging.getLogger("DeepSpeed")
+    made.propagate = False
+    if made.level == logging.NOTSET:
+        made.setLevel(logging.INFO)
+    if not made.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        made.addHandler(handler)
+    return made
+
+
+logger = _make_logger()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; on all for None or -1, which speak at WARNING and above."""
+    """Log on these ranks; on all for None or -1."""
     if not ranks or -1 in ranks or current_rank() in ranks:
         logger.log(level, "%s", message)
 

@@ -1,4 +1,4 @@
-"""``thalweg.moe``: the names that DeepSpeed's users know."""
+"""Which parameters are of experts, and groups of them for an optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from thalweg.nn.moe.experts import ExpertParameter
 from thalweg.nn.moe.layer import MoE
 
-__all__ = ["MoE", "has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"]
 
 
 def is_moe_param(param: Tensor) -> bool:

@@ -1,0 +1,223 @@
+"""``get_accelerator()``: the device of this process under one set of names, whatever it is.
+
+The names are those that programs ask of DeepSpeed's accelerator.  Without a device all of them hold for the processor:
+its memory is the host's, its streams are the program's own order.  A name that is not here is asked of ``torch.<device>``.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from thalweg.device import pick_device
+from thalweg.utils.env import read_rank_info
+
+
+class Accelerator:
+    """The accelerator of this process, or its processor."""
+
+    @property
+    def _type(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self._type)
+
+    # Which device
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """``cuda``, ``cuda:1``, ``cpu``."""
+        return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which the device is the current one."""
+        return nullcontext() if self._type == "cpu" else self._module.device(device_index)
+
+    def current_device_name(self) -> str:
+        """The device of this rank."""
+        return str(pick_device(read_rank_info().local_rank))
+
+    def current_device(self) -> int:
+        """Its number."""
+        return torch.cuda.current_device() if self._type == "cuda" else 0
+
+    def device_count(self) -> int:
+        """Devices that this process sees; without an accelerator the ranks of the host."""
+        if self._type == "cuda":
+            return torch.cuda.device_count()
+        return max(read_rank_info().local_world_size, int(os.environ.get("LOCAL_SIZE", 0)))
+
+    def set_device(self, device_index: int) -> None:
+        """Make it the current one."""
+        if self._type == "cuda":
+            torch.cuda.set_device(device_index)
+
+    def communication_backend_name(self) -> str:
+        """What collectives run on."""
+        return "nccl" if self._type == "cuda" else "gloo"
+
+    def is_available(self) -> bool:
+        """There is always a device."""
+        return True
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+        return tensor.device.type == self._type
+
+    # What it can do
+
+    def is_synchronized_device(self) -> bool:
+        """Whether a call returns when its work is done."""
+        return self._type == "cpu"
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def is_bf16_supported(self) -> bool:
+        """Whether bf16 computes here."""
+        return self._type == "cpu" or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        """Whether fp16 computes here."""
+        return True
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton's kernels run here."""
+        return self._type == "cuda" and torch.cuda.get_device_capability()[0] >= 8
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes that a model may compute in."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def get_compile_backend(self) -> str:
+        """What ``torch.compile`` uses unless told otherwise."""
+        return "inductor"
+
+    # Work and its order
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the device."""
+        if self._type == "cuda":
+            torch.cuda.synchronize(device_index)
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which work goes to ``stream``."""
+        return self._module.stream(stream) if stream is not None else nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work goes to; None where there are none."""
+        return torch.cuda.current_stream(device_index) if self._type == "cuda" else None
+
+    default_stream = current_stream
+
+    def range_push(self, message: str) -> None:
+        """Begin a named range of the profiler's."""
+        if self._type == "cuda":
+            torch.cuda.nvtx.range_push(message)
+
+    def range_pop(self) -> None:
+        """End it."""
+        if self._type == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+    # Random numbers
+
+    def random(self) -> Any:
+        """torch's generators."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> Any:
+        """Seed the device's generator."""
+        return torch.cuda.manual_seed(seed) if self._type == "cuda" else torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """The seed of the device's generator."""
+        return torch.cuda.initial_seed() if self._type == "cuda" else torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The state of the device's generator."""
+        if self._type == "cpu":
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state(self.current_device() if device_index is None else device_index)
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Put it back."""
+        if self._type == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            torch.cuda.set_rng_state(new_state, self.current_device() if device_index is None else device_index)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator itself."""
+        return torch.cuda.default_generators[device_index] if self._type == "cuda" else torch.default_generator
+
+    # Memory
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes that tensors hold; of the processor, what this process holds."""
+        return torch.cuda.memory_allocated(device_index) if self._type == "cuda" else _host_bytes("VmRSS")
+
+    memory_reserved = memory_cached = memory_allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most that :meth:`memory_allocated` was."""
+        return torch.cuda.max_memory_allocated(device_index) if self._type == "cuda" else _host_bytes("VmHWM")
+
+    max_memory_reserved = max_memory_cached = max_memory_allocated
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begin to look for the most anew."""
+        if self._type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """What the allocator counts."""
+        return torch.cuda.memory_stats(device_index) if self._type == "cuda" else {}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device."""
+        if self._type == "cuda":
+            return torch.cuda.get_device_properties(self.current_device()).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes of it that are free."""
+        if self._type == "cuda":
+            return torch.cuda.mem_get_info(device_index)[0]
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """The tensor in memory that the device copies from without a stop."""
+        return tensor if self._type == "cpu" else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it is."""
+        return self._type == "cpu" or tensor.is_pinned()
+
+    def empty_cache(self) -> None:
+        """Give back what the device's allocator keeps."""
+        if self._type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _host_bytes(key: str) -> int:
+    from thalweg.observe.flops import resident_mib
+
+    return int(resident_mib(peak=key == "VmHWM") * 2**20)
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """The one of this process."""
+    return Accelerator()

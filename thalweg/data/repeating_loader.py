@@ -1,0 +1,34 @@
+"""A loader without an end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+
+class RepeatingLoader:
+    """Begins anew when its loader ends, with a new order where the loader's sampler has one for each epoch."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self._iterator = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        if not isinstance(self.loader, Sized):
+            raise TypeError(f"{type(self.loader).__name__} has no length")
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self.epoch += 1
+            sampler = getattr(self.loader, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+            self._iterator = iter(self.loader)
+            return next(self._iterator)

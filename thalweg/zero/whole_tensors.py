@@ -1,0 +1,62 @@
+"""Copies of trees of tensors, each gathered whole, that a program may save or keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from thalweg.zero.full_state_dict import all_gather_full
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of a tree with whole tensors of their own storage on ``device``; collective if any is sharded.
+
+    Tensors that share memory share it in the copy, so that tied weights stay tied.
+    """
+    return _clone_tree(item, torch.device(device), {})
+
+
+def gather_state_dict(
+    state_dict: Mapping[str, Any], *, dtype: torch.dtype | None = None, keep: bool = True
+) -> dict[str, Any] | None:
+    """Whole tensors on the CPU, floating ones as ``dtype``; None on ranks that do not ``keep`` them; collective."""
+    copies: dict[Any, Tensor] = {}
+    result = {}
+    for name, value in state_dict.items():
+        full = _clone_tree(value, torch.device("cpu"), copies, keep=keep, dtype=dtype)
+        if keep:
+            result[name] = full
+    return result if keep else None
+
+
+def _clone_tree(
+    item: Any, device: torch.device, copies: dict[Any, Tensor], *, keep: bool = True, dtype: torch.dtype | None = None
+) -> Any:
+    if isinstance(item, Tensor):
+        # Every rank gathers every tensor: which of them share memory is not seen alike where a shard is empty.
+        local, full = _local(item), _gather(item.detach())
+        if not keep:
+            return None
+        key = (local.data_ptr(), item.shape, item.dtype) if local.numel() else id(item)
+        if key not in copies:
+            copies[key] = full.to(device, dtype if dtype and full.is_floating_point() else full.dtype, copy=True)
+        return copies[key]
+    if isinstance(item, Mapping):
+        cloned = {key: _clone_tree(value, device, copies, keep=keep, dtype=dtype) for key, value in item.items()}
+        return type(item)(cloned) if isinstance(item, dict) else cloned  # type: ignore[call-arg]
+    if isinstance(item, list | tuple):
+        values = [_clone_tree(value, device, copies, keep=keep, dtype=dtype) for value in item]
+        return values if isinstance(item, list) else tuple(values)
+    return item
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    return all_gather_full(tensor) if isinstance(tensor, DTensor) else tensor.clone()
