@@ -24,6 +24,19 @@ _PUBLIC = {
     "pipeline": "thalweg.serve.mii.pipeline",
     "serve": "thalweg.serve",
     "client": "thalweg.serve.mii.deployment",
+    "add_config_arguments": "thalweg.config.arguments",
+    "checkpointing": "thalweg.activation_checkpointing.checkpointing",
+    "comm": "thalweg.comm",
+    "get_accelerator": "thalweg.accelerator",
+    "tp_model_init": "thalweg.parallel.tensor.model_init",
+    "FlopsProfiler": "thalweg.observe.flops_profiler",
+    "OnDevice": "thalweg.deferred_init.on_device",
+    "RepeatingLoader": "thalweg.data.repeating_loader",
+    **{
+        f"estimate_zero{stage}_model_states_mem_needs{form}": "thalweg.plan.estimates"
+        for stage in (2, 3)
+        for form in ("", "_all_live", "_all_cold")
+    },
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -33,7 +46,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'thalweg' has no attribute {name!r}")
     module = importlib.import_module(_PUBLIC[name])
-    return module if module.__name__ == f"thalweg.{name}" else getattr(module, name)
+    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """``get_accelerator()``: the device of this process under one set of names, whatever it is.
 
 The names are those that programs ask of DeepSpeed's accelerator.  Without a device all of them hold for the processor:
-its memory is the host's, its streams are the program's own order.  A name that is not here is asked of ``torch.<device>``.
+its memory is the host's, its streams are the program's own order.  A name that is not here is asked of
+``torch.<device>``.
 """
 
 from __future__ import annotations

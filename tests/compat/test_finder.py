@@ -64,7 +64,7 @@ def test_nothing_changes_where_nobody_asks() -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import deepspeed; deepspeed.OnDevice()", "thalweg.zero.Init"),
+        ("import deepspeed; deepspeed.DeepSpeedHybridEngine()", "engine.generate"),
         ("from deepspeed.ops.sparse_attention import SparseSelfAttention as S; S()", "flex_attention"),
         ("import deepspeed.autotuning", "not among the modules"),
         ("import deepspeed; deepspeed.no_such_name", "not among the names"),

@@ -1,8 +1,8 @@
 """Programs of a DeepSpeed user's first day, unmodified under the alias: the numbers are those of plain PyTorch.
 
 Each file of ``first_day/programs`` is a script.  It runs on two ranks at each stage, in the ranks' process, as
-``thalweg run --as-deepspeed`` would start it, and leaves a ``report``; ``first_day/plain.py`` has a function of the same
-name that computes the report without DeepSpeed.
+``thalweg run --as-deepspeed`` would start it, and leaves a ``report``; ``first_day/plain.py`` has a function of the
+same name that computes the report without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REUSE_RANKS = True
 PROGRAMS = Path(__file__).parent / "first_day" / "programs"
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem not in ("user_model", "__init__"))
 # Programs without a model that a stage could change.
-NO_STAGE = ("accelerator", "collectives", "elasticity", "inference", "logging_calls", "memory_estimates", "on_device")
-STAGES = {"pipeline": (0, 1), "batch_keys": (1,), **dict.fromkeys(NO_STAGE, (1,))}
+NO_STAGE = ("accelerator", "collectives", "inference", "logging_calls", "memory_estimates", "on_device")
+STAGES = {"pipeline": (0, 1), "cpu_offload": (1, 2, 3), "batch_keys": (1,), **dict.fromkeys(NO_STAGE, (1,))}
 TOLERANCES = {"bf16": 3e-2, "fp16": 4e-3, "save_16bit_model": 3e-2}
 
 
@@ -77,7 +77,9 @@ def _difference(ours: Any, expected: Any) -> float:
 
 def _check(name: str, stages: tuple[int, ...], folder: Path) -> None:
     expected = getattr(plain, name)()
-    for stage, reports in zip(stages, zip(*run_ranks(_run_program, 2, name, stages, str(folder)), strict=True), strict=True):
+    for stage, reports in zip(
+        stages, zip(*run_ranks(_run_program, 2, name, stages, str(folder)), strict=True), strict=True
+    ):
         ours = _mean_losses(list(reports))
         assert _difference(ours, expected) < TOLERANCES.get(name, 2e-5), (stage, ours, expected)
 

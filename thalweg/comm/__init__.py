@@ -18,7 +18,20 @@ has a name in a file system, so nothing is left behind however the job ends.  Th
 objects know nothing of ZeRO.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as _torch_collectives
+
 from thalweg.comm.collectives.shared_memory import CommError
 from thalweg.comm.comms_logger import CommsLog
 
 __all__ = ["CommError", "CommsLog"]
+
+
+def __getattr__(name: str) -> Any:
+    """A program's own collectives are torch's: ``thalweg.comm.all_reduce(tensor)``."""
+    if name.startswith("_") or not hasattr(_torch_collectives, name):
+        raise AttributeError(f"module 'thalweg.comm' has no attribute {name!r}")
+    return getattr(_torch_collectives, name)

@@ -10,7 +10,6 @@ from thalweg.nn.moe.experts import ExpertParameter
 from thalweg.nn.moe.layer import MoE
 
 
-
 def is_moe_param(param: Tensor) -> bool:
     """Whether it is the parameter of a :class:`MoE` layer's experts (asked before ``thalweg.initialize``)."""
     return isinstance(param, ExpertParameter)

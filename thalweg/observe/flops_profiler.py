@@ -1,7 +1,7 @@
 """Operations, parameters and seconds of a model, by module: of one forward pass, counted as it runs.
 
-Operations are those of matrix products, convolutions and attention, as torch's own counter counts them (a multiply and an
-add are two); what is elementwise is left out, a thousandth of a transformer's.  A backward pass takes twice as many.
+Operations are those of matrix products, convolutions and attention, as torch's own counter counts them (a multiply
+and an add are two); what is elementwise is left out, a thousandth of a transformer's.  A backward pass takes twice as many.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class FlopsProfiler:
                 continue
             flops = sum(by_name.get(f"{root}.{name}" if name else root, {}).values())
             lines.append(
-                f"{'  ' * depth}{name or root}  {number_to_string(_count(module))}, {number_to_string(flops, 'FLOPs')}, "
-                f"{self._seconds[module] * 1e3:.2f} ms"
+                f"{'  ' * depth}{name or root}  {number_to_string(_count(module))}, "
+                f"{number_to_string(flops, 'FLOPs')}, {self._seconds[module] * 1e3:.2f} ms"
             )
         text = "\n".join(lines) + "\n"
         if output_file is None:

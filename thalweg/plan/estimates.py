@@ -1,8 +1,8 @@
 """How much memory the states of a model need, by the rules of thumb that DeepSpeed's users know.
 
-They take a model of 16-bit weights under mixed-precision Adam: 2 bytes a parameter for the weights, 2 for gradients, 4
-each for masters, momentum, variance and fp32 gradients, and ``additional_buffer_factor`` on the host.  They know neither
-activations nor this machine nor the config; :func:`thalweg.plan` does.
+They take a model of 16-bit weights under mixed-precision Adam: 2 bytes a parameter for the weights, 2 for gradients,
+4 each for masters, momentum, variance and fp32 gradients, and ``additional_buffer_factor`` on the host.  They know
+neither activations nor this machine nor the config; :func:`thalweg.plan` does.
 """
 
 from __future__ import annotations

@@ -10,7 +10,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PUBLIC = {"Init": "thalweg.deferred_init.context", "GatheredParameters": "thalweg.zero.gathered_parameters"}
+_PUBLIC = {
+    "Init": "thalweg.deferred_init.context",
+    "GatheredParameters": "thalweg.zero.gathered_parameters",
+    "register_external_parameter": "thalweg.zero.leaf_modules",
+    "set_z3_leaf_modules": "thalweg.zero.leaf_modules",
+    "unset_z3_leaf_modules": "thalweg.zero.leaf_modules",
+}
 __all__ = list(_PUBLIC)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 _leaf_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -65,6 +65,8 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return model in _leaf_modules
 
 
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
+    """Nothing to do: a parameter that another module uses is whole while any unit that holds it runs."""
 
 
 def _of_classes(model: nn.Module, classes: Iterable[type | str]) -> list[nn.Module]:

@@ -22,16 +22,29 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 # The files worth most to a user; all others can be named by --files.
-FILES = """
-v1/zero/test_zero.py v1/zero/test_zero_user_backward.py v1/moe/test_moe.py
-v1/half_precision/test_gradient_clipping_default.py
-runtime/zero/test_zero_context.py runtime/zero/test_zero_leaf_module.py runtime/zero/test_unwrap_model.py
-runtime/zero/test_zero_config.py runtime/test_ds_config_dict.py runtime/test_ds_initialize.py
-runtime/test_lr_schedulers.py runtime/test_no_sync_ctxt.py runtime/pipe/test_topology.py
-checkpoint/test_zero_optimizer.py checkpoint/test_universal_checkpoint.py checkpoint/test_tag_validation.py
-comm/test_dist.py pipe/test_pipe_module.py launcher/test_run.py launcher/test_ds_arguments.py
-model_parallelism/test_autotp_training.py
-""".split()
+FILES = [
+    "runtime/test_ds_config_dict.py",
+    "runtime/test_ds_initialize.py",
+    "runtime/test_no_sync_ctxt.py",
+    "comm/test_dist.py",
+    "pipe/test_pipe_module.py",
+    "launcher/test_ds_arguments.py",
+    "launcher/test_run.py",
+    "runtime/zero/test_unwrap_model.py",
+    "runtime/zero/test_zero_config.py",
+    "runtime/zero/test_zero_context.py",
+    "runtime/zero/test_zero_leaf_module.py",
+    "v1/half_precision/test_gradient_clipping_default.py",
+    "runtime/pipe/test_topology.py",
+    "checkpoint/test_tag_validation.py",
+    "runtime/test_lr_schedulers.py",
+    "v1/zero/test_zero.py",
+    "v1/zero/test_zero_user_backward.py",
+    "checkpoint/test_zero_optimizer.py",
+    "v1/moe/test_moe.py",
+    "checkpoint/test_universal_checkpoint.py",
+    "model_parallelism/test_autotp_training.py",
+]
 
 
 def run_file(checkout: Path, file: str, real: bool, sample: int, options: list[str]) -> list[dict[str, Any]]:

@@ -32,7 +32,9 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
     if sample:
         # Spread over all sets, the first and the last among them.
-        spread = [{group[i * (len(group) - 1) // max(1, sample - 1)] for i in range(sample)} for group in by_function.values()]
+        spread = [
+            {group[i * (len(group) - 1) // max(1, sample - 1)] for i in range(sample)} for group in by_function.values()
+        ]
         items[:] = [item for item in items if any(item in kept for kept in spread)]
     from unit.common import DistributedExec  # type: ignore[import-not-found]
 

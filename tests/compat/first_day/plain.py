@@ -258,7 +258,7 @@ def leaf_modules() -> Report:
         for half in x.chunk(2):
             for first in (0, 3):
                 best = int(half.detach().abs().sum() * 10) % 2
-                half = torch.tanh(layers[first + best](half))  # noqa: PLW2901
+                half = torch.tanh(layers[first + best](half))
             halves.append(layers[6](half))
         return torch.cat(halves)
 
@@ -323,7 +323,7 @@ def moe() -> Report:
             self.first = nn.Linear(WIDTH, WIDTH)
             expert = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
             layer = MoE(WIDTH, expert, num_experts=4, k=1)
-            self.gate = nn.Parameter(dict(layer.named_parameters())["gate.wg.weight"].detach().clone())
+            self.gate = nn.Parameter(dict(layer.named_parameters())["gate.weight"].detach().clone())
             stacks = {n: p.detach().clone() for n, p in layer.named_parameters() if "expert" in n}
             (weight,) = [p for p in stacks.values() if p.ndim == 3]
             (bias,) = [p for p in stacks.values() if p.ndim == 2]
@@ -430,13 +430,6 @@ def inference() -> Report:
         logits = model(prompt).logits.norm().item()
         tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)
     return {"tokens": tokens[0].tolist(), "logits": logits, "module": True}
-
-
-def elasticity() -> Report:
-    """The highly composite batch below 2000 that most counts of devices divide: DeepSpeed's documentation."""
-    batch, micro_sizes = 1680, (2, 4, 6)
-    counts = sorted({n for m in micro_sizes for n in range(1, batch // m + 1) if batch // m % n == 0})
-    return {"batch": batch, "count": len(counts), "first": counts[:6], "at 64": None}
 
 
 def memory_estimates() -> Report:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thalweg.compat.deepspeed.config import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from thalweg.compat.deepspeed.live_engines import add_engine
 from thalweg.config import Config
 from thalweg.config.reader import read_source
@@ -106,9 +107,12 @@ def initialize(
     if not given:
         raise ValueError("initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args")
     tree = read_source(given[0])[0].tree
+    source = given[0]
+    if tree is not None and GRADIENT_CLIPPING not in tree:  # None: load() reports what is wrong
+        source = {GRADIENT_CLIPPING: GRADIENT_CLIPPING_DEFAULT, **tree}
     engine, loader = build_engine(
         DeepSpeedEngine,
-        given[0],
+        source,
         model,
         optimizer=optimizer,
         model_parameters=model_parameters,

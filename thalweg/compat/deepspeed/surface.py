@@ -12,22 +12,27 @@ DEEPSPEED_VERSION = "0.19.8"
 
 _HERE, _PROGRAMS = "thalweg.compat.deepspeed", "thalweg.cli.other_programs"
 _SEQUENCE_PARALLEL = NotOffered('set "sequence_parallel_size" in the config; thalweg.initialize splits the attention')
-_CONFIG = NotOffered("thalweg.load_config(path) reads and checks a config")
+_OPTIMIZER = "thalweg.optim.step:EngineOptimizer"
+_CONFIG = f"{_HERE}.config:DeepSpeedConfig"
 
 _ENGINE: Names = {name: f"{_HERE}.engine:{name}" for name in ("DeepSpeedEngine", "PipelineEngine")}
 _ZERO: Names = {
     "Init": f"{_HERE}.zero_params:DeepSpeedInit",
     "GatheredParameters": "thalweg.zero.gathered_parameters:GatheredParameters",
-    "register_external_parameter": f"{_HERE}.zero_params:register_external_parameter",
-    "unregister_external_parameter": f"{_HERE}.zero_params:register_external_parameter",
+    "register_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
+    "unregister_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
     "MiCS_Init": f"{_HERE}.zero_params:DeepSpeedInit",
-    "ZeroParamStatus": NotOffered("a parameter is a DTensor outside of forward and backward at every stage"),
+    "unwrap_model_for_generation": f"{_HERE}.zero_params:unwrap_model_for_generation",
+    "ZeroParamStatus": f"{_HERE}.zero_params:ZeroParamStatus",
     "TiledLinear": NotOffered('set "tiling" in the config'),
 }
 _LEAF_MODULES: Names = {
-    name: f"{_HERE}.leaf_modules:{name}"
-    for name in ("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module")
-}
+    name: f"thalweg.zero.leaf_modules:{name}"
+    for name in (
+        "set_z3_leaf_modules", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "set_z3_leaf_module",
+        "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module",
+    )
+}  # fmt: skip
 _TENSOR_ACCESS: Names = {
     name: f"{_HERE}.tensor_access:{name}"
     for name in (
@@ -38,20 +43,20 @@ _TENSOR_ACCESS: Names = {
     )
 }  # fmt: skip
 _LOGGING: Names = {name: f"{_HERE}.logs:{name}" for name in ("logger", "log_dist", "print_rank_0", "see_memory_usage")}
-_LOADER: Names = {"RepeatingLoader": f"{_HERE}.arguments:RepeatingLoader"}
+_LOADER: Names = {"RepeatingLoader": "thalweg.data.repeating_loader:RepeatingLoader"}
 _GROUPS: Names = {FALLBACK: f"{_HERE}.parallel_groups"}
-_COMM: Names = {"init_distributed": f"{_HERE}.arguments:init_distributed", FALLBACK: "torch.distributed"}
+_COMM: Names = {"init_distributed": f"{_HERE}.arguments:init_distributed", FALLBACK: f"{_HERE}.collectives"}
 _COMM |= {name: f"{_HERE}.parallel_groups:{name}" for name in ("get_local_rank", "get_all_ranks_from_group")}
-_ACCELERATOR: Names = {"get_accelerator": f"{_HERE}.accelerator:get_accelerator"}
+_ACCELERATOR: Names = {"get_accelerator": "thalweg.accelerator:get_accelerator"}
 _ADAM: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPUAdam", "FusedAdam")}
 _ADAGRAD: Names = {"DeepSpeedCPUAdagrad": f"{_HERE}.optimizers:DeepSpeedCPUAdagrad"}
 _LION: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPULion", "FusedLion")}
 _LAMB: Names = {"FusedLamb": f"{_HERE}.optimizers:FusedLamb"}
+_VERSIONS = ("version_major", "version_minor", "version_patch", "git_hash", "git_branch")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _LR_SCHEDULES: Names = {name: f"thalweg.optim.lr_scheduler:{name}" for name in _SCHEDULES}
-_LR_SCHEDULES["VALID_LR_SCHEDULES"] = f"{_HERE}.surface:VALID_LR_SCHEDULES"
-VALID_LR_SCHEDULES = list(_SCHEDULES)
-_CHECKPOINTING: Names = {FALLBACK: f"{_HERE}.activation_checkpoints"}
+_LR_SCHEDULES[FALLBACK] = f"{_HERE}.schedule_names"
+_CHECKPOINTING: Names = {FALLBACK: "thalweg.activation_checkpointing.checkpointing"}
 _PIPE: Names = {FALLBACK: "thalweg.pipe"}
 _MOE: Names = {FALLBACK: "thalweg.moe"}
 _PARTITION: Names = {
@@ -66,6 +71,13 @@ _ZERO_TO_FP32: Names = {
     for name in ("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint")
 } | {PROGRAM: _PROGRAMS}
 
+_PROFILER: Names = {
+    name: f"thalweg.observe.flops_profiler:{name}"
+    for name in ("FlopsProfiler", "get_model_profile", "number_to_string")
+}
+_ESTIMATES: Names = {FALLBACK: "thalweg.plan.estimates"}
+_TOPOLOGY: Names = {FALLBACK: "thalweg.parallel.pipeline.topology"}
+
 # fmt: off
 SURFACE: dict[str, Names] = {
     "deepspeed": {
@@ -74,23 +86,28 @@ SURFACE: dict[str, Names] = {
         "initialize": f"{_HERE}.engine:initialize",
         "init_inference": "thalweg.infer.init_inference:init_inference",
         "init_distributed": f"{_HERE}.arguments:init_distributed",
-        "add_config_arguments": f"{_HERE}.arguments:add_config_arguments",
-        "tp_model_init": f"{_HERE}.leaf_modules:tp_model_init",
-        "checkpointing": f"{_HERE}.activation_checkpoints",
+        "add_config_arguments": "thalweg.config.arguments:add_config_arguments",
+        "tp_model_init": "thalweg.parallel.tensor.model_init:tp_model_init",
+        "checkpointing": "thalweg.activation_checkpointing.checkpointing",
+        "get_accelerator": _ACCELERATOR["get_accelerator"],
+        **{f"__{name}__": f"{_HERE}.versions:{name}" for name in _VERSIONS},
         "lr_schedules": "deepspeed.runtime.lr_schedules",
         "PipelineModule": "thalweg.pipe:PipelineModule",
-        "OnDevice": NotOffered("build the model under thalweg.zero.Init()"),
+        "OnDevice": "thalweg.deferred_init.on_device:OnDevice",
         "DeepSpeedConfig": _CONFIG,
         "DeepSpeedConfigError": "thalweg.config:ConfigError",
         "DeepSpeedTransformerLayer": NotOffered("thalweg.nn.transformer has a transformer in plain PyTorch"),
         "DeepSpeedHybridEngine": NotOffered("engine.generate generates with the weights in training"),
     },
-    "deepspeed.accelerator": _ACCELERATOR,
+    "deepspeed.git_version_info": {FALLBACK: f"{_HERE}.versions"},
+    "deepspeed.accelerator": {
+        **_ACCELERATOR, "is_current_accelerator_supported": f"{_HERE}.runtime_utils:is_current_accelerator_supported",
+    },
     "deepspeed.accelerator.real_accelerator": _ACCELERATOR,
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.ds_to_universal": {PROGRAM: _PROGRAMS},
     "deepspeed.checkpoint.utils": {
-        "clone_tensors_for_torch_save": f"{_HERE}.tensor_access:clone_tensors_for_torch_save",
+        "clone_tensors_for_torch_save": "thalweg.zero.whole_tensors:clone_tensors_for_torch_save",
     },
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
@@ -104,6 +121,7 @@ SURFACE: dict[str, Names] = {
     "deepspeed.moe.layer": _MOE,
     "deepspeed.moe.utils": _MOE,
     "deepspeed.ops": {
+        "__compatible_ops__": f"{_HERE}.op_builders:COMPATIBLE_OPS",
         "DeepSpeedTransformerLayer": NotOffered("thalweg.nn.transformer has a transformer in plain PyTorch"),
     },
     "deepspeed.ops.adagrad": _ADAGRAD,
@@ -112,43 +130,59 @@ SURFACE: dict[str, Names] = {
     "deepspeed.ops.adam.fused_adam": _ADAM,
     "deepspeed.ops.lamb": _LAMB,
     "deepspeed.ops.lion": _LION,
-    "deepspeed.ops.op_builder": {
-        f"{name}Builder": NotOffered("no operator is compiled; kernels come with torch or are generated at load")
-        for name in ("CPUAdam", "CPUAdagrad", "CPULion", "FusedAdam", "FusedLamb", "FusedLion", "AsyncIO", "Utils")
-    },
+    "deepspeed.ops.op_builder": {FALLBACK: f"{_HERE}.op_builders"},
+    "deepspeed.ops.aio": {"AsyncIOBuilder": f"{_HERE}.op_builders:AsyncIOBuilder"},
     "deepspeed.ops.sparse_attention": dict.fromkeys(
         ("SparseSelfAttention", "SparsityConfig", "FixedSparsityConfig", "BertSparseSelfAttention"),
         NotOffered("torch.nn.attention.flex_attention takes a mask of blocks"),
     ),
     "deepspeed.pipe": _PIPE,
     "deepspeed.profiling": {},
-    "deepspeed.profiling.flops_profiler": {
-        name: NotOffered('"wall_clock_breakdown": true in the config times the phases and counts TFLOP/s')
-        for name in ("FlopsProfiler", "get_model_profile")
-    },
+    "deepspeed.profiling.flops_profiler": _PROFILER,
+    "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "deepspeed.runtime.base_optimizer": {
-        "DeepSpeedOptimizer": "thalweg.optim.step:EngineOptimizer",
-        "ZeROOptimizer": "thalweg.optim.step:EngineOptimizer",
-    },
+    "deepspeed.runtime.base_optimizer": dict.fromkeys(("DeepSpeedOptimizer", "ZeROOptimizer"), _OPTIMIZER),
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": _OPTIMIZER},
+    "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": _OPTIMIZER},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": _OPTIMIZER},
+    "deepspeed.runtime.constants": {FALLBACK: f"{_HERE}.config"},
+    "deepspeed.runtime.precision_config": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.dataloader": _LOADER,
-    "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG, "DeepSpeedConfigError": "thalweg.config:ConfigError"},
+    "deepspeed.runtime.config": {
+        FALLBACK: f"{_HERE}.config", "DeepSpeedConfigError": "thalweg.config:ConfigError",
+    },
     "deepspeed.runtime.engine": _ENGINE,
     "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
     "deepspeed.runtime.pipe": _PIPE,
+    "deepspeed.runtime.pipe.engine": _ENGINE,
     "deepspeed.runtime.pipe.module": _PIPE,
+    "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _ULYSSES,
-    "deepspeed.runtime.utils": _LOGGING,
+    "deepspeed.runtime.utils": {**_LOGGING, FALLBACK: f"{_HERE}.runtime_utils"},
     "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.config": {FALLBACK: f"{_HERE}.config"},
+    "deepspeed.runtime.zero.leaf_module_config": {FALLBACK: f"{_HERE}.config"},
+    "deepspeed.runtime.zero.offload_config": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.zero.partition_parameters": _PARTITION,
+    "deepspeed.runtime.zero.stage3": {**_ESTIMATES, "DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER},
+    "deepspeed.runtime.zero.stage_1_and_2": {**_ESTIMATES, "DeepSpeedZeroOptimizer": _OPTIMIZER},
+    "deepspeed.runtime.zero.tiling": _ZERO,
+    "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": f"{_HERE}.zero_params:ZeRORuntimeException"},
     "deepspeed.sequence": {},
     "deepspeed.sequence.layer": {"DistributedAttention": _SEQUENCE_PARALLEL},
-    "deepspeed.utils": {**_LOGGING, **_LEAF_MODULES, **_TENSOR_ACCESS, **_LOADER},
+    "deepspeed.utils": {
+        **_LOGGING, **_LEAF_MODULES, **_TENSOR_ACCESS, **_LOADER,
+        "OnDevice": "thalweg.deferred_init.on_device:OnDevice",
+    },
+    "deepspeed.utils.init_on_device": {"OnDevice": "thalweg.deferred_init.on_device:OnDevice"},
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.logging": _LOGGING,
+    "deepspeed.utils.torch": {FALLBACK: f"{_HERE}.runtime_utils"},
+    "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
     "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
     "deepspeed.zero": _ZERO,
 }

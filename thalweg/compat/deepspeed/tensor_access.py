@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from thalweg.deferred_init.context import Init
 from thalweg.parallel_dims import init_distributed
+from thalweg.zero.gathered_parameters import GatheredParameters
 
 
 class DeepSpeedInit(Init):
@@ -21,8 +24,24 @@ class DeepSpeedInit(Init):
         return self
 
 
-def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
-    """Nothing to do: a parameter that another module uses is whole while any unit that holds it runs."""
+class ZeRORuntimeException(Exception):
+    """What DeepSpeed raises where a checkpoint does not fit; Thalweg loads it or raises a CheckpointError."""
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole; Thalweg's are DTensors between the passes."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The plain model with whole parameters, to generate with; collective."""
+    module = getattr(model, "module", model)
+    with GatheredParameters(list(module.parameters())):
+        yield module
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -1,15 +1,12 @@
 """Operations and parameters of a model."""
 
 import deepspeed
-import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from torch.nn.functional import mse_loss
 from user_model import ROWS, WIDTH, batches, config, make_net
 
 net = make_net()
-flops, macs, params = get_model_profile(
-    net, input_shape=(ROWS, WIDTH), print_profile=False, as_string=False, warm_up=1
-)
+flops, macs, params = get_model_profile(net, input_shape=(ROWS, WIDTH), print_profile=False, as_string=False, warm_up=1)
 profiler = FlopsProfiler(net)
 engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config())
 counts = []

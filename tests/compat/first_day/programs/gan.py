@@ -9,9 +9,7 @@ from user_model import ROWS, WIDTH, batches, config, make_net
 torch.manual_seed(4)
 generator_net = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 discriminator_net = make_net()
-generator, *_ = deepspeed.initialize(
-    model=generator_net, model_parameters=generator_net.parameters(), config=config()
-)
+generator, *_ = deepspeed.initialize(model=generator_net, model_parameters=generator_net.parameters(), config=config())
 discriminator, *_ = deepspeed.initialize(
     model=discriminator_net, model_parameters=discriminator_net.parameters(), config=config()
 )

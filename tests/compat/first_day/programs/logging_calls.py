@@ -3,10 +3,9 @@
 import logging
 
 import deepspeed
-from deepspeed.utils import log_dist, logger
 from deepspeed.runtime.utils import see_memory_usage
+from deepspeed.utils import log_dist, logger
 from deepspeed.utils.logging import print_rank_0
-from user_model import config, make_net
 
 records = []
 

@@ -1,7 +1,6 @@
 """Low-rank adapters written by hand: everything else is frozen."""
 
 import deepspeed
-import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from user_model import batches, config, make_net

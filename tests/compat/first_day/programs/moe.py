@@ -18,7 +18,7 @@ class Sparse(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x):
-        x, balance, counts = self.moe(torch.tanh(self.first(x)))
+        x, balance, _counts = self.moe(torch.tanh(self.first(x)))
         return self.head(x).squeeze(-1), balance
 
 

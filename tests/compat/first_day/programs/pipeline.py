@@ -56,6 +56,5 @@ report = {
     "losses": losses,
     "evaluated": float(engine.eval_batch(data_iter=data())),
     "stages": engine.num_stages,
-    "ends": (engine.is_first_stage(), engine.is_last_stage())
-    in [(True, False), (False, True)],
+    "ends": (engine.is_first_stage(), engine.is_last_stage()) in [(True, False), (False, True)],
 }

@@ -10,7 +10,7 @@ engine, _, loader, _ = deepspeed.initialize(
 )
 seen = 0
 losses = []
-for epoch in range(4):
+for _epoch in range(4):
     total = 0.0
     for x, y in loader:
         loss = mse_loss(engine(x), y)

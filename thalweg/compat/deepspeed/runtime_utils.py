@@ -1,0 +1,67 @@
+"""Small functions of ``deepspeed.utils.torch`` and ``deepspeed.runtime.utils``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thalweg.accelerator import get_accelerator
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is neither older nor newer."""
+    have = _numbers(torch.__version__)
+    return (min_version is None or have >= _numbers(min_version)) and (
+        max_version is None or have <= _numbers(max_version)
+    )
+
+
+def _numbers(version: float | str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", str(version))
+    return tuple(map(int, found.group().split(".")[:2])) if found else ()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether this accelerator is known; every one that torch names is."""
+    return True
+
+
+def is_model_parallel_parameter(param: Tensor) -> bool:
+    """Whether a rank holds a part of it for itself; tensor ranks share theirs as a DTensor."""
+    return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed every generator."""
+    import random
+
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    get_accelerator().manual_seed_all(seed)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """The text of a call."""
+    values = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{base}({', '.join(values)})"
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where each of ``num_parts`` runs of equally many items begins, and the end."""
+    size, extra = divmod(num_items, num_parts)
+    starts = [0]
+    for part in range(num_parts):
+        starts.append(starts[-1] + size + (part < extra))
+    return starts
+
+
+def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2, mpu: Any = None) -> Any:
+    """torch's."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
