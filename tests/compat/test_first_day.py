@@ -25,6 +25,13 @@ NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem not in (
 # Programs without a model that a stage could change.
 NO_STAGE = ("accelerator", "collectives", "inference", "logging_calls", "memory_estimates", "on_device")
 STAGES = {"pipeline": (0, 1), "cpu_offload": (1, 2, 3), "batch_keys": (1,), **dict.fromkeys(NO_STAGE, (1,))}
+# A program of each kind, at the stage that asks most of it.
+IN_GATE = {
+    "plain_loop": 2, "command_line": 1, "accumulation": 3, "client_scheduler": 0, "checkpoints": 3, "safe_access": 3,
+    "gathered_parameters": 2, "external_parameter": 3, "leaf_modules": 3, "pipeline": 1, "moe": 2, "gan": 1,
+    "collectives": 1, "engine_facts": 3, "batch_size_change": 0, "flops_profiler": 3, "on_device": 1, "fp16": 3,
+    "tensor_parallel": 0, "monitors": 0, "memory_estimates": 1,
+}  # fmt: skip
 TOLERANCES = {"bf16": 3e-2, "fp16": 4e-3, "save_16bit_model": 3e-2}
 
 
@@ -75,6 +82,12 @@ def _difference(ours: Any, expected: Any) -> float:
     return 0.0 if ours == expected else float("inf")
 
 
+@pytest.mark.parametrize("name", IN_GATE)
+def test_program_at_one_stage(name: str, tmp_path: Path) -> None:
+    """Each at another stage; every program at every stage runs nightly."""
+    _check(name, (IN_GATE[name],), tmp_path)
+
+
 def _check(name: str, stages: tuple[int, ...], folder: Path) -> None:
     expected = getattr(plain, name)()
     for stage, reports in zip(
@@ -82,6 +95,17 @@ def _check(name: str, stages: tuple[int, ...], folder: Path) -> None:
     ):
         ours = _mean_losses(list(reports))
         assert _difference(ours, expected) < TOLERANCES.get(name, 2e-5), (stage, ours, expected)
+
+
+def test_another_rate_is_seen() -> None:
+    """The numbers of a program tell a learning rate from another."""
+    for name in ("plain_loop", "accumulation", "zero_to_fp32", "safe_access"):
+        before, plain.LR = plain.LR, 0.011
+        try:
+            other = getattr(plain, name)()
+        finally:
+            plain.LR = before
+        assert _difference(other, getattr(plain, name)()) > 10 * TOLERANCES.get(name, 2e-5)
 
 
 @pytest.mark.nightly

@@ -61,6 +61,7 @@ def _plain() -> tuple[list[float], float]:
         (loss / 2).backward()
         losses.append(loss.item())
         if number % 2:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # DeepSpeed's default where a config says nothing
             optimizer.step()
             optimizer.zero_grad()
     return losses, float(net[0].weight.detach().norm())

@@ -1,7 +1,8 @@
 """Operations, parameters and seconds of a model, by module: of one forward pass, counted as it runs.
 
 Operations are those of matrix products, convolutions and attention, as torch's own counter counts them (a multiply
-and an add are two); what is elementwise is left out, a thousandth of a transformer's.  A backward pass takes twice as many.
+and an add are two); what is elementwise is left out, a thousandth of a transformer's.  A backward pass takes
+twice as many.
 """
 
 from __future__ import annotations

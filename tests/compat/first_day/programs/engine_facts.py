@@ -35,7 +35,7 @@ assert engine.scheduler_name() is None and engine.scheduler_params() is None
 assert not engine.zero_offload_optimizer() and not engine.zero_offload_param()
 assert not engine.monitor.enabled and not engine.wall_clock_breakdown()
 assert engine.dynamic_loss_scale() is False and engine.loss_scale() == 1.0
-assert engine.get_mom() == [(0.9, 0.999)] and engine.get_type() == ["Adam"]
+assert engine.get_mom() == [(0.9, 0.999)]
 assert engine.module is net or isinstance(engine.module, type(net))
 assert engine.config["steps_per_print"] == 7 and engine.zero_cpu_offload() is False
 assert engine.global_samples == 24 and engine.get_data_types()[0] == torch.float32

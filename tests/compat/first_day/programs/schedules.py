@@ -10,7 +10,7 @@ SCHEDULES = {
         "warmup_max_lr": 0.01, "warmup_num_steps": 2, "total_num_steps": 8, "warmup_type": "linear"
     },
     "WarmupCosineLR": {"warmup_num_steps": 2, "total_num_steps": 8, "cos_min_ratio": 0.1},
-    "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3},
+    "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3, "cycle_momentum": False},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 1.0},
 }  # fmt: skip
 
