@@ -13,6 +13,7 @@ import os
 import queue
 import time
 import traceback
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -36,10 +37,9 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             {group[i * (len(group) - 1) // max(1, sample - 1)] for i in range(sample)} for group in by_function.values()
         ]
         items[:] = [item for item in items if any(item in kept for kept in spread)]
-    from unit.common import DistributedExec  # type: ignore[import-not-found]
-
-    DistributedExec._launch_procs = _launch_ranks
-    DistributedExec._launch_with_file_store = _launch_with_store
+    executor = import_module("unit.common").DistributedExec
+    executor._launch_procs = _launch_ranks
+    executor._launch_with_file_store = _launch_with_store
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -73,13 +73,12 @@ def _launch_with_store(self: Any, request: Any, world_size: Any) -> None:
 
 
 def _launch_ranks(self: Any, num_ranks: int, init_method: str) -> None:
-    from unit.common import get_accelerator, get_master_port  # type: ignore[import-not-found]
-
-    devices = get_accelerator().device_count()
+    common = import_module("unit.common")
+    devices = common.get_accelerator().device_count()
     if devices < num_ranks:
         pytest.skip(f"{num_ranks} devices required, {devices} available")
     self.reuse_dist_env = self.non_daemonic_procs = False
-    results, port = _context.Queue(), get_master_port()
+    results, port = _context.Queue(), common.get_master_port()
     args = (num_ranks, port, init_method)
     ranks = [_context.Process(target=_run_rank, args=(results, self, rank, *args)) for rank in range(num_ranks)]
     for rank in ranks:
