@@ -1,0 +1,226 @@
+"""Hugging Face's Trainer with one script and one `ds_config.json`, under DeepSpeed and under Thalweg.
+
+The script (`_trainer_job.py`) says nothing of either: DeepSpeed's ranks start with `torchrun`, Thalweg's with `thalweg
+run --as-deepspeed`.  Stages 1 to 3, with the optimiser on the device and offloaded to the CPU, fp32, two gloo ranks of
+one thread, accumulation 2.  Both are new processes in each round and take turns, so that ratios (of the medians over
+steps, within a round) hold on a machine that is not quiet; the first five steps are not counted.  What must agree is
+compared too: the loss and norm of each step, the number of steps, the evaluation, the model that was saved.
+
+    python bench/trainer.py
+    python bench/trainer.py --quick --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _groups import exit_on_terminate
+from _peers import ROOT, deepspeed_env, deepspeed_missing_reason, python_for, remove_deepspeed_shm
+from _report import compare, format_machine, make_result, markdown_table, rows_table, write_result
+
+JOB = ROOT / "bench" / "_trainer_job.py"
+WORLD, STEPS, WARMUP = 2, 30, 5
+LOSSES_WITHIN, FASTER_BY = 1e-4, 1.2
+ARGUMENTS = {
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 8,
+    "learning_rate": 1e-3,
+    "warmup_steps": 4,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": "true",
+    "accelerator_config": '{"use_configured_state": true}',
+}
+
+
+def ds_config(stage: int, offload: bool) -> dict[str, Any]:
+    """The config of Hugging Face's documentation, but for the norm, which DeepSpeed would not clip by "auto" here."""
+    zero: dict[str, Any] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+
+
+def run_once(peer: str, stage: int, offload: bool, folder: Path, steps: int) -> dict[str, Any]:
+    """One run of the script; what it reports.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    port = str(20000 + secrets.randbelow(40000))
+    (folder / "ds_config.json").write_text(json.dumps(ds_config(stage, offload)))
+    report = folder / f"{peer}.json"
+    options = {"model": folder / "model", "report": report, "deepspeed": folder / "ds_config.json", "max_steps": steps}
+    options |= {"output_dir": folder / peer, **ARGUMENTS}
+    script = [str(JOB), *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if peer == "deepspeed":
+        start = ["torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-port", port]
+        environment |= deepspeed_env(WORLD)
+    else:
+        start = ["thalweg", "run", "--as-deepspeed", "--nproc", str(WORLD)]
+    report.unlink(missing_ok=True)
+    command = [python_for(peer), "-m", *start, *script]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
+    finally:
+        if peer == "deepspeed":
+            remove_deepspeed_shm(port)
+    if done.returncode or not report.exists():
+        raise RuntimeError(f"{peer}, stage {stage}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    return json.loads(report.read_text())
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    largest = {
+        key: max(abs(a - b) for a, b in zip(ours[key], theirs[key], strict=True)) for key in ("losses", "norms")
+    }
+    return largest | {key: abs(ours[key] - theirs[key]) for key in ("eval_loss", "saved_loss")}
+
+
+def _seconds(run: dict[str, Any], key: str) -> float:
+    return statistics.median(run["seconds"][key][WARMUP:])
+
+
+def measure(stages: list[int], offloads: list[bool], rounds: int, steps: int) -> dict[str, Any]:
+    """Run all cases in turns and return the JSON object."""
+    sys.path.insert(0, str(JOB.parent))
+    missing = deepspeed_missing_reason()
+    peers = ["thalweg"] if missing else ["thalweg", "deepspeed"]
+    cases, rows = [], []
+    with tempfile.TemporaryDirectory(prefix="thalweg-bench-trainer-") as name:
+        folder = Path(name)
+        prepare = "import _trainer_job; _trainer_job.save_initial_model({!r})".format(str(folder / "model"))
+        path = os.pathsep.join([str(JOB.parent), str(ROOT)])
+        subprocess.run([sys.executable, "-c", prepare], env={**os.environ, "PYTHONPATH": path}, check=True)
+        runs: dict[tuple[int, bool, str], list[dict[str, Any]]] = {}
+        for number in range(rounds):
+            for stage in stages:
+                for offload in offloads:
+                    for peer in peers if number % 2 else reversed(peers):
+                        runs.setdefault((stage, offload, peer), []).append(
+                            run_once(peer, stage, offload, folder, steps)
+                        )
+    for stage in stages:
+        for offload in offloads:
+            case = f"stage {stage}, {'optimiser on the CPU' if offload else 'no offload'}"
+            ours, theirs = runs[stage, offload, "thalweg"], runs.get((stage, offload, "deepspeed"), [])
+            line: dict[str, Any] = {"case": case, "optimizer_steps": [r["optimizer_steps"] for r in (*ours, *theirs)]}
+            line["eval_loss"], line["saved_loss"] = ours[0]["eval_loss"], ours[0]["saved_loss"]
+            for what, key in (("step_ms", "steps"), ("step_cpu_ms", "steps_cpu")):
+                mine, other = ([1000 * _seconds(run, key) for run in which] for which in (ours, theirs))
+                ratio = statistics.median(b / a for a, b in zip(mine, other, strict=True)) if other else None
+                values = (statistics.median(mine), statistics.median(other) if other else None)
+                rows.append(compare(case, "deepspeed", what, *values, ratio=ratio, note=missing or ""))
+            mine, other = ([run["seconds"]["train"] for run in which] for which in (ours, theirs))
+            rows.append(
+                compare(
+                    case,
+                    "deepspeed",
+                    "train_s",
+                    statistics.median(mine),
+                    statistics.median(other) if other else None,
+                    ratio=statistics.median(b / a for a, b in zip(mine, other, strict=True)) if other else None,
+                    note=missing or "",
+                )
+            )
+            if theirs:
+                pairs = [_differences(a, b) for a, b in zip(ours, theirs, strict=True)]
+                line["differences"] = {key: max(pair[key] for pair in pairs) for key in pairs[0]}
+            cases.append(line)
+    return make_result("trainer", rows, rounds=rounds, steps=steps, cases=cases)
+
+
+def failures(data: dict[str, Any]) -> list[str]:
+    """What must not pass for a result: another number of steps, other losses, a saved model that says otherwise."""
+    found = []
+    for case in data["cases"]:
+        if set(case["optimizer_steps"]) != {data["steps"]}:
+            found.append(f"{case['case']}: optimiser steps {case['optimizer_steps']}")
+        found += [
+            f"{case['case']}: {key} differ by {value:.1e}"
+            for key, value in case.get("differences", {}).items()
+            if key != "norms" and value > LOSSES_WITHIN
+        ]
+    return found
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the result as Markdown."""
+    headers = ["case", "steps", "losses differ by", "norms", "evaluation", "saved model"]
+    lines = []
+    for case in data["cases"]:
+        apart = case.get("differences")
+        keys = ("losses", "norms", "eval_loss", "saved_loss")
+        counts = "/".join(map(str, sorted(set(case["optimizer_steps"]))))
+        lines.append([case["case"], counts, *(f"{apart[key]:.1e}" if apart else "-" for key in keys)])
+    goals = [row for row in data["rows"] if row["metric"] == "step_ms" and row["ratio"]]
+    parts = [
+        "# Hugging Face's Trainer",
+        "",
+        f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
+        "",
+        f"The same script and `ds_config.json` under DeepSpeed 0.19.8 and under Thalweg: GPT-2 of 4 layers x 256, fp32, "
+        f"{WORLD} gloo ranks of one thread, accumulation 2, {data['steps']} steps; {data['rounds']} rounds in turns. A step "
+        "is the whole of an optimiser step in Trainer's loop; clock and processor time are rank 0's.",
+        "",
+        "## The same numbers",
+        "",
+        markdown_table(headers, lines),
+        "",
+        "## Time",
+        "",
+        rows_table(data["rows"]),
+        "",
+        *(
+            f"- {row['case']}: {row['ratio']:.2f} times as fast, {'met' if row['ratio'] >= FASTER_BY else 'NOT MET'} "
+            f"({FASTER_BY})"
+            for row in goals
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, measure, print one object or the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant (3)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimiser steps of a run (30)")
+    parser.add_argument("--quick", action="store_true", help="stage 2, no offload, one round of 8 steps")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--write", action="store_true", help="write results/trainer.md and .json")
+    args = parser.parse_args(argv)
+    exit_on_terminate()
+    if args.quick:
+        data = measure([2], [False], 1, 8)
+    else:
+        data = measure(args.stage, [False, True], args.rounds, args.steps)
+    if args.write:
+        write_result("trainer", data, render(data))
+    print(json.dumps(data) if args.json else render(data))
+    for text in failures(data):
+        print(text, file=sys.stderr)
+    return 1 if failures(data) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
