@@ -90,9 +90,7 @@ def run_once(peer: str, stage: int, offload: bool, folder: Path, steps: int) -> 
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    largest = {
-        key: max(abs(a - b) for a, b in zip(ours[key], theirs[key], strict=True)) for key in ("losses", "norms")
-    }
+    largest = {key: max(abs(a - b) for a, b in zip(ours[key], theirs[key], strict=True)) for key in ("losses", "norms")}
     return largest | {key: abs(ours[key] - theirs[key]) for key in ("eval_loss", "saved_loss")}
 
 
@@ -178,9 +176,9 @@ def render(data: dict[str, Any]) -> str:
         "",
         f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
         "",
-        f"The same script and `ds_config.json` under DeepSpeed 0.19.8 and under Thalweg: GPT-2 of 4 layers x 256, fp32, "
-        f"{WORLD} gloo ranks of one thread, accumulation 2, {data['steps']} steps; {data['rounds']} rounds in turns. A step "
-        "is the whole of an optimiser step in Trainer's loop; clock and processor time are rank 0's.",
+        "The same script and `ds_config.json` under DeepSpeed 0.19.8 and under Thalweg: GPT-2 of 4 layers x 256, fp32, "
+        f"{WORLD} gloo ranks of one thread, accumulation 2, {data['steps']} steps; {data['rounds']} rounds in turns. A "
+        "step is the whole of an optimiser step in Trainer's loop; clock and processor time are rank 0's.",
         "",
         "## The same numbers",
         "",
