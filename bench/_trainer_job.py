@@ -27,30 +27,35 @@ from transformers import (
     set_seed,
 )
 
-VOCABULARY, LENGTH = 2048, 64
+LENGTH = 64
+# Where a step's time is its products, and where it is what each parameter costs.
+MODELS: dict[str, dict[str, int]] = {
+    "small": {"vocab_size": 2048, "n_embd": 256, "n_layer": 4, "n_head": 4},
+    "wide": {"vocab_size": 8192, "n_embd": 512, "n_layer": 6, "n_head": 8},
+}
 
 
-def make_rows(number: int, seed: int) -> list[dict[str, torch.Tensor]]:
+def make_rows(number: int, seed: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
     """Sequences in which a token often tells the next one, some of them with tokens that do not count."""
     draw = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(number):
-        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=draw)
+        tokens = torch.randint(0, vocabulary, (LENGTH,), generator=draw)
         for at in range(1, LENGTH):
             if float(torch.rand((), generator=draw)) < 0.8:
-                tokens[at] = (tokens[at - 1] * 7 + 3) % VOCABULARY
+                tokens[at] = (tokens[at - 1] * 7 + 3) % vocabulary
         labels = tokens.clone()
         labels[: int(torch.randint(0, LENGTH // 2, (), generator=draw))] = -100
         rows.append({"input_ids": tokens, "labels": labels})
     return rows
 
 
-def save_initial_model(folder: str) -> None:
-    """The model that is fine-tuned, without dropout: its draws differ between frameworks."""
+def save_initial_model(folder: str, name: str) -> None:
+    """The GPT-2 that is fine-tuned, without dropout: its draws differ between frameworks."""
     set_seed(0)
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 256, "n_layer": 4, "n_head": 4}
-    GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    config = GPT2Config(n_positions=LENGTH, **MODELS[name], **none, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
 
 
 def loss_of(model: Any, rows: list[dict[str, torch.Tensor]]) -> float:
@@ -84,10 +89,9 @@ def main() -> None:
     arguments, own = parser.parse_args_into_dataclasses()
     assert isinstance(own, argparse.Namespace)
     model = AutoModelForCausalLM.from_pretrained(own.model)
-    held, clock = make_rows(32, seed=2), StepClock()
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=make_rows(512, seed=1), eval_dataset=held, callbacks=[clock]
-    )
+    vocabulary = model.config.vocab_size
+    train, held, clock = make_rows(512, 1, vocabulary), make_rows(32, 2, vocabulary), StepClock()
+    trainer = Trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held, callbacks=[clock])
     began = time.perf_counter()
     trainer.train()
     trained = time.perf_counter()

@@ -20,19 +20,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from _groups import exit_on_terminate
 from _peers import ROOT, deepspeed_env, deepspeed_missing_reason, python_for, remove_deepspeed_shm
-from _report import compare, format_machine, make_result, markdown_table, rows_table, write_result
+from _report import add_output_options, compare, make_result, publish_runs, render_section
 
 JOB = ROOT / "bench" / "_trainer_job.py"
-WORLD, STEPS, WARMUP = 2, 30, 5
+WORLD, WARMUP = 2, 5
+MICRO_BATCH = {"small": 4, "wide": 2}
 LOSSES_WITHIN, FASTER_BY = 1e-4, 1.2
+TITLE = """Hugging Face's Trainer
+
+The same script and `ds_config.json` under DeepSpeed 0.19.8 and under Thalweg (`bench/trainer.py`): GPT-2 in fp32, two
+gloo ranks of one thread, accumulation 2. A step is the whole of an optimiser step in Trainer's loop; its clock and its
+processor time are rank 0's, medians without the first five.
+"""
 ARGUMENTS = {
     "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 8,
     "learning_rate": 1e-3,
     "warmup_steps": 4,
@@ -59,7 +67,7 @@ def ds_config(stage: int, offload: bool) -> dict[str, Any]:
     }
 
 
-def run_once(peer: str, stage: int, offload: bool, folder: Path, steps: int) -> dict[str, Any]:
+def run_once(peer: str, model: str, stage: int, offload: bool, folder: Path, steps: int) -> dict[str, Any]:
     """One run of the script; what it reports.
 
     Raises:
@@ -69,7 +77,7 @@ def run_once(peer: str, stage: int, offload: bool, folder: Path, steps: int) -> 
     (folder / "ds_config.json").write_text(json.dumps(ds_config(stage, offload)))
     report = folder / f"{peer}.json"
     options = {"model": folder / "model", "report": report, "deepspeed": folder / "ds_config.json", "max_steps": steps}
-    options |= {"output_dir": folder / peer, **ARGUMENTS}
+    options |= {"output_dir": folder / peer, "per_device_train_batch_size": MICRO_BATCH[model], **ARGUMENTS}
     script = [str(JOB), *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if peer == "deepspeed":
@@ -94,57 +102,42 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, floa
     return largest | {key: abs(ours[key] - theirs[key]) for key in ("eval_loss", "saved_loss")}
 
 
-def _seconds(run: dict[str, Any], key: str) -> float:
-    return statistics.median(run["seconds"][key][WARMUP:])
+METRICS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "step_ms": lambda seconds: 1000 * statistics.median(seconds["steps"][WARMUP:]),
+    "step_cpu_ms": lambda seconds: 1000 * statistics.median(seconds["steps_cpu"][WARMUP:]),
+    "train_s": lambda seconds: seconds["train"],
+}
 
 
-def measure(stages: list[int], offloads: list[bool], rounds: int, steps: int) -> dict[str, Any]:
+def measure(model: str, stages: list[int], offloads: list[bool], rounds: int, steps: int) -> dict[str, Any]:
     """Run all cases in turns and return the JSON object."""
-    sys.path.insert(0, str(JOB.parent))
     missing = deepspeed_missing_reason()
     peers = ["thalweg"] if missing else ["thalweg", "deepspeed"]
-    cases, rows = [], []
+    runs: dict[tuple[int, bool, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="thalweg-bench-trainer-") as name:
         folder = Path(name)
-        prepare = "import _trainer_job; _trainer_job.save_initial_model({!r})".format(str(folder / "model"))
+        prepare = f"import _trainer_job; _trainer_job.save_initial_model({str(folder / 'model')!r}, {model!r})"
         path = os.pathsep.join([str(JOB.parent), str(ROOT)])
         subprocess.run([sys.executable, "-c", prepare], env={**os.environ, "PYTHONPATH": path}, check=True)
-        runs: dict[tuple[int, bool, str], list[dict[str, Any]]] = {}
-        for number in range(rounds):
-            for stage in stages:
-                for offload in offloads:
-                    for peer in peers if number % 2 else reversed(peers):
-                        runs.setdefault((stage, offload, peer), []).append(
-                            run_once(peer, stage, offload, folder, steps)
-                        )
-    for stage in stages:
-        for offload in offloads:
-            case = f"stage {stage}, {'optimiser on the CPU' if offload else 'no offload'}"
-            ours, theirs = runs[stage, offload, "thalweg"], runs.get((stage, offload, "deepspeed"), [])
-            line: dict[str, Any] = {"case": case, "optimizer_steps": [r["optimizer_steps"] for r in (*ours, *theirs)]}
-            line["eval_loss"], line["saved_loss"] = ours[0]["eval_loss"], ours[0]["saved_loss"]
-            for what, key in (("step_ms", "steps"), ("step_cpu_ms", "steps_cpu")):
-                mine, other = ([1000 * _seconds(run, key) for run in which] for which in (ours, theirs))
-                ratio = statistics.median(b / a for a, b in zip(mine, other, strict=True)) if other else None
-                values = (statistics.median(mine), statistics.median(other) if other else None)
-                rows.append(compare(case, "deepspeed", what, *values, ratio=ratio, note=missing or ""))
-            mine, other = ([run["seconds"]["train"] for run in which] for which in (ours, theirs))
-            rows.append(
-                compare(
-                    case,
-                    "deepspeed",
-                    "train_s",
-                    statistics.median(mine),
-                    statistics.median(other) if other else None,
-                    ratio=statistics.median(b / a for a, b in zip(mine, other, strict=True)) if other else None,
-                    note=missing or "",
-                )
-            )
-            if theirs:
-                pairs = [_differences(a, b) for a, b in zip(ours, theirs, strict=True)]
-                line["differences"] = {key: max(pair[key] for pair in pairs) for key in pairs[0]}
-            cases.append(line)
-    return make_result("trainer", rows, rounds=rounds, steps=steps, cases=cases)
+        for number, stage, offload in product(range(rounds), stages, offloads):
+            for peer in peers if number % 2 else reversed(peers):
+                found = run_once(peer, model, stage, offload, folder, steps)
+                runs.setdefault((stage, offload, peer), []).append(found)
+    cases, rows = [], []
+    for stage, offload in product(stages, offloads):
+        case = f"stage {stage}, {'optimiser on the CPU' if offload else 'no offload'}"
+        ours, theirs = runs[stage, offload, "thalweg"], runs.get((stage, offload, "deepspeed"), [])
+        line: dict[str, Any] = {"case": case, "optimizer_steps": [r["optimizer_steps"] for r in (*ours, *theirs)]}
+        if theirs:
+            pairs = [_differences(a, b) for a, b in zip(ours, theirs, strict=True)]
+            line["differences"] = {key: max(pair[key] for pair in pairs) for key in pairs[0]}
+        cases.append(line)
+        for what, read in METRICS.items():
+            mine, other = ([read(run["seconds"]) for run in which] for which in (ours, theirs))
+            ratio = statistics.median(b / a for a, b in zip(mine, other, strict=True)) if other else None
+            values = (statistics.median(mine), statistics.median(other) if other else None)
+            rows.append(compare(f"{model}, {case}", "deepspeed", what, *values, ratio=ratio, note=missing or ""))
+    return make_result("trainer", rows, run=model, rounds=rounds, steps=steps, cases=cases)
 
 
 def failures(data: dict[str, Any]) -> list[str]:
@@ -161,63 +154,44 @@ def failures(data: dict[str, Any]) -> list[str]:
     return found
 
 
-def render(data: dict[str, Any]) -> str:
-    """Return the result as Markdown."""
+def render(run: dict[str, Any]) -> str:
+    """Return one run as Markdown."""
     headers = ["case", "steps", "losses differ by", "norms", "evaluation", "saved model"]
     lines = []
-    for case in data["cases"]:
+    for case in run["cases"]:
         apart = case.get("differences")
         keys = ("losses", "norms", "eval_loss", "saved_loss")
         counts = "/".join(map(str, sorted(set(case["optimizer_steps"]))))
         lines.append([case["case"], counts, *(f"{apart[key]:.1e}" if apart else "-" for key in keys)])
-    goals = [row for row in data["rows"] if row["metric"] == "step_ms" and row["ratio"]]
-    parts = [
-        "# Hugging Face's Trainer",
-        "",
-        f"{data['date']}, commit {data['commit']}, {format_machine(data['machine'])}.",
-        "",
-        "The same script and `ds_config.json` under DeepSpeed 0.19.8 and under Thalweg: GPT-2 of 4 layers x 256, fp32, "
-        f"{WORLD} gloo ranks of one thread, accumulation 2, {data['steps']} steps; {data['rounds']} rounds in turns. A "
-        "step is the whole of an optimiser step in Trainer's loop; clock and processor time are rank 0's.",
-        "",
-        "## The same numbers",
-        "",
-        markdown_table(headers, lines),
-        "",
-        "## Time",
-        "",
-        rows_table(data["rows"]),
-        "",
-        *(
-            f"- {row['case']}: {row['ratio']:.2f} times as fast, {'met' if row['ratio'] >= FASTER_BY else 'NOT MET'} "
-            f"({FASTER_BY})"
-            for row in goals
-        ),
+    goals = [
+        f"- {row['case']}: a step is {row['ratio']:.2f} times as fast, "
+        f"{'met' if row['ratio'] >= FASTER_BY else 'NOT MET'} ({FASTER_BY})"
+        for row in run["rows"]
+        if row["metric"] == "step_ms" and row["ratio"]
     ]
-    return "\n".join(parts)
+    head = f"{run['steps']} optimiser steps in a run, {run['rounds']} runs of each in turns."
+    return "\n".join([render_section(run, headers, lines), head, "", *goals, ""])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, measure, print one object or the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=sorted(MICRO_BATCH), default=["small"])
     parser.add_argument("--stage", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant (3)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimiser steps of a run (30)")
-    parser.add_argument("--quick", action="store_true", help="stage 2, no offload, one round of 8 steps")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--write", action="store_true", help="write results/trainer.md and .json")
+    parser.add_argument("--steps", type=int, default=30, help="optimiser steps of a run (30)")
+    add_output_options(parser, "trainer", "stage 2 of the small model, no offload, one round of 8 steps")
     args = parser.parse_args(argv)
     exit_on_terminate()
     if args.quick:
-        data = measure([2], [False], 1, 8)
+        runs = [measure("small", [2], [False], 1, 8)]
     else:
-        data = measure(args.stage, [False, True], args.rounds, args.steps)
-    if args.write:
-        write_result("trainer", data, render(data))
-    print(json.dumps(data) if args.json else render(data))
-    for text in failures(data):
+        runs = [measure(model, args.stage, [False, True], args.rounds, args.steps) for model in args.model]
+    publish_runs("trainer", TITLE, runs, render, write=args.write, as_json=args.json)
+    faults = [text for run in runs for text in failures(run)]
+    for text in faults:
         print(text, file=sys.stderr)
-    return 1 if failures(data) else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
