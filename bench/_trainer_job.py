@@ -29,7 +29,7 @@ from transformers import (
 
 LENGTH = 64
 # Where a step's time is its products, and where it is what each parameter costs.
-MODELS: dict[str, dict[str, int]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 2048, "n_embd": 256, "n_layer": 4, "n_head": 4},
     "wide": {"vocab_size": 8192, "n_embd": 512, "n_layer": 6, "n_head": 8},
 }
@@ -53,7 +53,7 @@ def make_rows(number: int, seed: int, vocabulary: int) -> list[dict[str, torch.T
 def save_initial_model(folder: str, name: str) -> None:
     """The GPT-2 that is fine-tuned, without dropout: its draws differ between frameworks."""
     set_seed(0)
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    none: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(n_positions=LENGTH, **MODELS[name], **none, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(folder)
 
@@ -83,13 +83,15 @@ class StepClock(TrainerCallback):
 
 def main() -> None:
     """Train as the command line says."""
-    parser: Any = HfArgumentParser(TrainingArguments)
+    parser: Any = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     parser.add_argument("--model", required=True)
     parser.add_argument("--report", required=True)
     arguments, own = parser.parse_args_into_dataclasses()
     assert isinstance(own, argparse.Namespace)
     model = AutoModelForCausalLM.from_pretrained(own.model)
     vocabulary = model.config.vocab_size
+    train: Any
+    held: Any
     train, held, clock = make_rows(512, 1, vocabulary), make_rows(32, 2, vocabulary), StepClock()
     trainer = Trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held, callbacks=[clock])
     began = time.perf_counter()
@@ -109,13 +111,14 @@ def main() -> None:
 
         unset_hf_deepspeed_config()  # what was saved is read as a plain program does
         saved = AutoModelForCausalLM.from_pretrained(arguments.output_dir)
+        engine: Any = trainer.deepspeed
         log, state = trainer.state.log_history, trainer.state
         report = {
             "losses": [entry["loss"] for entry in log if "loss" in entry],
             "norms": [entry["grad_norm"] for entry in log if "grad_norm" in entry],
             "optimizer_steps": state.global_step,
-            "engine": f"{type(trainer.deepspeed).__module__}.{type(trainer.deepspeed).__qualname__}",
-            "engine_steps": trainer.deepspeed.global_steps,
+            "engine": f"{type(engine).__module__}.{type(engine).__qualname__}",
+            "engine_steps": engine.global_steps,
             "eval_loss": evaluated,
             "saved_loss": loss_of(saved, held),
             "seconds": seconds,

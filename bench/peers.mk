@@ -17,6 +17,7 @@ $(PEERS)/.installed: bench/peers.mk
 	$(PEERS_PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet torch==$(PEERS_TORCH)
 	$(PEERS)/bin/python -m pip install --quiet setuptools wheel ninja numpy py-cpuinfo hjson packaging psutil
+	$(PEERS)/bin/python -m pip install --quiet transformers==5.23.0 accelerate==1.15.0  # bench/trainer.py
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==$(PEERS_DS)
 	touch $@
 

@@ -57,9 +57,10 @@ def _write_data(folder: Path) -> None:
 def _save_model(folder: str, kind: str) -> None:
     """A folder with a small model of random weights and its tokenizer."""
     import torch
-    import transformers
+    import transformers as library
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+    transformers: Any = library
     tokenizer: Any = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
@@ -70,7 +71,7 @@ def _save_model(folder: str, kind: str) -> None:
     if kind == "gpt2":
         none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none, **common, bos_token_id=1))
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none, **common, bos_token_id=1))
     elif kind == "bert":
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -104,7 +105,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     _write_data(folder)
     for kind in ("gpt2", "t5", "bert"):
-        code = f"from tests.compat.test_hugging_face_programs import _save_model; _save_model({str(folder / kind)!r}, {kind!r})"
+        code = f"import {__name__} as here; here._save_model({str(folder / kind)!r}, {kind!r})"
         _call([sys.executable, "-c", code], folder, _environ(folder))
     return folder
 
@@ -168,19 +169,6 @@ def test_run_clm(stage: int, work: Path, tmp_path: Path) -> None:
     _run_deepspeed("run_clm.py", tmp_path, *_clm_arguments(work, ours), *deepspeed,
                    "--resume_from_checkpoint", str(ours / "checkpoint-5"))  # fmt: skip
     _assert_close(_history(ours, "loss"), losses)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_flan_t5(stage: int, work: Path, tmp_path: Path) -> None:
-    plain, ours = tmp_path / "plain", tmp_path / "ours"
-    files = ["--train_file", str(work / "train.json"), "--validation_file", str(work / "valid.json")]
-    arguments = ["--model_id", str(work / "t5"), *files, "--epochs", "2", "--output_dir"]
-    extra = ["--gradient_checkpointing"] if stage == 3 else []
-    _run_plain("run_seq2seq.py", tmp_path, *arguments, str(plain), "--use_cpu", *extra)
-    _run_deepspeed("run_seq2seq.py", tmp_path, *arguments, str(ours), *_under_deepspeed(tmp_path, stage), *extra)
-    for key in ("loss", "eval_loss", "eval_recall", "eval_gen_len"):
-        _assert_close(_history(ours, key), _history(plain, key))
-    assert _history(ours, "eval_recall")[-1] > 0.2
 
 
 LAUNCH = """

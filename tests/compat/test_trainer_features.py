@@ -90,7 +90,7 @@ def _find_best(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(model=make_model(), args=arguments, train_dataset=make_dataset(), eval_dataset=rows)
     trainer.train()
     state = trainer.state
-    predicted = trainer.predict(rows)
+    predicted: Any = trainer.predict(rows)
     logits, labels = predicted.predictions, predicted.label_ids
     evaluations = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
     assert isinstance(state.best_model_checkpoint, str)

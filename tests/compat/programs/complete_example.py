@@ -49,7 +49,7 @@ def main() -> None:
     if "optimizer" in config:
         from accelerate.utils import DummyOptim
 
-        optimizer: Any = DummyOptim(model.parameters(), lr=args.lr, weight_decay=0.0)
+        optimizer: Any = DummyOptim(model.parameters(), lr=args.lr, weight_decay=0)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     if "scheduler" in config:
@@ -74,7 +74,8 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+            gathered: Any = accelerator.gather(loss.detach().reshape(1))
+            losses.append(gathered.mean().item())
         model.eval()
         right, number = 0.0, 0
         for batch in loader:

@@ -53,7 +53,7 @@ def main() -> None:
     files = {"train": data_args.train_file, "validation": data_args.validation_file}
     raw: Any = load_dataset("text", data_files=files)
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
 
