@@ -6,12 +6,14 @@
     zero_pp_rank_R_mp_rank_MM_model_states.pt         stage 3: the same for each rank, its module's parameters empty
     [bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt  rank R's share of the fp32 parameters and of the moments
     layer_LL-model_MM-model_states.pt                 a pipeline's layers, in place of the module
+    layer_LL_expert_EE_mp_rank_MM_model_states.pt     expert EE of the LLth layer of experts
     zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    universal: each parameter whole
 
 ``MM`` counts the stages of a pipeline and the ranks of tensor parallelism.  At stages 1 and 2 a parameter group is
 one vector, its parameters in the order of ``param_shapes``, padded at its end and cut into equal shares; at stage 3
 each parameter is cut, each padded, and a rank's shares of a (sub-)group are one vector.  The fp32 values are taken
-for the parameters where there are some; the module's 16-bit ones are a copy of these.
+for the parameters where there are some; the module's 16-bit ones are a copy of these.  Experts are rows of stacks, as
+in ``thalweg.moe``: of EP expert-parallel ranks, rank R holds those of team ``R % EP``, which shares its vectors.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.p
 _OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 _EXPERT_FILE = re.compile(r"(?:layer_-?\d+_)?expert_\d+_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_NAME = re.compile(r"(.+)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
+_GATE = ".deepspeed_moe.gate.wg."
+_RESIDUAL = re.compile(r"(.+)\.mlp\.(.+)")
 UNIVERSAL_FOLDER = "zero"
 
 # What DeepSpeed itself writes into a model file; everything else there is the user's client_state.
@@ -109,6 +114,8 @@ class _FolderReader:
         self.contents = ForeignContents()
         self.groups: list[dict[str, Any]] = []
         self.canonical: dict[str, str] = {}
+        self.expert_values: dict[str, StoredTensor] = {}  # by DeepSpeed's names, with the experts' global numbers
+        self.stacks: dict[str, dict[int, tuple[tuple[int, ...], list[Fragment]]]] = {}
 
     def read(self) -> ForeignContents:
         """Everything that the folder holds."""
@@ -117,6 +124,9 @@ class _FolderReader:
         common = parts[0].model
         layers = self._read_layers()
         self.canonical = self._name_layers(parts, layers) if layers else {}
+        for name in [name for name in self.names if _EXPERT_FILE.fullmatch(name)]:
+            self.expert_values |= self._load(name)
+        self._refuse_autoep()
         is_universal = self.io.exists(self.path / UNIVERSAL_FOLDER)
         for part in parts:
             if is_universal:
@@ -134,9 +144,10 @@ class _FolderReader:
         for name, value in layers.items():
             if f"model/{name}" not in self.contents.aliases:
                 self._add_stored(f"model/{name}", value)
-        for name in [name for name in self.names if _EXPERT_FILE.fullmatch(name)]:
-            for key, value in self._load(name).items():
-                self._add_stored(f"model/{key}", value)
+        for key, value in self.expert_values.items():
+            name, row = self._place(key)
+            self._add_row(f"model/{name}", row, value.shape, [Fragment(0, value.numel, value)])
+        self._add_stacks()
         contents = self.contents
         contents.aliases = {
             alias: name
@@ -173,6 +184,14 @@ class _FolderReader:
                 "tensor-parallel size of 1"
             )
 
+    def _refuse_autoep(self) -> None:
+        other = next((name for name in self.expert_values if not _EXPERT_NAME.fullmatch(name)), None)
+        if other is not None:
+            raise CheckpointMismatchError(
+                f"{self.path} holds experts that AutoEP took out of a Hugging Face model ({other}): join them with "
+                "DeepSpeed's ds_to_universal.py, and load the folder that it writes"
+            )
+
     def _read_part(self, mp_rank: int) -> _Part:
         by_rank = {
             pattern: {int(m.group(1) or 0): name for name in self.names
@@ -197,6 +216,32 @@ class _FolderReader:
     def _add(self, name: str, tensor: LogicalTensor) -> None:
         self.contents.tensors.setdefault(name, tensor)  # of a pipeline's tied weights each stage has a copy
 
+    def _place(self, raw_name: str, first_expert: int = 0) -> tuple[str, int | None]:
+        """Our name of a parameter, and its row where it is an expert's; ``first_expert`` is its team's."""
+        if (expert := _EXPERT_NAME.fullmatch(raw_name)) is not None:
+            return f"{expert.group(1)}.experts.stack.{expert.group(3)}", first_expert + int(expert.group(2))
+        residual = _RESIDUAL.fullmatch(raw_name)
+        layer = residual and f"{residual.group(1)}.deepspeed_moe."
+        if residual and layer and any(name.startswith(layer) for name in self.expert_values):
+            return f"{residual.group(1)}.residual.{residual.group(2)}", None
+        return self.canonical.get(raw_name, raw_name).replace(_GATE, ".gate."), None
+
+    def _add_row(self, stored: str, row: int | None, shape: tuple[int, ...], fragments: list[Fragment]) -> None:
+        """A tensor, or one row of a stack; what is there already stays."""
+        if row is None:
+            self._add(stored, LogicalTensor.of(shape, fragments, stored))
+        else:
+            self.stacks.setdefault(stored, {}).setdefault(row, (shape, fragments))
+
+    def _add_stacks(self) -> None:
+        for stored, rows in self.stacks.items():
+            fragments = [
+                Fragment(row * math.prod(shape) + f.start, row * math.prod(shape) + f.stop, f.source, f.first)
+                for row, (shape, parts) in sorted(rows.items())
+                for f in parts
+            ]
+            self._add(stored, LogicalTensor.of((max(rows) + 1, *rows[min(rows)][0]), fragments, stored))
+
     def _add_stored(self, name: str, value: Any) -> None:
         if isinstance(value, StoredTensor):
             self._add(name, LogicalTensor.whole(value))
@@ -212,11 +257,11 @@ class _FolderReader:
             cut = [Fragment(0, fragments.numel, fragments)] if fragments.numel else []
             if is_stage3:
                 cut = next(cut_parameter_shares({name: shape}, shares))[2]
-            self._add(f"model/{name}", LogicalTensor.of(shape, cut, name))
+            self._add(f"model/{self._place(name)[0]}", LogicalTensor.of(shape, cut, name))
         buffers = part.model.get("buffer_names")
         for name, value in module.items():
             if name not in shared and not (is_stage3 and buffers is not None and name not in buffers):
-                self._add_stored(f"model/{name}", value)
+                self._add_stored(f"model/{self._place(name)[0]}", value)
 
     # A pipeline's layers.
 
@@ -258,23 +303,45 @@ class _FolderReader:
                 f"state where the model's file lists {len(shapes)}; they come from different saves"
             )
         for index, members in enumerate(shapes):
-            named = {self.canonical.get(name, name): tuple(shape) for name, shape in members.items()}
-            shares = [rank[index] for rank in ranks]
-            if shares[0].hyper.get("moe"):
-                _log.warning("%s: the optimiser's state of experts is not read, their weights are", self.path)
-                continue
-            for key in shares[0].vectors:
-                parts = [share.vectors.get(key) or shares[0].vectors[key] for share in shares]
-                cut = (
-                    cut_parameter_shares(named, [[v] for v in parts]) if is_stage3 else cut_concatenation(named, parts)
-                )
-                for name, shape, fragments in cut:
-                    stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
-                    self._add(stored, LogicalTensor.of(shape, fragments, stored))
-            if (step := shares[0].step) is not None:
-                for name in named:
+            members = {name: tuple(shape) for name, shape in members.items()}
+            teams, num_local = self._divide_into_teams(members, [rank[index] for rank in ranks])
+            for number, shares in enumerate(teams):
+                for key in shares[0].vectors:
+                    parts = [share.vectors.get(key) or shares[0].vectors[key] for share in shares]
+                    cut = (
+                        cut_parameter_shares(members, [[v] for v in parts])
+                        if is_stage3
+                        else cut_concatenation(members, parts)
+                    )
+                    for raw_name, shape, fragments in cut:
+                        name, row = self._place(raw_name, number * num_local)
+                        stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
+                        self._add_row(stored, row, shape, fragments)
+            names = list(dict.fromkeys(self._place(name)[0] for name in members))
+            if (step := teams[0][0].step) is not None:
+                for name in names:
                     self._add(f"optim/step/{name}", LogicalTensor(torch.float32, (), (Fragment(0, 1, Scalar(step)),)))
-            self._add_group(shares[0].group, shares[0].hyper, list(named))
+            self._add_group(teams[0][0].group, teams[0][0].hyper, names)
+
+    def _divide_into_teams(
+        self, members: Mapping[str, tuple[int, ...]], shares: list[_Share]
+    ) -> tuple[list[list[_Share]], int]:
+        """The ranks that share a group's vectors: all, or of experts those that have the same ones; how many a team
+        has of a layer's experts."""
+        matches = [match for name in members if (match := _EXPERT_NAME.fullmatch(name))]
+        if not matches:
+            return [shares], 0
+        layer = matches[0].group(1)
+        num_local = len({match.group(2) for match in matches if match.group(1) == layer})
+        of_layer = (match for name in self.expert_values if (match := _EXPERT_NAME.fullmatch(name)))
+        num_experts = len({match.group(2) for match in of_layer if match.group(1) == layer})
+        num_teams = num_experts // num_local
+        if not num_teams or len(shares) % num_teams or num_experts % num_local:
+            raise CorruptCheckpointError(
+                f"{self.path}: {len(shares)} ranks with {num_local} experts each do not make up the {num_experts} "
+                f"experts of {layer} whose files are there: one is missing, or left over from another save"
+            )
+        return [shares[number::num_teams] for number in range(num_teams)], num_local
 
     def _add_group(self, index: int, hyper: Mapping[str, Any], members: list[str]) -> None:
         """Members of a parameter group of the optimiser: stage 3 has several vectors for one."""
@@ -291,9 +358,14 @@ class _FolderReader:
         steps = [_as_number(state["step"]) for state in numbered.values() if "step" in state]
         param_groups = common.get("param_groups") or []
         for index, members in enumerate(part.model.get("param_shapes") or []):
+            if any(_EXPERT_NAME.fullmatch(name) for name in members):
+                raise CheckpointMismatchError(
+                    f"{self.path} was made of a folder with experts, which ds_to_universal.py leaves out: load the folder "
+                    "that it was made of, at any number of ranks"
+                )
             named = {}
             for raw_name, shape in members.items():
-                name = named[raw_name] = self.canonical.get(raw_name, raw_name)
+                name = named[raw_name] = self._place(raw_name)[0]
                 for file_name in sorted(list_if_there(self.io, folder / raw_name)):
                     key = file_name.removesuffix(".pt")
                     value = self._load_any(f"{UNIVERSAL_FOLDER}/{raw_name}/{file_name}")
