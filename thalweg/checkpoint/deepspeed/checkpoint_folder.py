@@ -360,8 +360,8 @@ class _FolderReader:
         for index, members in enumerate(part.model.get("param_shapes") or []):
             if any(_EXPERT_NAME.fullmatch(name) for name in members):
                 raise CheckpointMismatchError(
-                    f"{self.path} was made of a folder with experts, which ds_to_universal.py leaves out: load the folder "
-                    "that it was made of, at any number of ranks"
+                    f"{self.path} was made of a folder with experts, which ds_to_universal.py leaves out: load the "
+                    "folder that it was made of, at any number of ranks"
                 )
             named = {}
             for raw_name, shape in members.items():
