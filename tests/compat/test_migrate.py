@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.repo.source import ROOT
+from tests.harness import run_ranks
 from thalweg.cli import main
 from thalweg.compat.migrate import migrate_config
 from thalweg.config import ConfigError, load
@@ -46,6 +43,7 @@ SCRIPT = """
             loss = engine(1)
         engine.backward(loss)
         engine.stpe()
+        print(engine.zero_reduce_scatter(), engine.global_steps, engine.was_step_applied())
         print(dist.get_rank(), engine.global_rank, engine.module.anything, deepspeed.no_such_name)
         third, *_ = deepspeed.initialize(model=model, config=make_config())
 """
@@ -120,22 +118,17 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+def _migrate_scripts(rank: int, world: int, *names: str) -> list[dict[str, Any]]:
+    from thalweg.compat.migrate import migrate_script
+
+    return [dataclasses.asdict(migrate_script(Path(name))) for name in names]
+
+
 def test_a_script(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "plain.py").write_text("from transformers import Trainer\n")
-    code = f"""
-import dataclasses, json
-from pathlib import Path
-from thalweg.compat.migrate import migrate_script
-names = {[str(path), str(tmp_path / "plain.py")]}
-print(json.dumps([dataclasses.asdict(migrate_script(Path(name))) for name in names]))
-"""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report, plain = json.loads(done.stdout)
+    report, plain = run_ranks(_migrate_scripts, 1, str(path), str(tmp_path / "plain.py"))[0]
     uses = {use["name"]: use for use in report["uses"]}
     assert "modle_parameters" in uses["deepspeed.initialize"]["problem"] and uses["deepspeed.initialize"]["line"] == 11
     assert uses["deepspeed.zero.GatheredParameters"]["becomes"] == "thalweg.zero.GatheredParameters"
@@ -143,6 +136,7 @@ print(json.dumps([dataclasses.asdict(migrate_script(Path(name))) for name in nam
     assert uses["deepspeed.ops.lamb.FusedLamb"]["problem"] is None  # by the alias
     assert "flex_attention" in uses["deepspeed.ops.sparse_attention.SparseSelfAttention"]["problem"]
     assert "not among the names" in uses["deepspeed.no_such_name"]["problem"]
+    assert [name for name in uses if name.startswith("engine.")] == ["engine.stpe"]
     assert uses["engine.stpe"]["line"] == 16 and "engine.backward" not in uses and "engine.module" not in uses
     assert uses["deepspeed.comm.get_rank"]["problem"] is None
     (config,) = report["configs"]

@@ -308,10 +308,11 @@ def _unknown_arguments(function: Any, given: list[str]) -> list[str]:
 
 
 def _engine_names() -> set[str]:
-    """The engine's methods and properties, and what its classes set on themselves."""
-    engine = _resolve("deepspeed.DeepSpeedEngine")
-    names = set(dir(engine))
-    for cls in engine.__mro__[:-1]:
+    """The engine's methods, those that say what the config says, and what its classes set on themselves."""
+    from thalweg.compat.deepspeed.engine import CONFIG_GETTERS, DeepSpeedEngine
+
+    names = {*dir(DeepSpeedEngine), *CONFIG_GETTERS}
+    for cls in DeepSpeedEngine.__mro__[:-1]:
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
                 names.add(node.attr)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thalweg.config import Config, load_config
+from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.reader import read_source
 from thalweg.config.schema.training import BF16, FP16
 from thalweg.config.schema.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
@@ -20,7 +21,8 @@ DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 ADAM_OPTIMIZER, LAMB_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "lamb", "adagrad"
 LION_OPTIMIZER, MUON_OPTIMIZER = "lion", "muon"
-GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT = "gradient_clipping", 1.0
+GRADIENT_CLIPPING = "gradient_clipping"
+GRADIENT_CLIPPING_DEFAULT = DEEPSPEED_DEFAULTS[GRADIENT_CLIPPING]
 
 
 class OffloadDeviceEnum(StrEnum):
