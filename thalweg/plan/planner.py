@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from thalweg.config import Config
+from thalweg.config.schema.base import replace_by_path
 from thalweg.observe.flops import resident_mib
 from thalweg.plan.comm_volume import estimate_comm_volume
 from thalweg.plan.extrapolate import (
@@ -25,11 +26,12 @@ from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
 from thalweg.plan.memory.replay import replay_events
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster, build_cluster, get_disk_limit
-from thalweg.plan.spec.config_changes import find_nvme_path
+from thalweg.plan.spec.config_changes import choose_max_in_cpu, find_nvme_path
 from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
 from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_time
 from thalweg.plan.trace.fake_groups import supports_tp
 from thalweg.plan.trace.step import trace_step
+from thalweg.utils.formatting import format_bytes
 from thalweg.utils.log import get_logger
 from thalweg.zero.options import build_shard_options, get_model_size
 
@@ -42,6 +44,8 @@ class Planner:
 
     ``without_activations``: activations are left out, as nobody knows the model's inputs.  ``micro_batch``: of which
     ``train_micro_batch_size_per_gpu`` the ``batch`` is one; another one is answered with fewer or more rows.
+    ``deferred_init``: whether the program builds the model under :class:`thalweg.zero.Init`, so that it is never whole
+    in memory; None: it does where parameters rest on a disk.
     ``cpu_budget_s``: seconds of processor time that one trace may take (a model that goes token by token has
     a million operators).
     """
@@ -54,10 +58,18 @@ class Planner:
     without_activations: bool = False
     micro_batch: int | None = None
     cpu_budget_s: float | None = None
+    deferred_init: bool | None = None
 
     def predict(self, config: Config) -> Plan:
         """The plan of a resolved config."""
         model = self.meta_model.model
+        host_memory = self.cluster.host_memory
+        rank_memory = None if host_memory is None else host_memory // self.cluster.devices_per_node
+        if changes := choose_max_in_cpu(config, rank_memory):
+            config = replace_by_path(config, changes)
+        is_deferred = self.deferred_init
+        if is_deferred is None:
+            is_deferred = config.zero_optimization.offload_param.device == "nvme"
         run_spec = run_spec_from_config(config, self.cluster.topology, build_shard_options(model, config))
         unmodelled_keys = unmodelled_options(config)
         if run_spec.tp_size > 1 and not supports_tp(self.meta_model.copy_model(), run_spec.tp_size):
@@ -69,8 +81,8 @@ class Planner:
 
         def measure(shallow_model: nn.Module) -> dict[str, Any]:
             # A GPU gets the parameters one by one; on a CPU the whole model is there first.
-            on_cpu = self.cluster.device == "cpu"
-            initial_param_bytes = [parameter.nbytes for parameter in shallow_model.parameters()] if on_cpu else []
+            is_whole = self.cluster.device == "cpu" and not is_deferred
+            initial_param_bytes = [parameter.nbytes for parameter in shallow_model.parameters()] if is_whole else []
             depths = {name: len(list(shallow_model.get_submodule(name).children())) for name in repeated_blocks}
             trace = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
             replay_args = {"process_bytes": self.process_bytes, "initial_param_bytes": initial_param_bytes}
@@ -128,6 +140,7 @@ class Planner:
             world_size=self.cluster.world_size,
             timeline=timelines[0] if is_full_depth else build_timeline(costs["segments"]),
             not_counted=unmodelled_keys,
+            assumptions=[_describe_deferred_init(model)] if is_deferred and self.deferred_init is None else [],
             published=self._formula_bytes(run_spec, input_spec),
             disk_limit=get_disk_limit(cluster, find_nvme_path(config)),
             ranks_per_node=cluster.devices_per_node,
@@ -153,6 +166,11 @@ class Planner:
             size = run_spec.micro_batch_size
             return spec if spec_micro_batch == size else spec.with_batch_size(size, spec_micro_batch)
         return infer_input_spec(model, run_spec.micro_batch_size, self.sequence_length)
+
+
+def _describe_deferred_init(model: nn.Module) -> str:
+    whole = format_bytes(sum(parameter.nbytes for parameter in model.parameters()))
+    return f"a model that is built under thalweg.zero.Init(), as built whole it takes {whole} first"
 
 
 def build_planner(

@@ -181,7 +181,8 @@ class Preflight:
         cluster = build_job_cluster(self._topology, self._device, self._limit_bytes, self._config)
         micro = int(self._config.train_micro_batch_size_per_gpu)
         planner = Planner(self._meta_model, cluster, input_spec, None, self._process_bytes, micro_batch=micro)
-        return replace(planner, cpu_budget_s=_TRACE_CPU_BUDGET_S)
+        deferred = not self._meta_model.is_materialized
+        return replace(planner, cpu_budget_s=_TRACE_CPU_BUDGET_S, deferred_init=deferred)
 
     def _reject(self, plan: Plan | None, input_spec: InputSpec | None) -> None:
         if plan is None and input_spec is not None:

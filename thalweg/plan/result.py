@@ -32,7 +32,8 @@ class Plan:
     as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
     none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
     ``disk_read_bytes`` and ``disk_written_bytes`` in a step.  ``published``: what the literature's formulas
-    give for the same run (see ``report/formulas.py``), in bytes.  ``not_counted``: options that are on and whose effect
+    give for the same run (see ``report/formulas.py``), in bytes.  ``assumptions``: what neither
+    the config nor the model says.  ``not_counted``: options that are on and whose effect
     is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     suggestion: dict[str, Any] | None = None
     reasons: list[str] = field(default_factory=list)
     not_counted: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
     published: dict[str, float] = field(default_factory=dict)
     model: str = ""
     config: Config | None = None
@@ -111,6 +113,7 @@ class Plan:
             "fits": self.fits,
             "tiers": self.tiers,
             "not_counted": self.not_counted,
+            "assumptions": self.assumptions,
             "published": self.published,
             "traffic": {**self.traffic, "total": sum(self.traffic.values()), "links": self.links},
             "step_seconds": self.step_seconds,
@@ -140,6 +143,8 @@ class Plan:
             words = {"host": "on the host", "disk": "on disk", "disk_read": "read", "disk_written": "written"}
             offloaded = [f"{words[key]} {format_bytes(value)}" for key, value in self.tiers.items() if value]
             lines.append(f"offloaded per rank (read and written: in a step): {', '.join(offloaded)}")
+        if self.assumptions:
+            lines.append(f"planned with: {'; '.join(self.assumptions)}")
         if self.not_counted:
             lines.append(f"not modelled, so these figures are upper bounds: {', '.join(self.not_counted)}")
         lines.append(format_verdict(self))

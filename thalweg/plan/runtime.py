@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,13 @@ from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
 from thalweg.plan.planner import Planner
 from thalweg.plan.search.search import auto_keys, choose_auto_values, with_auto_values
 from thalweg.plan.spec.cluster import DEVICES, Cluster, available_host_memory, local_cluster
+from thalweg.plan.spec.config_changes import choose_max_in_cpu
 from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
+RESIDENT_REASON = "an eighth of this host's memory"
 
 
 def fill_auto_for_job(
@@ -39,16 +42,25 @@ def fill_auto_for_job(
     ``mesh``: the data-parallel ranks; ``world_group``: all ranks of the job, whose rank 0 decides;
     ``optimizer``: the one that the program has built, if any.
     """
-    keys = auto_keys(config)
-    if not keys:
-        return config
-    chosen: list[Any] = [None]
+
+    def choose(choose_values: Callable[[], tuple[dict[str, Any], str]]) -> Config:
+        chosen: list[Any] = [choose_values() if dist.get_rank() == root else None]
+        if dist.get_world_size(world_group) > 1:
+            dist.broadcast_object_list(chosen, src=root, group=world_group)
+        return with_auto_values(config, *chosen[0])
+
     root = dist.get_global_rank(world_group, 0)
-    if dist.get_rank() == root:
-        chosen = [_choose_for_job(with_optimizer(config, optimizer), model, mesh, device, keys)]
-    if dist.get_world_size(world_group) > 1:
-        dist.broadcast_object_list(chosen, src=root, group=world_group)
-    return with_auto_values(config, *chosen[0])
+    if keys := auto_keys(config):
+        config = choose(lambda: _choose_for_job(with_optimizer(config, optimizer), model, mesh, device, keys))
+    if choose_max_in_cpu(config, 0):
+        config = choose(lambda: _choose_resident(config, mesh, device))
+    return config
+
+
+def _choose_resident(config: Config, mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, Any], str]:
+    topology = get_topology(mesh, device, get_tp_size(config))
+    on_host = find_memory_limit(config, torch.device("cpu"), topology.ranks_per_node, int(resident_mib() * 2**20))
+    return choose_max_in_cpu(config, None if on_host is None else on_host // topology.ranks_per_node), RESIDENT_REASON
 
 
 def _choose_for_job(

@@ -34,7 +34,8 @@ class OffloadParam(Section):
     nvme_path: str | None = None
     buffer_count: NonNegativeInt = 5
     buffer_size: NonNegativeInt = ignored(100_000_000, "memory for a unit's parameters is as large as the unit")
-    max_in_cpu: NonNegativeInt = 1_000_000_000
+    # Unset: what the memory there is has room for (``plan/spec/config_changes.py``).
+    max_in_cpu: NonNegativeInt | None = None
     pin_memory: bool = True
 
 

@@ -26,7 +26,7 @@ from thalweg.config.schema.base import AUTO, get_by_path, replace_by_path
 from thalweg.plan.planner import Planner
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster
-from thalweg.plan.spec.config_changes import find_nvme_path, resolve_with_changes
+from thalweg.plan.spec.config_changes import MAX_IN_CPU_KEY, find_nvme_path, resolve_with_changes
 from thalweg.utils.formatting import format_bytes, format_seconds
 from thalweg.utils.log import get_logger
 
@@ -77,11 +77,10 @@ class SearchSpace:
             changes[ACCUMULATION_KEY] = self.rank_batch // changes[MICRO_BATCH_KEY]
         for key in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY):
             block = key.removesuffix(".device")
-            if changes.get(key) == "nvme":
-                if not get_by_path(self.config, f"{block}.nvme_path"):
-                    changes[f"{block}.nvme_path"] = find_nvme_path(self.config)
-                if key == OFFLOAD_PARAM_KEY and self.page_all_params:
-                    changes[f"{block}.max_in_cpu"] = 0
+            if changes.get(key) == "nvme" and not get_by_path(self.config, f"{block}.nvme_path"):
+                changes[f"{block}.nvme_path"] = find_nvme_path(self.config)
+        if placement[1] == "nvme" and self.page_all_params:
+            changes[MAX_IN_CPU_KEY] = 0
         return changes
 
     def iter_candidates(self) -> Iterator[Changes]:

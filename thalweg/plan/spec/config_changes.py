@@ -7,7 +7,12 @@ from typing import Any
 
 from thalweg.config import Config, resolve
 from thalweg.config.schema.base import AUTO, replace_by_path
+from thalweg.zero.storage.nvme import MOST_IN_MEMORY
 
+MAX_IN_CPU_KEY = "zero_optimization.offload_param.max_in_cpu"
+# Of the memory of a rank, for parameters that stay in it though they might rest on a disk; each takes its master, its
+# copy in the compute dtype and holes between them.
+_RESIDENT_SHARE, _RESIDENT_BYTES = 1 / 8, 8
 _DERIVED_KEYS = ("train_batch_size", "data_parallel_size")
 
 
@@ -43,3 +48,12 @@ def find_nvme_path(config: Config) -> str | None:
     zero = config.zero_optimization
     paths = (config.memory.nvme_path, zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
     return next((path for path in paths if path and path != "auto"), None)
+
+
+def choose_max_in_cpu(config: Config, rank_memory: int | None) -> dict[str, Any]:
+    """The changes that keep paged parameters in memory where a rank has ``rank_memory`` bytes: none where the config
+    says how many, or has no tier that asks."""
+    section = config.zero_optimization.offload_param
+    if section.device != "nvme" or section.max_in_cpu is not None or rank_memory is None:
+        return {}
+    return {MAX_IN_CPU_KEY: min(MOST_IN_MEMORY, int(rank_memory * _RESIDENT_SHARE) // _RESIDENT_BYTES)}

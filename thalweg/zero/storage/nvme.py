@@ -387,11 +387,16 @@ class NvmeStorage(ParameterStorage):
         self.paging.swap.close()
 
 
+# What ``max_in_cpu`` is where nobody knows the memory there is: DeepSpeed's default.
+MOST_IN_MEMORY = 1_000_000_000
+
+
 def select_paged_units(
     units: dict[str, list[ParamSpec]], section: OffloadParam, resident_units: Iterable[str] = ()
 ) -> list[str]:
     """Names of the units to page, in order; ``resident_units`` and what ``max_in_cpu`` has room for are not."""
-    budget, names = section.max_in_cpu, [name for name in units if name not in set(resident_units)]
+    budget = MOST_IN_MEMORY if section.max_in_cpu is None else section.max_in_cpu
+    names = [name for name in units if name not in set(resident_units)]
     eviction_order = [name for name in names if name == ""] + [name for name in reversed(names) if name != ""]
     for name in eviction_order:
         size = sum(prod(spec.padded_shape) for spec in units[name])
