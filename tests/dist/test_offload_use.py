@@ -322,3 +322,24 @@ def test_row15_two_backward_passes_are_an_error_or_retain_the_graph():
 def test_a_gradient_that_is_not_finite_changes_nothing():
     for (skipped, overflow), equal in run_ranks(_in_folder, 2, "_not_finite"):
         assert skipped == 1 and overflow and equal
+
+
+def _paged_units(rank, world, limits):
+    found = []
+    for limit in limits:
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            config = settings(folder, memory={"host_limit": limit, "preflight": "off"})
+            del config["zero_optimization"]["offload_param"]["max_in_cpu"]
+            engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
+            engine.backward(engine(*mine(0, rank, world)))
+            engine.step()
+            found.append(0 if inspect.sharded_model(engine).paging is None else len(inspect.pager(engine).units))
+            engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, nightly(2)])
+def test_parameters_leave_memory_where_there_is_little_of_it(world):
+    """Without ``max_in_cpu`` the memory there is decides, alike on all ranks."""
+    for ample, small in run_ranks(_paged_units, world, [1 << 30, 1 << 16]):
+        assert ample == 0 and small > 2

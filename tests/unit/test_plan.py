@@ -22,7 +22,7 @@ from thalweg.plan.spec.cluster import DEVICES, Cluster, build_cluster
 from thalweg.plan.spec.run_spec import RankTopology, RunSpec
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
 from thalweg.plan.trace.step import trace_step
-from thalweg.utils.formatting import format_bytes, parse_bytes
+from thalweg.utils.formatting import format_bytes, format_seconds, parse_bytes
 from thalweg.utils.trees import copy_to_meta
 from thalweg.zero.policy import ZeroPolicy
 
@@ -326,6 +326,8 @@ def test_sizes_that_are_none():
     with pytest.raises(ValueError, match="80GiB"):
         parse_bytes("many")
     assert format_bytes(3 << 30) == "3 GiB"
+    seconds = (2e-5, 0.25, 90.0, 5400.0, 72000.0, 2.6e6)
+    assert [format_seconds(one) for one in seconds] == ["20 us", "250 ms", "90 s", "90 min", "20 h", "30.1 days"]
     with pytest.raises(ValueError, match="h100"):
         build_cluster(device="abacus")
 

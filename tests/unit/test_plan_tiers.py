@@ -235,3 +235,43 @@ def test_auto_is_the_plans_only_where_it_was_written():
     follows = config_of(train_batch_size=8, gradient_accumulation_steps=2)
     follows["train_micro_batch_size_per_gpu"] = "auto"
     assert auto_keys(load(follows)) == []
+
+
+def test_paged_parameters_stay_in_memory_as_far_as_there_is_room():
+    """Without ``max_in_cpu`` an eighth of the memory is for them; a job for which that is too much is shown 0."""
+    config = config_of(3, {"offload_param": NVME, "offload_optimizer": NVME})
+    ample, small = (planned(config, Cluster(device="cpu", host_memory=size << 20)) for size in (4096, 2))
+    numel = ample.num_parameters
+    assert ample.per_rank.parameters >= 4 * numel
+    assert small.per_rank.parameters == 0
+    assert small.tiers["disk"] > ample.tiers["disk"]
+    asked = config_of(3, {"offload_param": {**NVME, "max_in_cpu": numel}, "offload_optimizer": NVME})
+    shown = thalweg.plan(SHAPE, asked, cluster=Cluster(device="cpu", host_memory=150 << 20), process_bytes=0)
+    assert shown.fits is False
+    assert shown.suggestion == {"zero_optimization.offload_param.max_in_cpu": 0}
+
+
+def test_a_model_that_rests_on_a_disk_is_built_there():
+    config = config_of(3, {"offload_param": {**NVME, "max_in_cpu": 0}, "offload_optimizer": NVME})
+    deep = {**SHAPE, "n_layer": 24, "n_embd": 256, "block_size": 16}
+
+    def predict(config, **how):
+        cluster = Cluster(device="cpu")
+        return thalweg.plan(deep, config, cluster=cluster, process_bytes=0, suggest=False, sequence_length=16, **how)
+
+    deferred, whole = predict(config), predict(config, deferred_init=False)
+    assert whole.per_rank.parameters >= 3.9 * whole.num_parameters
+    assert deferred.per_rank.parameters == 0
+    assert deferred.per_rank.total < whole.per_rank.total
+    assert "thalweg.zero.Init()" in str(deferred) and not whole.assumptions
+    assert not predict(config_of(3)).assumptions
+
+
+def test_a_config_without_an_optimizer_is_planned_with_adamw_and_says_so():
+    bare = config_of()
+    del bare["optimizer"]
+    named, found = planned(config_of()), planned(bare)
+    assert found.per_rank == named.per_rank
+    assert found.assumptions == ["AdamW, as the config names no optimizer"] and not named.assumptions
+    assert "planned with: AdamW" in str(found)
+    assert found.to_dict()["assumptions"] == found.assumptions

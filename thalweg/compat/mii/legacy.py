@@ -78,7 +78,7 @@ def deploy(
     if ignored:
         enable_console()
         _log.info("of mii_config these are ignored: %s", ", ".join(ignored))
-    fields = {name: value for name, value in given.items() if name in _KEPT} | {"task": task}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if name in _KEPT} | {"task": task}
     if enable_zero or ds_config:
         raise NotImplementedError(
             "ds_config is not offered here by Thalweg: thalweg.pipeline(model, weight_offload='cpu') or `thalweg serve "

@@ -270,7 +270,7 @@ def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
     return groups
 
 
-def lazy_init(root: FSDPModule, dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> None:
+def lazy_init(root: Any, dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> None:
     """Make ``root`` the root now, not at its first forward, so that groups are final.
 
     ``dtypes``: of masters and of reductions, see :meth:`FSDPGroupHandle.support_unfreezing`.
