@@ -178,6 +178,7 @@ def test_spellings_of_a_dtype(name: str) -> None:
 def test_never_print_is_no_number() -> None:
     assert load({"steps_per_print": float("inf")}).steps_per_print is None
     assert load('{"steps_per_print": Infinity}').steps_per_print is None
+    assert load({"steps_per_print": 0}).steps_per_print == 0
 
 
 def test_null_blocks_are_absent_blocks() -> None:
@@ -407,3 +408,12 @@ def test_configs_that_differ_are_not_equal() -> None:
 def test_reading_a_config_does_not_import_torch() -> None:
     code = "import sys, thalweg.config as c; c.load_config({}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_remarks_are_no_options() -> None:
+    remarks = {"_comment": "by hand", "//": 1, "# why": ["a"], "_comment_2": {"stage": 9}}
+    config = load({**remarks, "zero_optimization": {**remarks, "stage": 2}})
+    assert config.zero_optimization.stage == 2
+    assert load(json.dumps(remarks)).zero_optimization.stage == 0
+    with pytest.raises(ConfigError, match="_remark"):
+        load({"_remark": 1})

@@ -22,6 +22,7 @@ from thalweg.config.suggestions import closest_match
 
 _MAX_BYTES = 1024 * 1024
 _INFINITE_ALLOWED_KEY = "steps_per_print"
+_COMMENT_KEYS = ("_comment", "//", "#")  # as people write remarks into JSON
 
 
 def read_source(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[ParsedText, str]:
@@ -147,6 +148,8 @@ class _PlainTypeConverter:
             if not isinstance(key, str) or not _is_valid_unicode(key):
                 name = escape_surrogates(key if isinstance(key, str) else to_json_snippet(key))
                 self._add_problem((*path, name), item, "a key that is a text")
+            elif key.startswith(_COMMENT_KEYS):
+                continue
             elif (converted := self.to_plain(item, (*path, str(key)))) is not _SKIP:
                 tree[str(key)] = converted
         return tree

@@ -75,7 +75,7 @@ class Config(UNREAD_BLOCKS):
     deterministic: bool = False
     cpu_kernels: Literal["auto", "torch"] = "auto"
     dataloader_drop_last: bool = False
-    steps_per_print: PositiveInt | None = None
+    steps_per_print: NonNegativeInt | None = None
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
