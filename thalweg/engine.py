@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -163,7 +164,9 @@ class Engine(nn.Module):
         self._span = self._phase_timer.span if self._phase_timer.enabled else nullcontext
         self._sync_grads, self._step_applied = True, False
         self._window.add_listener(StepCallbacks(on_step=self._after_step))
-        _log.info("%s", json.dumps(config.to_dict(), indent=2) if config.dump_state else config.describe())
+        asks = _log.isEnabledFor(logging.DEBUG)
+        shown = config.describe() if asks else f"{config.summarize()} (log_level debug says why)"
+        _log.info("%s", json.dumps(config.to_dict(), indent=2) if config.dump_state else shown)
         self._log_memory("initialize")
 
     # Forward and backward

@@ -585,3 +585,22 @@ def test_values_are_replaced_by_path_without_touching_the_original() -> None:
     assert get_by_path(changed, "fp16.enabled") is True
     assert get_by_path(config, "optimizer.params.lr") == 1.0
     assert get_by_path(config, "fp16.enabled") is False
+
+
+def test_a_config_in_one_line_names_what_is_set_filled_in_and_without_effect() -> None:
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        "bfloat16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25}},
+    }
+    line = load_config(given, world_size=4).summarize()
+    assert "\n" not in line and len(line) < 700, line
+    for part in ("zero_optimization.stage 3", "bf16.enabled true", "optimizer.params.lr 0.25", "train_batch_size 8"):
+        assert part in line, (part, line)
+    assert "bfloat16 is read as bf16" in line
+    unset = load_config({}).summarize()
+    assert "fp16" not in unset and "without effect" not in unset, unset
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "fast_init": True}}
+    ignored = load_config({"zero_optimization": zero}).summarize()
+    assert "without effect: zero_optimization.offload_optimizer.fast_init" in ignored

@@ -59,6 +59,24 @@ def format_config(config: Section, provenance: Provenance) -> str:
     return escape_surrogates("\n".join(lines))
 
 
+def summarize_config(config: Section, provenance: Provenance) -> str:
+    """One line: the values that every run has, what the program set beside them, and what has no effect."""
+    reasons, derived = ignored_options(type(config)), dict(provenance.derived)
+    ignored = [p for p in reasons if any(is_under(user_path, p) for user_path in provenance.user_set)]
+    shown = {
+        path: value
+        for path, value in _list_shown(config, provenance)
+        if not any(is_under(path, one) for one in ignored) and (path not in ALWAYS_SHOWN or value not in (None, False))
+    }
+    values = ", ".join(f"{path} {to_json_snippet(to_jsonable(value))}" for path, value in shown.items())
+    notes = [f"{name} {', '.join(given)}" for name, given in (
+        ("filled in:", [path for path in derived if path in shown]),
+        ("older spellings:", provenance.renamed),
+        ("without effect:", ignored),
+    ) if given]  # fmt: skip
+    return escape_surrogates("; ".join([f"config: {values}", *notes]))
+
+
 def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]]:
     rows = []
     for path, field in list_options(type(config)):

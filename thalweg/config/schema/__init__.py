@@ -129,6 +129,12 @@ class Config(UNREAD_BLOCKS):
         """Every option as plain JSON values; ``load`` of it gives an equal config."""
         return to_jsonable(self)
 
+    def summarize(self) -> str:
+        """The same in one line, without reasons."""
+        from thalweg.config.format import summarize_config
+
+        return summarize_config(self, self._provenance)
+
     def describe(self) -> str:
         """The config in readable lines, each value with its origin, and what was accepted without effect."""
         from thalweg.config.format import format_config
