@@ -68,13 +68,13 @@ def summarize_config(config: Section, provenance: Provenance) -> str:
         for path, value in _list_shown(config, provenance)
         if not any(is_under(path, one) for one in ignored) and (path not in ALWAYS_SHOWN or value not in (None, False))
     }
-    values = ", ".join(f"{path} {to_json_snippet(to_jsonable(value))}" for path, value in shown.items())
-    notes = [f"{name} {', '.join(given)}" for name, given in (
-        ("filled in:", [path for path in derived if path in shown]),
-        ("older spellings:", provenance.renamed),
-        ("without effect:", ignored),
+    values = {path: f"{path} {to_json_snippet(to_jsonable(value))}" for path, value in shown.items()}
+    notes = [f"{name}: {', '.join(given)}" for name, given in (
+        ("filled in", [f"{values.pop(path)} ({why})" for path, why in derived.items() if path in values]),
+        ("older spellings", provenance.renamed),
+        ("without effect", [f"{p} {_format_value(get_by_path(config, p))} ({reasons[p]})" for p in ignored]),
     ) if given]  # fmt: skip
-    return escape_surrogates("; ".join([f"config: {values}", *notes]))
+    return escape_surrogates("; ".join([f"config: {', '.join(values.values())}", *notes]))
 
 
 def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]]:
