@@ -1,4 +1,4 @@
-"""Each block of docs/migrating.md runs, in order, where a user has a script, a config, a model and an old checkpoint."""
+"""Each block of docs/migrating.md runs, in order, where a user has a script, a config, a model and a checkpoint."""
 
 from __future__ import annotations
 
