@@ -563,6 +563,8 @@ class Engine(nn.Module):
 
         ``client_state``: any tree of JSON values and tensors, returned by ``load_checkpoint``.
         """
+        if not save_dir:
+            raise ValueError(f"save_checkpoint() needs a folder, not {save_dir!r}")
         synchronize(self.device)
         return self._training_state.save(
             save_dir, tag, client_state, save_latest=save_latest, include_frozen=not exclude_frozen_parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,8 +54,13 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
     Raises ``ValueError`` for a malformed line or name, a host that is there twice, or an empty file.
     """
+    return parse_hostfile(path.read_text().splitlines(), str(path))
+
+
+def parse_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
+    """:func:`read_hostfile` of the lines of a file; ``path`` is what errors call it."""
     hosts: list[Host] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

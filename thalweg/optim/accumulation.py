@@ -205,6 +205,8 @@ class LossNormalizer:
 
     on_token_count: Callable[[Tensor], None] | None = None
     rescales_at_end = False
+    # Whether the loss of a plain ``loss.backward()`` has been divided by the window's size by the program.
+    user_divides = True
 
     def __init__(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
@@ -228,8 +230,8 @@ class LossNormalizer:
         return loss / num_micro_batches
 
     def user_backward_scale(self) -> Tensor | float:
-        """The factor of a gradient that does not come from :meth:`scale_loss`, whose loss the caller divides."""
-        return 1.0
+        """The factor of a gradient that does not come from :meth:`scale_loss`."""
+        return 1.0 if self.user_divides else 1.0 / self._num_micro_batches
 
     def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
         """The loss at hand and its weight, to be added up: (2,), fp64."""
@@ -331,7 +333,7 @@ class TokenMean(LossNormalizer):
 
     def user_backward_scale(self) -> Tensor | float:
         """The same, for a loss that the caller has divided by the size of the window."""
-        return self._loss_weight() * self._num_micro_batches
+        return self._loss_weight() * (self._num_micro_batches if self.user_divides else 1)
 
     def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
         """The sum over targets, and their number."""

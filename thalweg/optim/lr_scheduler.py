@@ -58,6 +58,10 @@ class LRScheduler:
         rates = self.lrs(self.last_batch_iteration)
         return rates + [float(group["lr"]) for group in self.optimizer.param_groups[len(rates) :]]
 
+    def get_mom(self) -> list[float] | None:
+        """Return the momenta at the present iteration; None where the schedule leaves them alone."""
+        return self.momenta(self.last_batch_iteration)
+
     def get_last_lr(self) -> list[float]:
         """Return the rates that are in the optimiser's groups, i.e. those of the next update."""
         return list(self._last_lr)
@@ -207,6 +211,15 @@ class WarmupCosineLR(LRScheduler):
         self.base_lrs = _current_lrs(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def warmup_num_steps(self) -> int:
+        """Iterations of the warm-up."""
+        return self.warmup.steps
+
+    def get_lr_ratio(self) -> float:
+        """Return the factor on the groups' own rates at the present iteration."""
+        return self.ratio(self.last_batch_iteration)
+
     def ratio(self, n: int) -> float:
         """Return the factor on the groups' own rates; 0 at n = -1."""
         if n < 0:
@@ -283,7 +296,7 @@ class OneCycle(LRScheduler):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.first_half_steps = _check_int(cycle_first_step_size, "cycle_first_step_size", low=1)
-        self.second_half_steps = _check_int(second, "cycle_second_step_size", low=1)
+        self.second_half_steps = _check_int(second, "cycle_second_step_size", low=0)
         self.first_stairs = _check_int(cycle_first_stair_count, "cycle_first_stair_count", low=0)
         self.second_stairs = _check_int(second_stairs, "cycle_second_stair_count", low=0)
         self.decay_step_size = _check_int(decay_step_size, "decay_step_size", low=0)

@@ -190,6 +190,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
+    def needs_scaler(self) -> bool:
+        """Whether the loss is scaled by a factor that overflows move."""
+        return self.scaler.dynamic
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Close the window and update, or skip if a gradient anywhere is not finite; collective."""

@@ -534,3 +534,7 @@ def several_losses() -> Report:
 
 def resume_latest_missing() -> Report:
     return {"losses": _train(), "start": 0, "nothing": True}
+
+
+def plain_backward() -> Report:
+    return {"losses": _train(accumulation=2, make=torch.optim.SGD, lr=0.1), "steps": STEPS // 2}

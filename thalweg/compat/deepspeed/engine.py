@@ -6,6 +6,7 @@ What the words mean here and there:
 * A loss is divided by ``gradient_accumulation_steps`` and by nothing else, so a window that is closed early (the tail
   of an epoch) weighs its micro-batches as accelerate does without DeepSpeed.  Thalweg's own engine takes the mean
   over those that there were.
+* So is that of a plain ``loss.backward()``; Thalweg's own engine leaves that to the program.
 * ``set_gradient_accumulation_boundary`` says which backward pass is the window's last; accelerate then calls ``step``
   for the last one alone, and not for each micro-batch.
 """
@@ -27,6 +28,7 @@ from thalweg.config.reader import read_source
 from thalweg.config.schema.base import replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
 from thalweg.engine import Engine, build_engine
+from thalweg.optim.accumulation import register_loss_scale_hooks
 from thalweg.parallelize import Components
 from thalweg.utils.dtypes import parse_dtype
 
@@ -134,6 +136,9 @@ class DeepSpeedEngine(Engine):
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
         self._compiled = False
+        components.loss_normalizer.user_divides = False
+        if not (config.fp16.enabled or config.token_weighted_loss):  # which have these hooks
+            register_loss_scale_hooks(components.module, components.window, components.scaler)
         self.resolved_config = config
 
     # What differs
@@ -279,6 +284,13 @@ class DeepSpeedEngine(Engine):
             config = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
         collate_fn = options.get("collate_fn")
         return build_engine_loader(dataset, config, self.meshes.dp.get_local_rank(), self.dp_world_size, collate_fn)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss``, for a ``backward()`` of the program's own: Thalweg's hooks scale its gradients in fp16."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise ValueError("scale() needs a scalar loss with a graph")
+        self._require_optimizer()
+        return loss
 
     @property
     def is_compiled(self) -> bool:

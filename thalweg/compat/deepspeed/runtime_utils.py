@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.accelerator import get_accelerator
+from thalweg.launch.cpu_affinity import parse_list
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
@@ -23,6 +24,15 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 def _numbers(version: float | str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", str(version))
     return tuple(map(int, found.group().split(".")[:2])) if found else ()
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """``0,2-4`` as [0, 2, 3, 4].
+
+    Raises:
+        ValueError: a range that is none.
+    """
+    return list(parse_list(range_str, "a list of ranges"))
 
 
 def is_current_accelerator_supported() -> bool:

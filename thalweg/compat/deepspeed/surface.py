@@ -64,6 +64,10 @@ _PARTITION: Names = {
     "get_accelerator": _ACCELERATOR["get_accelerator"],
     "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}.zero_params:zero_wrapper_for_fp_tensor_constructor",
     "_orig_torch_arange": "torch:arange",
+    **dict.fromkeys(
+        ("AllGatherHandle", "AllGatherCoalescedHandle", "MultipleAllGatherHandles"),
+        NotOffered("FSDP2 gathers by unit; thalweg.zero.GatheredParameters gathers for a program"),
+    ),
 }
 _ULYSSES: Names = dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"), _SEQUENCE_PARALLEL)
 _ZERO_TO_FP32: Names = {
@@ -76,7 +80,10 @@ _PROFILER: Names = {
     for name in ("FlopsProfiler", "get_model_profile", "number_to_string")
 }
 _ESTIMATES: Names = {FALLBACK: "thalweg.plan.estimates"}
-_TOPOLOGY: Names = {FALLBACK: "thalweg.parallel.pipeline.topology"}
+_TOPOLOGY: Names = {
+    "PipelineParallelGrid": NotOffered("engine.meshes has the axes; the groups follow from pipeline.stages"),
+    FALLBACK: "thalweg.parallel.pipeline.topology",
+}
 
 # fmt: off
 SURFACE: dict[str, Names] = {
@@ -114,7 +121,7 @@ SURFACE: dict[str, Names] = {
     "deepspeed.env_report": {PROGRAM: _PROGRAMS},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
-        "DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.surface:ENVIRONMENT_FILE",
+        FALLBACK: f"{_HERE}.launcher",
         PROGRAM: _PROGRAMS,
     },
     "deepspeed.moe": {},
@@ -181,13 +188,13 @@ SURFACE: dict[str, Names] = {
     "deepspeed.utils.init_on_device": {"OnDevice": "thalweg.deferred_init.on_device:OnDevice"},
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.logging": _LOGGING,
+    "deepspeed.utils.numa": {FALLBACK: f"{_HERE}.runtime_utils"},
     "deepspeed.utils.torch": {FALLBACK: f"{_HERE}.runtime_utils"},
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
     "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
     "deepspeed.zero": _ZERO,
 }
 # fmt: on
-ENVIRONMENT_FILE = ".deepspeed_env"
 PACKAGE = Package(
     "deepspeed",
     "DeepSpeed",
