@@ -32,7 +32,7 @@ IN_GATE = {
     "collectives": 1, "engine_facts": 3, "batch_size_change": 0, "flops_profiler": 3, "on_device": 1, "fp16": 3,
     "tensor_parallel": 0, "monitors": 0, "memory_estimates": 1, "plain_backward": 2,
 }  # fmt: skip
-TOLERANCES = {"bf16": 3e-2, "fp16": 4e-3, "save_16bit_model": 3e-2}
+TOLERANCES = {"bf16": 3e-2, "sometimes_used": 3e-2, "fp16": 4e-3, "save_16bit_model": 3e-2}
 
 
 def _run_program(rank: int, world: int, name: str, stages: tuple[int, ...], folder: str) -> list[dict[str, Any]]:

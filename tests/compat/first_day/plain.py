@@ -538,3 +538,16 @@ def resume_latest_missing() -> Report:
 
 def plain_backward() -> Report:
     return {"losses": _train(accumulation=2, make=torch.optim.SGD, lr=0.1), "steps": STEPS // 2}
+
+
+def sometimes_used() -> Report:
+    calls = iter(range(STEPS))
+
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(layers[0](x))
+        if next(calls) % 2:
+            x = torch.tanh(layers[1](x))
+        return layers[2](x)
+
+    layers = lambda: [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+    return {"losses": _train(_Chain(layers, forward), accumulation=2, loss_of=_half(torch.bfloat16)[1])}

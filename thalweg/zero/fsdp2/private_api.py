@@ -73,12 +73,14 @@ class FSDPGroupHandle:
 
         FSDP2 derives the dtypes of a reduction from what trains when it starts.  A unit where nothing does
         reduces in ``reduce_dtype`` and hands over in ``master_dtype``, as the others do; one whose gradients differ in
-        dtype reduces all of them in the wider one.
+        dtype reduces all of them in the wider one: those kept from earlier micro-batches have it already, one that
+        came with the last micro-batch alone has not.
         """
         inner = self._inner
         if inner._orig_dtype is None:
             inner._orig_dtype, inner._reduce_dtype = master_dtype, reduce_dtype
-        if len({param.sharded_param.dtype for param in inner.fsdp_params}) == 1:
+        one_dtype = len({param.sharded_param.dtype for param in inner.fsdp_params}) == 1
+        if one_dtype and all(param.reduce_dtype is None for param in inner.fsdp_params):
             return
 
         def upcast_where_mixed() -> None:
