@@ -58,9 +58,16 @@ class LRScheduler:
         rates = self.lrs(self.last_batch_iteration)
         return rates + [float(group["lr"]) for group in self.optimizer.param_groups[len(rates) :]]
 
-    def get_mom(self) -> list[float] | None:
-        """Return the momenta at the present iteration; None where the schedule leaves them alone."""
-        return self.momenta(self.last_batch_iteration)
+    def get_mom(self) -> list[Any] | None:
+        """Return each group's momentum at the present iteration, its ``betas`` where it has some; None where the
+        schedule leaves them alone."""
+        momenta, groups = self.momenta(self.last_batch_iteration), self.optimizer.param_groups
+        if momenta is None:
+            return None
+        return [
+            (value, group["betas"][1]) if "betas" in group else value
+            for value, group in zip(momenta, groups, strict=True)
+        ]
 
     def get_last_lr(self) -> list[float]:
         """Return the rates that are in the optimiser's groups, i.e. those of the next update."""
@@ -206,6 +213,7 @@ class WarmupCosineLR(LRScheduler):
     ) -> None:
         self.total_num_steps = _check_int(total_num_steps, "total_num_steps", low=1)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.warmup_type = warmup_type
         self.warmup_min_ratio = _check_float(warmup_min_ratio, "warmup_min_ratio", low=0.0)
         self.cos_min_ratio = _check_float(cos_min_ratio, "cos_min_ratio", low=0.0)
         self.base_lrs = _current_lrs(optimizer)

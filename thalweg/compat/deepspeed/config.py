@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from thalweg.config import Config, load_config
 from thalweg.config.format import DEEPSPEED_DEFAULTS
+from thalweg.config.load import read_partial_config
 from thalweg.config.reader import read_source
+from thalweg.config.schema.base import AUTO
 from thalweg.config.schema.training import BF16, FP16
-from thalweg.config.schema.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
+from thalweg.config.schema.zero import OffloadOptimizer, OffloadParam
 
-DeepSpeedZeroConfig = ZeroOptimization
 DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig = OffloadParam, OffloadOptimizer
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
@@ -46,6 +47,27 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> BF16:
 def get_float16_config(param_dict: Mapping[str, Any]) -> FP16:
     """The section."""
     return FP16.model_validate(param_dict.get("fp16", {}))
+
+
+class DeepSpeedZeroConfig:
+    """The section ``zero_optimization`` by its keys, those of stage 3 with and without ``stage3_``.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+
+    def __init__(self, **keys: Any) -> None:
+        partial = read_partial_config({"zero_optimization": keys})
+        partial.raise_if_any([])
+        self.resolved = partial.config.zero_optimization
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "resolved":
+            raise AttributeError(name)
+        value = getattr(self.resolved, name if hasattr(self.resolved, name) else f"stage3_{name}")
+        if name.startswith("offload_") and name not in self.resolved.model_fields_set:
+            return None
+        return self.resolved.stage == 3 if value == AUTO else value
 
 
 class DeepSpeedConfig:

@@ -104,7 +104,7 @@ def initialize(
             "mesh_param= is not offered by Thalweg: the mesh follows from the config "
             "(sequence_parallel_size); leave it out"
         )
-    sources = [config, config_params, getattr(args, "deepspeed_config", None)]
+    sources = [config, config_params, *(getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale"))]
     given = [source for source in sources if source]
     if not given:
         raise ValueError("initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args")

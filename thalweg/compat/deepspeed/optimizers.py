@@ -13,8 +13,17 @@ def _build(type_name: str, params: Any, **hyper: Any) -> torch.optim.Optimizer:
     return build_optimizer(type_name, params, {key: value for key, value in hyper.items() if value is not None})
 
 
-class DeepSpeedCPUAdam:
+class _ByName(type):
+    """A class whose objects are of another one's: ``isinstance`` finds them, an engine's optimizer too."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return type(getattr(value, "inner", value)).__name__ in cls.builds  # type: ignore[attr-defined]
+
+
+class DeepSpeedCPUAdam(metaclass=_ByName):
     """AdamW, or Adam with ``adamw_mode=False``."""
+
+    builds = ("Adam", "AdamW")
 
     def __new__(
         cls,
@@ -31,8 +40,10 @@ class DeepSpeedCPUAdam:
         return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
-class FusedAdam:
+class FusedAdam(metaclass=_ByName):
     """AdamW, or Adam with ``adam_w_mode=False``."""
+
+    builds = ("Adam", "AdamW")
 
     def __new__(
         cls,
@@ -50,8 +61,10 @@ class FusedAdam:
         return _build("Adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
 
 
-class DeepSpeedCPUAdagrad:
+class DeepSpeedCPUAdagrad(metaclass=_ByName):
     """Adagrad."""
+
+    builds = ("Adagrad",)
 
     def __new__(
         cls,
@@ -65,8 +78,10 @@ class DeepSpeedCPUAdagrad:
         return _build("Adagrad", model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class DeepSpeedCPULion:
+class DeepSpeedCPULion(metaclass=_ByName):
     """Lion."""
+
+    builds = ("Lion",)
 
     def __new__(
         cls,
@@ -82,8 +97,10 @@ class DeepSpeedCPULion:
 FusedLion = DeepSpeedCPULion
 
 
-class FusedLamb:
+class FusedLamb(metaclass=_ByName):
     """LAMB."""
+
+    builds = ("Lamb",)
 
     def __new__(cls, params: Any, lr: float = 1e-3, **hyper: Any) -> Any:
         return _build("Lamb", params, lr=lr, **hyper)

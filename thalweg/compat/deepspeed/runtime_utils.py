@@ -30,9 +30,12 @@ def parse_range_list(range_str: str) -> list[int]:
     """``0,2-4`` as [0, 2, 3, 4].
 
     Raises:
-        ValueError: a range that is none.
+        ValueError: a range that is none, or numbers that do not grow.
     """
-    return list(parse_list(range_str, "a list of ranges"))
+    numbers = [number for item in range_str.split(",") for number in parse_list(item, "a list of ranges")]
+    if numbers != sorted(set(numbers)):
+        raise ValueError(f"{range_str!r}: write each number once, the smallest first")
+    return numbers
 
 
 def is_current_accelerator_supported() -> bool:

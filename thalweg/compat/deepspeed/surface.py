@@ -65,7 +65,7 @@ _PARTITION: Names = {
     "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}.zero_params:zero_wrapper_for_fp_tensor_constructor",
     "_orig_torch_arange": "torch:arange",
     **dict.fromkeys(
-        ("AllGatherHandle", "AllGatherCoalescedHandle", "MultipleAllGatherHandles"),
+        ("AllGatherHandle", "AllGatherCoalescedHandle", "MultipleAllGatherHandles", "partitioned_param_data_shape"),
         NotOffered("FSDP2 gathers by unit; thalweg.zero.GatheredParameters gathers for a program"),
     ),
 }

@@ -1,0 +1,101 @@
+"""The runner of DeepSpeed's own unit tests, on a small checkout of this test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from tests.compat.deepspeed_unit.__main__ import FILES, read_left_out, read_passing, reason_of
+from tests.repo.source import ROOT
+
+COMMON = """
+import os
+import deepspeed
+import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
+
+def get_master_port():
+    return "29411"
+
+class DistributedExec:
+    is_dist_test, world_size = True, 2
+    def __call__(self, request):
+        self._name = request.function.__name__
+        self._launch_with_file_store(request, self.world_size)
+    def _dist_run(self, rank, world, port, init_method, skip_msg=""):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
+        deepspeed.init_distributed(init_method=init_method, rank=rank, world_size=world)
+        getattr(self, self._name)()
+        return skip_msg
+    def _dist_destroy(self):
+        dist.destroy_process_group()
+"""
+CONFTEST = """
+import pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    if getattr(item.cls, "is_dist_test", False):
+        item.cls()(item._request)
+        item.runtest = lambda: True
+"""
+TESTS = """
+import deepspeed, torch
+from unit.common import DistributedExec, dist
+
+class TestRanks(DistributedExec):
+    def test_sum(self):
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        assert value.sum() == 4 and deepspeed.__version__ == "0.19.8"
+    def test_one_rank_fails(self):
+        assert dist.get_rank() == 0
+        dist.barrier()
+    def test_a_rank_dies(self):
+        import os
+        if dist.get_rank():
+            os._exit(3)
+        dist.barrier()
+
+def test_plain():
+    assert deepspeed.comm.is_initialized() is False
+"""
+
+
+def _make_checkout(folder: Path) -> Path:
+    unit = folder / "tests" / "unit"
+    unit.mkdir(parents=True)
+    (folder / "tests" / "pytest.ini").write_text("[pytest]\n")
+    (folder / "tests" / "conftest.py").write_text(CONFTEST)
+    for name, text in (("__init__", ""), ("common", COMMON), ("test_small", TESTS)):
+        (unit / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.mark.nightly
+def test_outcomes_of_a_checkout(tmp_path: Path) -> None:
+    """A rank that fails ends the test at once, though another waits for it."""
+    command = [sys.executable, "-m", "tests.compat.deepspeed_unit", str(_make_checkout(tmp_path)), "--files"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, "test_small.py", "--results", str(tmp_path / "lines")],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    lines = (tmp_path / "lines").read_text()
+    assert "test_small.py {" in done.stdout, done.stdout + done.stderr
+    assert lines.count('"passed"') == 2 and lines.count('"failed"') == 2, lines
+    assert "died with exit code 3" in lines and "no reason is known" in done.stdout
+
+
+def test_the_lists_are_of_one_mind() -> None:
+    passing, left_out = read_passing(), read_left_out()
+    assert passing and all(len(reason) > 20 for _, reason in left_out)
+    assert not [test for test in passing if reason_of(test)]
+    files = {test.removeprefix("unit/").partition("::")[0] for test in passing}
+    assert files <= set(FILES)
+    assert fnmatchcase("unit/a.py::test(x]", "unit/a.py::*")
