@@ -43,9 +43,9 @@ class Accelerator:
         """The device of this rank."""
         return str(pick_device(read_rank_info().local_rank))
 
-    def current_device(self) -> int:
-        """Its number."""
-        return torch.cuda.current_device() if self._type == "cuda" else 0
+    def current_device(self) -> int | str:
+        """Its number, or "cpu": what ``tensor.to`` takes."""
+        return torch.cuda.current_device() if self._type == "cuda" else "cpu"
 
     def device_count(self) -> int:
         """Devices that this process sees; without an accelerator the ranks of the host."""
@@ -145,14 +145,14 @@ class Accelerator:
         """The state of the device's generator."""
         if self._type == "cpu":
             return torch.get_rng_state()
-        return torch.cuda.get_rng_state(self.current_device() if device_index is None else device_index)
+        return torch.cuda.get_rng_state(torch.cuda.current_device() if device_index is None else device_index)
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Put it back."""
         if self._type == "cpu":
             torch.set_rng_state(new_state)
         else:
-            torch.cuda.set_rng_state(new_state, self.current_device() if device_index is None else device_index)
+            torch.cuda.set_rng_state(new_state, torch.cuda.current_device() if device_index is None else device_index)
 
     def default_generator(self, device_index: int) -> torch.Generator:
         """The generator itself."""
@@ -186,7 +186,7 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
         if self._type == "cuda":
-            return torch.cuda.get_device_properties(self.current_device()).total_memory
+            return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:

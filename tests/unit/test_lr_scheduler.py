@@ -253,3 +253,17 @@ def test_a_group_that_joins_later_keeps_its_rate() -> None:
     first, later = schedule.get_last_lr()
     assert first == optimizer.param_groups[0]["lr"] > before
     assert later == optimizer.param_groups[1]["lr"] == 0.02
+
+
+def test_one_cycle_tells_its_momenta() -> None:
+    """`get_mom` gives each group's betas with the momentum of the iteration; a cycle may have no second half."""
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1, betas=(0.5, 0.99))
+    schedule = OneCycle(optimizer, 0.1, 1.0, cycle_first_step_size=2, cycle_second_step_size=0)
+    told = [schedule.get_mom()]
+    for _ in range(2):
+        schedule.step()
+        told.append(schedule.get_mom())
+    assert told[0] == [(0.9, 0.99)]
+    assert told[1] == [(pytest.approx(0.85), 0.99)]
+    assert optimizer.param_groups[0]["betas"] == told[2][0]
+    assert WarmupLR(optimizer).get_mom() is None

@@ -61,9 +61,11 @@ class LRScheduler:
     def get_mom(self) -> list[Any] | None:
         """Return each group's momentum at the present iteration, its ``betas`` where it has some; None where the
         schedule leaves them alone."""
-        momenta, groups = self.momenta(self.last_batch_iteration), self.optimizer.param_groups
-        if momenta is None:
-            return None
+        momenta = self.momenta(self.last_batch_iteration)
+        return None if momenta is None else self._with_betas(momenta)
+
+    def _with_betas(self, momenta: list[float]) -> list[Any]:
+        groups = self.optimizer.param_groups
         return [
             (value, group["betas"][1]) if "betas" in group else value
             for value, group in zip(momenta, groups, strict=True)
@@ -346,8 +348,13 @@ class OneCycle(LRScheduler):
         """
         if not self.cycle_momentum:
             return None
-        if n < 0:
-            return list(self.min_moms)
+        return list(self.min_moms) if n < 0 else self._momenta(n)
+
+    def get_mom(self) -> list[Any] | None:
+        """As of every schedule; before the first ``step()`` the momentum that it will set."""
+        return self._with_betas(self._momenta(self.last_batch_iteration)) if self.cycle_momentum else None
+
+    def _momenta(self, n: int) -> list[float]:
         decay = self._decay(n, self.decay_mom_rate)
         if decay is not None:
             return [high * decay for high in self.max_moms]

@@ -5,8 +5,8 @@
 
 The checkout is the user's own and is no part of this repository.  pytest must be older than 8.4, as those tests say;
 they want `hjson` too.  ``--results`` keeps a line of JSON for each test.  Beside this file, ``passing.txt`` lists the
-tests that pass on Thalweg and ``left_out.tsv`` has a reason for each that does not, of those that a real DeepSpeed passes
-on the machine where the lists were made; a test of the first list that fails now makes the exit status 1.
+tests that pass on Thalweg and ``left_out.tsv`` has a reason for each that does not, of those that a real DeepSpeed
+passes on the machine where the lists were made; a test of the first list that fails now makes the exit status 1.
 """
 
 from __future__ import annotations

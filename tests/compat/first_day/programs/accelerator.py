@@ -5,7 +5,7 @@ from deepspeed.accelerator import get_accelerator
 
 accelerator = get_accelerator()
 device = torch.device(accelerator.device_name())
-x = torch.ones(3, device=accelerator.current_device_name())
+x = torch.ones(3, device=accelerator.current_device_name()).to(accelerator.current_device())
 accelerator.synchronize()
 accelerator.empty_cache()
 accelerator.manual_seed_all(3)
