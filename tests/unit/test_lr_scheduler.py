@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.optim import build_lr_scheduler
+from thalweg.optim.lr_scheduler import OneCycle, WarmupLR
 
 
 def optimizer(*lrs: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **kw) -> torch.optim.Optimizer:
