@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import run_ranks
 from tests.repo.source import ROOT
 from thalweg.cli import other_programs
 
@@ -96,3 +97,35 @@ def test_ds_report_is_the_doctor(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = json.loads(subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120).stdout)
     assert all(check["name"] in done.stdout for check in found["checks"])
+
+
+def _save(rank: int, world: int, folder: str) -> list[float]:
+    """A checkpoint under the alias; the weights that it holds."""
+    import importlib
+
+    import torch
+
+    import thalweg.compat.deepspeed  # noqa: F401
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2, bias=False)
+    weights = model.weight.detach().flatten().tolist()
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    initialize = importlib.import_module("deepspeed").initialize
+    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.save_checkpoint(folder)
+    return weights
+
+
+def test_the_program_lies_beside_a_checkpoint(tmp_path: Path) -> None:
+    """As DeepSpeed's users run it, in the folder; no variable is set there."""
+    weights = run_ranks(_save, 2, str(tmp_path))[0]
+    script = tmp_path / "zero_to_fp32.py"
+    assert os.access(script, os.X_OK)
+    command = [sys.executable, "zero_to_fp32.py", ".", "out"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    from safetensors.torch import load_file
+
+    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].flatten().tolist() == weights

@@ -14,13 +14,17 @@ What the words mean here and there:
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import thalweg
 from thalweg.compat.deepspeed.config import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from thalweg.compat.deepspeed.live_engines import add_engine
 from thalweg.config import Config
@@ -151,6 +155,21 @@ class DeepSpeedEngine(Engine):
     def set_raw_config(self, config: Any) -> None:
         """The dict that :attr:`config` shows."""
         self._raw_config = copy.deepcopy(dict(config))
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write and commit a checkpoint, beside it the ``zero_to_fp32.py`` that is run in its folder; collective."""
+        path = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        if dist.get_rank() == 0:
+            program = Path(thalweg.__file__).parent / "cli" / "bin" / "zero_to_fp32.py"
+            shutil.copy2(program, Path(save_dir) / program.name)
+        return path
 
     def backward(  # type: ignore[override]
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any

@@ -73,7 +73,8 @@ _ULYSSES: Names = dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAda
 _ZERO_TO_FP32: Names = {
     name: f"{_HERE}.fp32_weights:{name}"
     for name in ("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint")
-} | {PROGRAM: _PROGRAMS}
+}
+_ZERO_TO_FP32[PROGRAM] = _PROGRAMS
 
 _PROFILER: Names = {
     name: f"thalweg.observe.flops_profiler:{name}"
