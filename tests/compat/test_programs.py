@@ -117,6 +117,7 @@ def _save(rank: int, world: int, folder: str) -> list[float]:
     return weights
 
 
+@pytest.mark.nightly
 def test_the_program_lies_beside_a_checkpoint(tmp_path: Path) -> None:
     """As DeepSpeed's users run it, in the folder; no variable is set there."""
     weights = run_ranks(_save, 2, str(tmp_path))[0]
