@@ -45,7 +45,7 @@ def forced(monkeypatch: pytest.MonkeyPatch):
     def force(name: str = "onednn") -> Forced:
         table = Forced(name)
         monkeypatch.setattr(functional, "get_autotune_cache", lambda: table)
-        monkeypatch.setattr(functional, "_MIN_FLOPS", 0.0)
+        monkeypatch.setattr(functional, "MIN_FLOPS", 0.0)
         return table
 
     return force
@@ -190,7 +190,7 @@ def test_any_shape_layout_and_frozen_part(shape, k, n, bias, frozen, layout) -> 
         b.requires_grad_("bias" not in frozen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, "get_autotune_cache", lambda: Forced("onednn"))
-        patch.setattr(functional, "_MIN_FLOPS", 0.0)
+        patch.setattr(functional, "MIN_FLOPS", 0.0)
         results = []
         for function in (linear, F.linear):
             leaf = x.detach().requires_grad_("x" not in frozen)
@@ -383,7 +383,7 @@ def test_what_is_not_known_to_be_safe_goes_to_torch(forced) -> None:
 
 def test_a_small_product_is_not_worth_a_question(forced, monkeypatch: pytest.MonkeyPatch) -> None:
     table = forced()
-    monkeypatch.setattr(functional, "_MIN_FLOPS", 4e6)
+    monkeypatch.setattr(functional, "MIN_FLOPS", 4e6)
     x, weight, bias = layer((16, 24), 40)
     assert not fused_node(linear(x, weight, bias))
     x, weight, bias = layer((256, 128), 128)

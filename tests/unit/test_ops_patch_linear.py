@@ -39,7 +39,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Always:
     torch.set_num_threads(1)
     always = Always()
     monkeypatch.setattr(functional, "get_autotune_cache", lambda: always)
-    monkeypatch.setattr(functional, "_MIN_FLOPS", 0.0)
+    monkeypatch.setattr(functional, "MIN_FLOPS", 0.0)
     return always
 
 

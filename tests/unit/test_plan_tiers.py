@@ -58,15 +58,33 @@ def test_the_operand_that_a_kernel_copies_is_counted(monkeypatch):
         tape = AllocationRecorder()
         tape.linear_kernels = "auto"
         with FakeTensorMode():
-            x, weight = torch.empty(64, 32), torch.empty(48, 32, requires_grad=True)
+            x, weight = torch.empty(512, 32), torch.empty(160, 32, requires_grad=True)
             with tape:
                 torch.nn.functional.linear(x, weight).square().sum().backward()
         made = [size for number, size, _ in tape.pop_events() if number > 0]
-        blocks[kernel], results[kernel] = made.count(64 * 48 * 4), made.count(48 * 32 * 4)
+        blocks[kernel], results[kernel] = made.count(512 * 160 * 4), made.count(160 * 32 * 4)
     assert blocks["onednn"] == blocks["torch"] + 1
     assert results["convolution"] == results["torch"] + 1
     assert blocks[None] == blocks["torch"] == blocks["convolution"]
     assert results[None] == results["torch"] == results["onednn"]
+
+
+@pytest.mark.parametrize(("kernel", "capability", "widens"), [
+    ("fp32", "AVX512", True), ("torch", "AVX2", False), (None, "AVX2", True), (None, "AVX512", False)
+])  # fmt: skip
+def test_half_precision_that_is_widened_is_counted(monkeypatch, kernel, capability, widens):
+    """Operands and result of each product in fp32: of an embedding, the largest block of a small batch's step."""
+    monkeypatch.setattr(AutotuneCache, "lookup", lambda *_: kernel)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    tape = AllocationRecorder()
+    tape.linear_kernels = "auto"
+    with FakeTensorMode():
+        x = torch.empty(512, 32, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(160, 32, dtype=torch.bfloat16, requires_grad=True)
+        with tape:
+            torch.nn.functional.linear(x, weight).backward(torch.empty(512, 160, dtype=torch.bfloat16))
+    made = [size for number, size, _ in tape.pop_events() if number > 0]
+    assert made.count(4 * (512 * 32 + 160 * 32 + 512 * 160)) == (3 if widens else 0)
 
 
 def test_what_is_not_counted_is_said():

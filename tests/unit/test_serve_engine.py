@@ -299,3 +299,32 @@ def test_a_pipeline_keeps_the_outputs_of_other_requests(model: tuple[Path, Any, 
         outputs += pipe.engine.step()
     assert {output.request_id for output in outputs} == {"other"} and len(outputs) == 12 and outputs[-1].finished
     pipe.destroy()
+
+
+def test_vllms_clients_find_their_paths_and_fields(server: ServerThread, model: tuple[Path, Any, Any]) -> None:
+    """``/tokenize`` gives what the model's tokenizer does, ``structured_outputs`` what ``guided_*`` does."""
+    _, live, tokenizer = model
+    for text in PROMPTS:
+        status, answer = server.post("/tokenize", prompt=text, return_token_strs=True)
+        assert status == 200 and answer["tokens"] == tokenizer(text)["input_ids"]
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        assert answer["max_model_len"] == live.config.max_position_embeddings
+        assert server.post("/detokenize", tokens=answer["tokens"]) == (200, {"prompt": text})
+    messages = [{"role": "user", "content": "hello"}]
+    chat = server.post("/v1/chat/completions", messages=messages, max_tokens=1)[1]
+    assert server.post("/tokenize", messages=messages)[1]["count"] == chat["usage"]["prompt_tokens"]
+    for wrong in ({}, {"prompt": "x", "messages": messages}, {"prompt": 3}):
+        assert server.post("/tokenize", **wrong)[0] == 400, wrong
+    assert server.post("/detokenize", tokens=[10**6])[0] == 400
+    assert server.request("GET", "/version") == (200, {"version": thalweg.__version__})
+    assert server.request("GET", "/ping")[0] == 200
+    ask = {"prompt": "x", "max_tokens": 8, "temperature": 0}
+    for field, form in (("regex", "(?:a|aa)+"), ("choice", ["no", "yes"]), ("json", {"enum": [7]})):
+        old, new = (
+            server.create_completion(**ask, **given)["choices"][0]["text"]
+            for given in ({f"guided_{field}": form}, {"structured_outputs": {field: form}})
+        )
+        assert old == new and old != server.create_completion(**ask)["choices"][0]["text"]
+    assert server.create_completion(**ask, structured_outputs={"json_object": True})["choices"][0]["text"][0] == "{"
+    status, answer = server.post("/v1/completions", **ask, structured_outputs={"regex": "a"}, guided_regex="a")
+    assert status == 400 and "one form" in answer["error"]["message"]

@@ -85,6 +85,7 @@ names = st.sampled_from(
         "guided_json",
         "guided_regex",
         "guided_choice",
+        "structured_outputs",
         "user",
         "metadata",
         "chat_template_kwargs",

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
+from thalweg import __version__
 from thalweg.infer.types import Request as EngineRequest
 from thalweg.infer.types import RequestOutput
 from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
@@ -61,7 +62,8 @@ def build_router_app(router: ReplicaRouter) -> FastAPI:
 
     for path in ("/v1/models", "/v1/models/{name:path}"):
         app.api_route(path, methods=_READ_METHODS)(forward)
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/{name:path}"):
+    openai = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+    for path in (*openai, "/tokenize", "/detokenize", "/mii/{name:path}"):
         app.post(path)(forward)
     return app
 
@@ -94,6 +96,18 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
         request = api.parse_body(api.EmbeddingRequest, await http_request.body())
         return await responses.create_embedding(app_state, request, http_request)
 
+    @app.post("/tokenize")
+    async def tokenize_endpoint(http_request: Request) -> dict[str, Any]:
+        request = api.parse_body(api.TokenizeRequest, await http_request.body())
+        app_state.resolve_adapter(request.model)
+        return await api.tokenize(request, app_state.tokenizer, app_state.model_info)
+
+    @app.post("/detokenize")
+    async def detokenize_endpoint(http_request: Request) -> dict[str, Any]:
+        request = api.parse_body(api.DetokenizeRequest, await http_request.body())
+        app_state.resolve_adapter(request.model)
+        return api.detokenize(request, app_state.tokenizer, app_state.model_info)
+
 
 def _new_app(pool: Any) -> FastAPI:
     """An application with what every server has: forms of errors, health, metrics, the page."""
@@ -101,11 +115,16 @@ def _new_app(pool: Any) -> FastAPI:
     page = importlib.resources.files("thalweg.serve").joinpath("page.html").read_text(encoding="utf-8")
 
     @app.api_route("/health", methods=_READ_METHODS)
+    @app.api_route("/ping", methods=_READ_METHODS)  # what SageMaker and vLLM's clients poll
     async def health() -> Response:
         healthy, reason = pool.health()
         if not healthy:
             raise Unhealthy(reason)
         return JSONResponse({"status": "ok", "replicas": len(pool.ready_replicas())})
+
+    @app.api_route("/version", methods=_READ_METHODS)
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.api_route("/metrics", methods=_READ_METHODS)
     async def metrics() -> Response:
@@ -121,7 +140,9 @@ def _new_app(pool: Any) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def http_error(http_request: Request, error: HTTPException) -> Response:
-        known_paths = "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /health, /metrics"
+        known_paths = (
+            "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /tokenize, /health, /metrics"
+        )
         text = f"{http_request.method} {http_request.url.path[:200]}: {error.detail.lower()}; {known_paths}"
         body = ApiError(text, status=error.status_code).body()
         return JSONResponse(body, error.status_code, headers=error.headers)

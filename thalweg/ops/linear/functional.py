@@ -38,7 +38,7 @@ from thalweg.ops.linear.kernels import KERNELS, REFERENCE, SUPPORTED_DTYPES, Mat
 
 MODES = ("auto", "torch")
 _PLAIN_TYPES = (Tensor, nn.Parameter)
-_MIN_FLOPS = 4e6  # below it (some 40 us) the Python of an autograd.Function costs what a kernel gains
+MIN_FLOPS = 4e6  # below it (some 40 us) the Python of an autograd.Function costs what a kernel gains
 
 _NT, _NN, _TN = KERNELS["nt"], KERNELS["nn"], KERNELS["tn"]
 
@@ -101,7 +101,7 @@ def _is_eligible(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: in
         return False
     if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != in_features or x.numel() == 0:
         return False
-    if 2.0 * x.numel() * (weight.numel() // in_features) < _MIN_FLOPS:
+    if 2.0 * x.numel() * (weight.numel() // in_features) < MIN_FLOPS:
         return False
     return not (torch.is_autocast_enabled("cpu") or functorch_active() or forward_ad_active())
 

@@ -31,8 +31,17 @@ from torch.utils.flop_counter import flop_registry
 from thalweg.ops._torch_private import is_item_call
 from thalweg.ops.grouped_mm import fake_grouped_mm
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
+from thalweg.ops.linear.functional import MIN_FLOPS
+from thalweg.ops.linear.kernels import REFERENCE
 
 TraceEvent = tuple[int, int, str]
+_MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _guess_kernel(dtype: torch.dtype) -> str:
+    """What the measurement will choose, before there is one: processors without AVX-512 widen half precision."""
+    is_half, capability = dtype in (torch.bfloat16, torch.float16), torch.backends.cpu.get_cpu_capability()
+    return "fp32" if is_half and not capability.startswith("AVX512") else REFERENCE
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -114,21 +123,28 @@ class AllocationRecorder(TorchDispatchMode):
         return result
 
     def _kernel_copy_bytes(self, func: Any, args: Any) -> int:
-        """Bytes that the kernel of a weight's gradient takes beside its result (see ``ops/products.py``).
+        """Bytes that the kernel of a linear layer's product takes beside its result (``ops/linear/kernels.py``).
 
-        oneDNN's product copies the gradient, transposed, its convolution the result, torch's neither.  The
-        gradient of the logits is the largest block of many a step, and so is its copy.
+        oneDNN's product of a weight's gradient copies the gradient, transposed, its convolution the result, torch's
+        neither.  The gradient of the logits is the largest block of many a step, and so is its copy.  A kernel that
+        widens half precision to fp32 has both operands and the result in fp32.
         """
-        if self.linear_kernels != "auto" or func is not torch.ops.aten.mm.default:
+        if self.linear_kernels != "auto" or func not in _MATRIX_PRODUCTS:
             return 0
-        left, right = args
-        features, rows = left.shape
-        if left.stride() != (1, features) or left.dtype != right.dtype:
+        left, right = args[-2:]
+        (rows, inner), columns = left.shape, right.shape[1]
+        if left.dtype != right.dtype or 2 * rows * inner * columns < MIN_FLOPS:
             return 0
-        columns = right.shape[1]
-        name = get_autotune_cache().lookup("tn", left.dtype, rows, features, columns)
-        copy_bytes = {"onednn": left.nbytes, "convolution": features * columns * left.itemsize}
-        return copy_bytes.get(name or "", 0)
+        is_grad_weight = left.stride() == (1, rows) and rows > 1
+        if is_grad_weight:
+            shape = "tn", left.dtype, inner, rows, columns
+        else:
+            shape = "nt" if right.stride() == (1, inner) else "nn", left.dtype, rows, inner, columns
+        name = get_autotune_cache().lookup(*shape) or _guess_kernel(left.dtype)
+        if name.startswith("fp32"):
+            return 4 * (left.numel() + right.numel() + rows * columns)
+        copy_bytes = {"onednn": left.nbytes, "convolution": rows * columns * left.itemsize}
+        return copy_bytes.get(name, 0) if is_grad_weight else 0
 
     def _record_storage(self, tensor: Tensor) -> int:
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

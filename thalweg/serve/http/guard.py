@@ -44,7 +44,7 @@ HEADER_BYTES = 32 * 1024
 UNREAD_BODY_SECONDS = 1.0
 MAX_CONNECTIONS = 1024
 # Answered without a key: the page, which asks for one, and what a load balancer polls.
-PUBLIC_PATHS = frozenset({"/", "/health"})
+PUBLIC_PATHS = frozenset({"/", "/health", "/ping"})
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 

@@ -47,6 +47,7 @@ FALLBACK_STOP = "\nUser:"
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt = str | list[TokenId]
+_MAX_COUNTED_TOKENS = 1 << 20  # of one text that is only counted
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -77,6 +78,15 @@ class ResponseFormat(_StrictModel):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(_StrictModel):
+    """``structured_outputs``, as vLLM's clients send it: one of the four."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, max_length=4096)
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    json_object: bool | None = None
+
+
 class SamplingFields(_StrictModel):
     """The fields that completions and chat share."""
 
@@ -105,6 +115,7 @@ class SamplingFields(_StrictModel):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = Field(None, max_length=4096)
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionRequest(SamplingFields):
@@ -207,6 +218,26 @@ class EmbeddingRequest(_StrictModel):
     input: str | TokenIds | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
+
+
+class TokenizeRequest(_StrictModel):
+    """``/tokenize``: a prompt, or a conversation as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    chat_template_kwargs: dict[str, str | int | bool | None] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_StrictModel):
+    """``/detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
 
 
 class MiiRequest(_StrictModel):
@@ -522,24 +553,27 @@ def fit_max_tokens(
 
 
 def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
-    """Return what the text must look like, from ``response_format`` or the ``guided_*`` fields."""
+    """What the text must look like, from ``response_format``, ``structured_outputs`` or the ``guided_*`` fields."""
     outputs: list[StructuredOutput] = []
-    response_format = request.response_format
-    if response_format is not None and response_format.type == "json_object":
+    response_format, asked = request.response_format, request.structured_outputs or StructuredOutputs()
+    wants_object = response_format is not None and response_format.type == "json_object"
+    if wants_object or asked.json_object:
         outputs.append(StructuredOutput(json_schema='{"type":"object"}'))
-    elif response_format is not None and response_format.type == "json_schema":
+    if response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
             raise BadRequest("json_schema is missing: give its name and schema", "response_format")
         outputs.append(StructuredOutput(json_schema=json.dumps(response_format.json_schema.schema_)))
-    if request.guided_json is not None:
-        text = request.guided_json if isinstance(request.guided_json, str) else json.dumps(request.guided_json)
-        outputs.append(StructuredOutput(json_schema=text))
-    if request.guided_regex is not None:
-        outputs.append(StructuredOutput(regex=request.guided_regex))
-    if request.guided_choice is not None:
-        outputs.append(StructuredOutput(choices=tuple(request.guided_choice)))
+    for schema in (request.guided_json, asked.json_):
+        if schema is not None:
+            outputs.append(StructuredOutput(json_schema=schema if isinstance(schema, str) else json.dumps(schema)))
+    outputs += [StructuredOutput(regex=form) for form in (request.guided_regex, asked.regex) if form is not None]
+    choices = (request.guided_choice, asked.choice)
+    outputs += [StructuredOutput(choices=tuple(given)) for given in choices if given is not None]
     if len(outputs) > 1:
-        raise BadRequest("give one of response_format, guided_json, guided_regex and guided_choice")
+        raise BadRequest(
+            "give one form: response_format, or one of structured_outputs' json, regex, choice and json_object (by "
+            "their older names guided_json, guided_regex and guided_choice)"
+        )
     return outputs[0] if outputs else None
 
 
@@ -603,6 +637,29 @@ async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_in
         messages, tools, request.continue_final_message, request.chat_template_kwargs or {}
     )
     return (await tokenize_prompts(prompt, tokenizer, model_info, "messages", add_special_tokens=add_special_tokens))[0]
+
+
+async def tokenize(request: TokenizeRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata) -> dict[str, Any]:
+    """The body of ``/tokenize``: ids as vLLM's clients read them."""
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("give a prompt or messages", "prompt")
+    if request.prompt is not None:
+        tokens = await tokenizer.encode(request.prompt, request.add_special_tokens, _MAX_COUNTED_TOKENS, "prompt")
+    else:
+        same = ("messages", "tools", "continue_final_message", "chat_template_kwargs")
+        chat = ChatRequest.model_validate({name: getattr(request, name) for name in same})
+        tokens = await tokenize_chat(chat, tokenizer, model_info)
+    texts = [tokenizer.token_text(token)[0] for token in tokens] if request.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": model_info.max_length, "tokens": tokens, "token_strs": texts}
+
+
+def detokenize(request: DetokenizeRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata) -> dict[str, Any]:
+    """The body of ``/detokenize``."""
+    if tokenizer.hf_tokenizer is None:
+        raise BadRequest("this model has no tokenizer", "tokens")
+    if (highest := max(request.tokens)) >= model_info.vocab_size:
+        raise BadRequest(f"token {highest} is outside the vocabulary of {model_info.vocab_size}", "tokens")
+    return {"prompt": tokenizer.hf_tokenizer.decode(request.tokens, clean_up_tokenization_spaces=False)}
 
 
 def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info: ModelMetadata) -> SamplingParams:
