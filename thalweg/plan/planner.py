@@ -66,7 +66,9 @@ class Planner:
         host_memory = self.cluster.host_memory
         rank_memory = None if host_memory is None else host_memory // self.cluster.devices_per_node
         if changes := choose_max_in_cpu(config, rank_memory):
-            config = replace_by_path(config, changes)
+            changed = replace_by_path(config, changes)
+            assert isinstance(changed, Config)
+            config = changed
         is_deferred = self.deferred_init
         if is_deferred is None:
             is_deferred = config.zero_optimization.offload_param.device == "nvme"

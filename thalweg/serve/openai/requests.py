@@ -81,8 +81,8 @@ class ResponseFormat(_StrictModel):
 class StructuredOutputs(_StrictModel):
     """``structured_outputs``, as vLLM's clients send it: one of the four."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, max_length=4096)
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = Field(default=None, max_length=4096)
     choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
     json_object: bool | None = None
 
