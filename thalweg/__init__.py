@@ -46,7 +46,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'thalweg' has no attribute {name!r}")
     module = importlib.import_module(_PUBLIC[name])
-    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    is_public_itself = module.__name__ == f"thalweg.{name}" or name == "checkpointing"
+    return module if is_public_itself else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -300,7 +300,9 @@ class DeepSpeedEngine(Engine):
         """A loader of this rank's batches of ``dataset``."""
         config = self.resolved_config
         if batch_size is not None:
-            config = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
+            changed = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
+            assert isinstance(changed, Config)
+            config = changed
         collate_fn = options.get("collate_fn")
         return build_engine_loader(dataset, config, self.meshes.dp.get_local_rank(), self.dp_world_size, collate_fn)
 

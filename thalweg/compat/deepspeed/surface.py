@@ -69,7 +69,7 @@ _PARTITION: Names = {
         NotOffered("FSDP2 gathers by unit; thalweg.zero.GatheredParameters gathers for a program"),
     ),
 }
-_ULYSSES: Names = dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"), _SEQUENCE_PARALLEL)
+_ULYSSES: Names = {"UlyssesSPAttentionHF": _SEQUENCE_PARALLEL, "UlyssesSPDataLoaderAdapter": _SEQUENCE_PARALLEL}
 _ZERO_TO_FP32: Names = {
     name: f"{_HERE}.fp32_weights:{name}"
     for name in ("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint")
