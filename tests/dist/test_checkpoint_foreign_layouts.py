@@ -54,12 +54,14 @@ def resume_pipeline(rank: int, world: int, stages: int, stage: int, with_optimiz
     return {"losses": losses}
 
 
-def resume_experts(rank: int, world: int, ranks: int, stage: int, with_optimizer: bool = True) -> dict[str, Any]:
+def resume_experts(
+    rank: int, world: int, ranks: int, stage: int, with_optimizer: bool = True, case: str = "moe"
+) -> dict[str, Any]:
     model = ExpertModel(thalweg.moe.MoE)
     model.mixture.ep_size = ranks
     groups = thalweg.moe.split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters())})
     engine = thalweg.initialize(model=model, model_parameters=groups, config=config_of(world, stage))[0]
-    engine.load_checkpoint(str(DATA / "moe"), load_optimizer_states=with_optimizer)
+    engine.load_checkpoint(str(DATA / case), load_optimizer_states=with_optimizer)
     losses = []
     for step in range(SAVED_AFTER, STEPS):
         loss = engine(*make_batch(step, rank, world))
@@ -115,7 +117,13 @@ def test_from_a_folder_with_experts(world: int, ranks: int, stage: int) -> None:
     assert mean_losses(results) == pytest.approx(expected_losses("moe"), abs=1e-5)
 
 
-@pytest.mark.parametrize("case", ["universal1", "universal3", "pipeline", "moe"])
+@pytest.mark.nightly
+def test_from_a_folder_whose_teams_are_neighbours() -> None:
+    results = run_ranks(resume_experts, 2, 2, 2, True, "moe_data_first")
+    assert mean_losses(results) == pytest.approx(expected_losses("moe_data_first"), abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["universal1", "universal3", "pipeline", "moe", "moe_data_first"])
 def test_an_export_is_the_model(case: str, tmp_path: Path) -> None:
     """`thalweg ckpt export` of it, in the plain model, gives the loss with which DeepSpeed went on."""
     assert main(["ckpt", "export", str(DATA / case), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
@@ -125,7 +133,7 @@ def test_an_export_is_the_model(case: str, tmp_path: Path) -> None:
     if case == "pipeline":
         loss = _loss_of_layers(weights, tokens, labels)
     else:
-        model = ExpertModel(thalweg.moe.MoE) if case == "moe" else OddModel()
+        model = ExpertModel(thalweg.moe.MoE) if case.startswith("moe") else OddModel()
         model.load_state_dict(weights, strict=False)
         absent = {name for name, param in model.named_parameters() if name not in weights}
         assert not absent and weights.keys() <= model.state_dict().keys()

@@ -35,13 +35,16 @@ CASES = {
     "universal3": {"zero_optimization": {"stage": 3, "sub_group_size": 60, "stage3_param_persistence_threshold": 0}},
     "pipeline": {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": MICRO_BATCHES},
     "moe": {"zero_optimization": {"stage": 2}},
+    "moe_data_first": {"zero_optimization": {"stage": 2}, "use_data_before_expert_parallelism": True},
 }
 STAGES = 2
 
 
 def world_of(case: str) -> int:
     """The ranks that save a case."""
-    return {"pipeline": 2 * STAGES, "moe": 2 * EXPERT_RANKS}.get(case, 2)
+    if case == "pipeline":
+        return 2 * STAGES
+    return 2 * EXPERT_RANKS if case.startswith("moe") else 2
 
 
 def build(case: str, library: Any) -> tuple[torch.nn.Module, list[dict]]:
@@ -50,10 +53,11 @@ def build(case: str, library: Any) -> tuple[torch.nn.Module, list[dict]]:
         library.init_distributed(dist_backend="gloo")
         model = pipeline_model(library, STAGES)
         return model, [{"params": list(model.parameters()), "lr": 0.02}]
-    if case == "moe":
+    if case.startswith("moe"):
         library.init_distributed(dist_backend="gloo")
         model = ExpertModel(importlib.import_module("deepspeed.moe.layer").MoE)
-        draw = torch.Generator().manual_seed(7 + dist.get_rank() % EXPERT_RANKS)
+        team = dist.get_rank() // 2 if case == "moe_data_first" else dist.get_rank() % EXPERT_RANKS
+        draw = torch.Generator().manual_seed(7 + team)
         with torch.no_grad():  # DeepSpeed copies one expert; these are to differ
             for param in model.mixture.deepspeed_moe.experts.parameters():
                 param.copy_(torch.randn(param.shape, generator=draw) * 0.4)

@@ -13,7 +13,8 @@
 one vector, its parameters in the order of ``param_shapes``, padded at its end and cut into equal shares; at stage 3
 each parameter is cut, each padded, and a rank's shares of a (sub-)group are one vector.  The fp32 values are taken
 for the parameters where there are some; the module's 16-bit ones are a copy of these.  Experts are rows of stacks, as
-in ``thalweg.moe``: of EP expert-parallel ranks, rank R holds those of team ``R % EP``, which shares its vectors.
+in ``thalweg.moe``: of EP expert-parallel ranks, rank R holds those of team ``R % EP``, which shares its vectors; with
+``use_data_before_expert_parallelism`` in its config teams are neighbours.
 """
 
 from __future__ import annotations
@@ -304,7 +305,8 @@ class _FolderReader:
             )
         for index, members in enumerate(shapes):
             members = {name: tuple(shape) for name, shape in members.items()}
-            teams, num_local = self._divide_into_teams(members, [rank[index] for rank in ranks])
+            is_data_first = bool((part.model.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
+            teams, num_local = self._divide_into_teams(members, [rank[index] for rank in ranks], is_data_first)
             for number, shares in enumerate(teams):
                 for key in shares[0].vectors:
                     parts = [share.vectors.get(key) or shares[0].vectors[key] for share in shares]
@@ -324,7 +326,7 @@ class _FolderReader:
             self._add_group(teams[0][0].group, teams[0][0].hyper, names)
 
     def _divide_into_teams(
-        self, members: Mapping[str, tuple[int, ...]], shares: list[_Share]
+        self, members: Mapping[str, tuple[int, ...]], shares: list[_Share], is_data_first: bool
     ) -> tuple[list[list[_Share]], int]:
         """The ranks that share a group's vectors: all, or of experts those that have the same ones; how many a team
         has of a layer's experts."""
@@ -341,6 +343,9 @@ class _FolderReader:
                 f"{self.path}: {len(shares)} ranks with {num_local} experts each do not make up the {num_experts} "
                 f"experts of {layer} whose files are there: one is missing, or left over from another save"
             )
+        size = len(shares) // num_teams
+        if is_data_first:
+            return [shares[number * size : (number + 1) * size] for number in range(num_teams)], num_local
         return [shares[number::num_teams] for number in range(num_teams)], num_local
 
     def _add_group(self, index: int, hyper: Mapping[str, Any], members: list[str]) -> None:
