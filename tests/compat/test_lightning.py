@@ -1,0 +1,129 @@
+"""Lightning on Thalweg's engine: plain Lightning's losses, checkpoints at another stage, clipping, precision."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.marks import nightly
+
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+REUSE_RANKS = True
+NUM_BATCHES, BATCH = 7, 8  # an odd number: the last window of an epoch is short
+TOLERANCE = 1e-5
+
+
+def _make_module() -> Any:
+    import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
+    import torch
+
+    class Regression(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+            self.losses: list[float] = []
+
+        def forward(self, x: Any) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            x, y = batch
+            loss = torch.nn.functional.mse_loss(self(x), y)
+            self.log("train_loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            x, y = batch
+            self.log("val_loss", torch.nn.functional.mse_loss(self(x), y), sync_dist=True)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses.append(float(self.all_gather(outputs["loss"].detach()).mean()))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=2e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Regression()
+
+
+def _loader(rank: int, world: int) -> Any:
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_BATCHES * BATCH, 6, generator=draw)
+    rows = list(zip(x, x.sum(1, keepdim=True), strict=True))
+    part = BATCH // world
+    order = [i for at in range(0, len(rows), BATCH) for i in range(at + rank * part, at + (rank + 1) * part)]
+    return torch.utils.data.DataLoader([rows[i] for i in order], batch_size=part)
+
+
+def _fit(
+    rank: int, world: int, folder: str, stage: int | None, options: dict[str, Any], resume: str | None = None
+) -> dict[str, Any]:
+    """Two epochs; a checkpoint after the first."""
+    import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # pyright: ignore[reportMissingImports]
+
+    strategy: Any = "auto"
+    callbacks = []
+    if stage is not None:
+        from thalweg.compat.lightning import ThalwegStrategy
+
+        strategy = ThalwegStrategy(stage=stage, cluster_environment=TorchElasticEnvironment())
+        callbacks = [ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)]
+    settings: dict[str, Any] = {
+        "max_epochs": 2,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "enable_checkpointing": stage is not None,
+        "use_distributed_sampler": False,
+        "default_root_dir": folder,
+        **dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False),
+    }
+    trainer = pl.Trainer(accelerator="cpu", devices=world, strategy=strategy, callbacks=callbacks, **settings | options)
+    module = _make_module()
+    trainer.fit(module, _loader(rank, world), _loader(rank, world), ckpt_path=resume)
+    evaluated = trainer.validate(module, _loader(rank, world), verbose=False)[0]["val_loss"]
+    device = str(module.device)
+    if torch.distributed.is_initialized() and stage is None:
+        torch.distributed.destroy_process_group()
+    return {"losses": module.losses, "val": evaluated, "steps": trainer.global_step, "device": device}
+
+
+def _difference(first: list[float], second: list[float]) -> float:
+    assert len(first) == len(second) > 0
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("stage", [nightly(0), nightly(1), nightly(2), 3])
+def test_strategy_equals_plain_lightning(stage: int, tmp_path: Path) -> None:
+    plain = run_ranks(_fit, 1, str(tmp_path / "plain"), None, {})[0]
+    ours = run_ranks(_fit, 2, str(tmp_path / "ours"), stage, {})
+    for result in ours:
+        assert _difference(result["losses"], plain["losses"]) < TOLERANCE
+        assert abs(result["val"] - plain["val"]) < TOLERANCE
+        assert result["steps"] == plain["steps"] == 2 * (NUM_BATCHES // 2 + 1)
+        assert result["device"] == "cpu"
+    unclipped = run_ranks(_fit, 1, str(tmp_path / "other"), None, {"gradient_clip_val": None})[0]
+    assert _difference(unclipped["losses"], plain["losses"]) > TOLERANCE
+    # Resumed from the first epoch's checkpoint at another stage.
+    again = run_ranks(_fit, 2, str(tmp_path / "again"), 5 - max(stage, 2), {}, str(tmp_path / "ours" / "epoch=0.ckpt"))
+    assert _difference(again[0]["losses"], plain["losses"][NUM_BATCHES:]) < TOLERANCE
+
+
+@pytest.mark.nightly
+def test_precision_and_what_is_refused(tmp_path: Path) -> None:
+    plain = run_ranks(_fit, 1, str(tmp_path / "plain"), None, {})[0]
+    for result in run_ranks(_fit, 2, str(tmp_path / "bf16"), 2, {"precision": "bf16-mixed"}):
+        apart = _difference(result["losses"], plain["losses"])
+        assert TOLERANCE < apart < 0.05
+    with pytest.raises(AssertionError, match="the engine clips the norm"):
+        run_ranks(_fit, 2, str(tmp_path / "value"), 2, {"gradient_clip_algorithm": "value"})

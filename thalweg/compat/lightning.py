@@ -1,0 +1,161 @@
+"""Lightning's Trainer on a Thalweg engine: ``Trainer(strategy=ThalwegStrategy(stage=3))``, on GPUs and on processors.
+
+Lightning keeps its loop, its hooks, its schedulers and its loggers; the engine has the model, the optimizer, the
+clipping of gradients and the precision.  A checkpoint is a folder: the engine's, and ``lightning.ckpt`` with what
+Lightning says of its loops and callbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.core.optimizer import (  # pyright: ignore[reportMissingImports]
+    _init_optimizers_and_lr_schedulers,
+)
+from lightning.pytorch.plugins.precision import Precision  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.trainer.states import TrainerFn  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from thalweg.config.reader import read_source
+from thalweg.engine import Engine, initialize
+
+_LOOPS_FILE = "lightning.ckpt"
+_SECTION_BY_PRECISION = {"bf16": "bf16", "16": "fp16"}
+
+
+class EnginePrecision(Precision):
+    """The engine casts, scales and clips."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+
+    def clip_gradients(self, *_: Any, **__: Any) -> None:
+        """The step does it, by ``gradient_clipping``."""
+
+
+class ThalwegStrategy(DDPStrategy):
+    """``config``: a path or dict of the keys that ``thalweg.initialize`` takes; the micro-batches of a window, the
+    precision and the clipping are Trainer's.  ``stage``: the ZeRO stage, where the config says none.
+
+    Raises (when the fit starts):
+        ValueError: several optimizers, gradients clipped by value, a precision without an equal.
+    """
+
+    strategy_name = "thalweg"
+
+    def __init__(self, config: Any = None, stage: int = 2, **options: Any) -> None:
+        super().__init__(**options)
+        self._config: dict[str, Any] = {} if config is None else dict(read_source(config)[0].tree or {})
+        self._config.setdefault("zero_optimization", {"stage": stage})
+        self.engine: Engine | None = None
+
+    # What is built
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Trainer's precision, which the engine carries out."""
+        return self._engine_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._engine_precision = EnginePrecision(getattr(plugin, "precision", "32-true"))
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The engine loads, so that it must be there."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The engine restores it."""
+        return False
+
+    def setup(self, trainer: Any) -> None:
+        """Build the engine; its optimizer is the one of ``configure_optimizers``, or the config's."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        is_training, optimizer = trainer.state.fn == TrainerFn.FITTING, None
+        if is_training:
+            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+            if len(optimizers) > 1:
+                raise ValueError("ThalwegStrategy drives one optimizer: give its groups rates of their own instead")
+            optimizer = None if "optimizer" in self._config else optimizers[0]
+        if self.engine is None or self.engine.module is not self.lightning_module or is_training:
+            config = self._engine_config(trainer) if is_training else {**self._config}
+            config.setdefault("train_micro_batch_size_per_gpu", 1)
+            self.engine, *_ = initialize(model=self.lightning_module, optimizer=optimizer, config=config)
+        self.model = self.engine
+        if is_training:
+            self.optimizers = [self.engine.optimizer]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _engine_config(self, trainer: Any) -> dict[str, Any]:
+        if trainer.gradient_clip_algorithm not in (None, "norm"):
+            raise ValueError("the engine clips the norm of the gradient: leave out gradient_clip_algorithm='value'")
+        name = str(self.precision_plugin.precision)
+        kind = name.partition("-")[0]
+        if kind not in ("32", *_SECTION_BY_PRECISION):
+            raise ValueError(f"precision={name!r} has no equal: take '32-true', 'bf16-mixed' or '16-mixed'")
+        config = {**self._config, "gradient_accumulation_steps": trainer.accumulate_grad_batches}
+        config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
+        if kind in _SECTION_BY_PRECISION:
+            config.setdefault(_SECTION_BY_PRECISION[kind], {"enabled": True})
+        return config
+
+    # The loop
+
+    def _require_engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Around a micro-batch that does not end its window."""
+        engine = self._require_engine()
+        engine.set_gradient_accumulation_boundary(False)
+        yield
+        engine.step()
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The engine's, of a loss that Lightning has divided by the window."""
+        self._require_engine().backward(closure_loss, *args, scale_wrt_gas=False, **kwargs)
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The closure's backward pass ends the window."""
+        self._require_engine().set_gradient_accumulation_boundary(True)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: the engine saves the model."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Empty: the engine saves it."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """A folder at ``filepath``; collective."""
+        folder = Path(self.broadcast(str(filepath)))
+        self._require_engine().save_checkpoint(folder, tag=self.strategy_name)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, folder / _LOOPS_FILE, storage_options)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """What :meth:`save_checkpoint` wrote, at any stage and number of ranks; collective."""
+        folder = Path(self.broadcast(str(checkpoint_path)))
+        engine = self._require_engine()
+        engine.load_checkpoint(folder, tag=self.strategy_name, load_module_only=engine.optimizer is None)
+        return self.checkpoint_io.load_checkpoint(folder / _LOOPS_FILE, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to load."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to load."""
