@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ TOLERANCE = 1e-5
 
 
 def _make_module() -> Any:
-    import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
     import torch
+
+    pl: Any = import_module("lightning.pytorch")
 
     class Regression(pl.LightningModule):
         def __init__(self) -> None:
@@ -57,28 +59,27 @@ def _loader(rank: int, world: int) -> Any:
 
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(NUM_BATCHES * BATCH, 6, generator=draw)
-    rows = list(zip(x, x.sum(1, keepdim=True), strict=True))
+    rows: Any = list(zip(x, x.sum(1, keepdim=True), strict=True))
     part = BATCH // world
     order = [i for at in range(0, len(rows), BATCH) for i in range(at + rank * part, at + (rank + 1) * part)]
-    return torch.utils.data.DataLoader([rows[i] for i in order], batch_size=part)
+    return torch.utils.data.DataLoader(rows, batch_size=part, sampler=order)
 
 
 def _fit(
     rank: int, world: int, folder: str, stage: int | None, options: dict[str, Any], resume: str | None = None
 ) -> dict[str, Any]:
     """Two epochs; a checkpoint after the first."""
-    import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
     import torch
-    from lightning.pytorch.callbacks import ModelCheckpoint  # pyright: ignore[reportMissingImports]
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # pyright: ignore[reportMissingImports]
 
+    pl: Any = import_module("lightning.pytorch")
+    environment = import_module("lightning.pytorch.plugins.environments").TorchElasticEnvironment()
     strategy: Any = "auto"
     callbacks = []
     if stage is not None:
         from thalweg.compat.lightning import ThalwegStrategy
 
-        strategy = ThalwegStrategy(stage=stage, cluster_environment=TorchElasticEnvironment())
-        callbacks = [ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)]
+        strategy = ThalwegStrategy(stage=stage, cluster_environment=environment)
+        callbacks = [pl.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)]
     settings: dict[str, Any] = {
         "max_epochs": 2,
         "accumulate_grad_batches": 2,

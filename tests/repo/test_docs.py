@@ -20,7 +20,15 @@ from thalweg.config import load
 
 PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-FOREIGN = {"--shm-size", "--write", "--master_port", "--deepspeed"}
+FOREIGN = {
+    "--accelerator_config",
+    "--config_file",
+    "--use_cpu",
+    "--shm-size",
+    "--write",
+    "--master_port",
+    "--deepspeed",
+}
 """Options of other programs."""
 
 

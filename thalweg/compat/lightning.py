@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.core.optimizer import (  # pyright: ignore[reportMissingImports]
-    _init_optimizers_and_lr_schedulers,
-)
-from lightning.pytorch.plugins.precision import Precision  # pyright: ignore[reportMissingImports]
-from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
-from lightning.pytorch.trainer.states import TrainerFn  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from thalweg.config.reader import read_source
 from thalweg.engine import Engine, initialize
 
+_has_lightning = find_spec("lightning") is not None
+# Without Lightning the class can be imported, and says what it lacks when it is made.
+_Strategy: Any = import_module("lightning.pytorch.strategies").DDPStrategy if _has_lightning else object
+_Precision: Any = import_module("lightning.pytorch.plugins.precision").Precision if _has_lightning else object
+
 _LOOPS_FILE = "lightning.ckpt"
 _SECTION_BY_PRECISION = {"bf16": "bf16", "16": "fp16"}
 
 
-class EnginePrecision(Precision):
+class EnginePrecision(_Precision):
     """The engine casts, scales and clips."""
 
     def __init__(self, precision: str) -> None:
@@ -37,9 +38,12 @@ class EnginePrecision(Precision):
         """The step does it, by ``gradient_clipping``."""
 
 
-class ThalwegStrategy(DDPStrategy):
+class ThalwegStrategy(_Strategy):
     """``config``: a path or dict of the keys that ``thalweg.initialize`` takes; the micro-batches of a window, the
     precision and the clipping are Trainer's.  ``stage``: the ZeRO stage, where the config says none.
+
+    Raises:
+        ImportError: there is no Lightning.
 
     Raises (when the fit starts):
         ValueError: several optimizers, gradients clipped by value, a precision without an equal.
@@ -48,6 +52,8 @@ class ThalwegStrategy(DDPStrategy):
     strategy_name = "thalweg"
 
     def __init__(self, config: Any = None, stage: int = 2, **options: Any) -> None:
+        if not _has_lightning:
+            raise ImportError("ThalwegStrategy needs Lightning: pip install lightning")
         super().__init__(**options)
         self._config: dict[str, Any] = {} if config is None else dict(read_source(config)[0].tree or {})
         self._config.setdefault("zero_optimization", {"stage": stage})
@@ -56,12 +62,12 @@ class ThalwegStrategy(DDPStrategy):
     # What is built
 
     @property
-    def precision_plugin(self) -> Precision:
+    def precision_plugin(self) -> Any:
         """Trainer's precision, which the engine carries out."""
         return self._engine_precision
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    def precision_plugin(self, plugin: Any) -> None:
         self._engine_precision = EnginePrecision(getattr(plugin, "precision", "32-true"))
 
     @property
@@ -78,9 +84,10 @@ class ThalwegStrategy(DDPStrategy):
         """Build the engine; its optimizer is the one of ``configure_optimizers``, or the config's."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        is_training, optimizer = trainer.state.fn == TrainerFn.FITTING, None
+        is_training, optimizer = trainer.state.fn == "fit", None
         if is_training:
-            optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+            init_optimizers = import_module("lightning.pytorch.core.optimizer")._init_optimizers_and_lr_schedulers
+            optimizers, self.lr_scheduler_configs = init_optimizers(self.lightning_module)
             if len(optimizers) > 1:
                 raise ValueError("ThalwegStrategy drives one optimizer: give its groups rates of their own instead")
             optimizer = None if "optimizer" in self._config else optimizers[0]
