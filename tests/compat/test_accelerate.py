@@ -116,3 +116,67 @@ def test_a_loop_of_the_users_own(stage: int, dummy: bool, tmp_path: Path) -> Non
         assert result["class"] == "GPT2LMHeadModel" and result["norm"] > 0
     assert ours[0]["whole"] is True
     assert "lm_head.weight" in ours[0]["names"]
+
+
+def _distil(teacher: Any, student: Any, batch: Any) -> Any:
+    """The student's loss, and its distance from the teacher, both models' outputs whole."""
+    import torch
+
+    with torch.no_grad():
+        wanted = teacher(input_ids=batch["input_ids"]).logits
+    found = student(**batch)
+    return found.loss + torch.nn.functional.mse_loss(found.logits, wanted)
+
+
+def _plain_distillation(rank: int, world: int) -> list[float]:
+    import torch
+
+    student, teacher, losses = make_model(), make_model(5), []
+    optimizer = torch.optim.AdamW(student.parameters(), lr=LR)
+    for batch in _batches(1):
+        loss = _distil(teacher, student, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _two_models(rank: int, world: int, student_stage: int) -> dict[str, Any]:
+    """As accelerate's documentation of several models has it: a plugin for each, one of them for inference alone."""
+    import torch
+
+    prepare_rank()
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    common = {"train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    plugins = {
+        "student": DeepSpeedPlugin(hf_ds_config={**common, "zero_optimization": {"stage": student_stage}}),
+        "teacher": DeepSpeedPlugin(hf_ds_config={**common, "zero_optimization": {"stage": 3}}),
+    }
+    accelerator = Accelerator(deepspeed_plugins=plugins)
+    student, teacher = make_model(), make_model(5)
+    optimizer: Any = torch.optim.AdamW(student.parameters(), lr=LR)
+    rows = make_dataset(NUM_MICRO_BATCHES * MICRO_BATCH * 2, masked=False)
+    loader = torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH)
+    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+    accelerator.state.select_deepspeed_plugin("teacher")
+    teacher = accelerator.prepare(teacher)
+    accelerator.state.select_deepspeed_plugin("student")
+    losses = []
+    for batch in loader:
+        loss = _distil(teacher, student, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return {"losses": losses, "stages": [model.zero_optimization_stage() for model in (student, teacher)]}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
+def test_several_models(stage: int) -> None:
+    plain = run_ranks(_plain_distillation, 1)[0]
+    for result in run_ranks(_two_models, 2, stage):
+        assert max(abs(a - b) for a, b in zip(result["losses"], plain, strict=True)) < TOLERANCE
+        assert result["stages"] == [stage, 3]
