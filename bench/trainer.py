@@ -53,7 +53,7 @@ ARGUMENTS = {
 
 
 def ds_config(stage: int, offload: bool) -> dict[str, Any]:
-    """The config of Hugging Face's documentation, but for the norm, which DeepSpeed would not clip by "auto" here."""
+    """The config of Hugging Face's documentation; the largest norm is said outright, for its defaults differ."""
     zero: dict[str, Any] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
