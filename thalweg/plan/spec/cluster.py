@@ -7,12 +7,13 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from thalweg.ops.linear.kernels import KERNELS, REFERENCE, is_usable
 from thalweg.plan.spec.run_spec import RankTopology
 from thalweg.utils.formatting import parse_bytes
 
@@ -210,7 +211,9 @@ def _measure_speeds(num_busy_ranks: int) -> dict[str, float]:
         for name, dtype, size in (("fp32", torch.float32, 512), ("bf16", torch.bfloat16, 256)):
             a = torch.ones(size, size, dtype=dtype)
             b = torch.ones(size, size, dtype=dtype)
-            seconds = _best_seconds(lambda a=a, b=b: a @ b, 3)
+            # Half precision is widened where the processor has no arithmetic for it, as linear layers do.
+            kernels = [KERNELS["nn"][kernel] for kernel in (REFERENCE, "fp32") if is_usable("nn", kernel, dtype)]
+            seconds = min(_best_seconds(partial(kernel, a, b), 3) for kernel in kernels)
             speeds[name] = 2 * size**3 / seconds / max(1, torch.get_num_threads())
         source = torch.ones(1 << 22)
         target = torch.empty_like(source)
