@@ -12,6 +12,8 @@ DEEPSPEED_VERSION = "0.19.8"
 
 _HERE, _PROGRAMS = "thalweg.compat.deepspeed", "thalweg.cli.other_programs"
 _SEQUENCE_PARALLEL = NotOffered('set "sequence_parallel_size" in the config; thalweg.initialize splits the attention')
+_TENSOR_PARALLEL = NotOffered('set "tensor_parallel": {"autotp_size": N} in the config; initialize splits the layers')
+_EVERY_LAYOUT = NotOffered("engine.load_checkpoint loads every checkpoint at every stage and number of ranks")
 _OPTIMIZER = "thalweg.optim.step:EngineOptimizer"
 _CONFIG = f"{_HERE}.config:DeepSpeedConfig"
 
@@ -112,10 +114,11 @@ SURFACE: dict[str, Names] = {
         **_ACCELERATOR, "is_current_accelerator_supported": f"{_HERE}.runtime_utils:is_current_accelerator_supported",
     },
     "deepspeed.accelerator.real_accelerator": _ACCELERATOR,
-    "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.ds_to_universal": {PROGRAM: _PROGRAMS},
+    "deepspeed.checkpoint": {"UNIVERSAL_CHECKPOINT_INFO": _EVERY_LAYOUT},
+    "deepspeed.checkpoint.ds_to_universal": {"main": _EVERY_LAYOUT, PROGRAM: _PROGRAMS},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "thalweg.zero.whole_tensors:clone_tensors_for_torch_save",
+        "get_model_ckpt_name_for_rank": NotOffered("thalweg.checkpoint.Checkpoint.open(DIR) reads a checkpoint by name"),
     },
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
@@ -127,7 +130,17 @@ SURFACE: dict[str, Names] = {
     },
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _MOE,
+    "deepspeed.moe.sharded_moe": dict.fromkeys(
+        ("TopKGate", "MOELayer", "top1gating", "top2gating", "topkgating", "_route_slots", "_sparse_encode",
+         "_sparse_decode"),
+        NotOffered("thalweg.moe.MoE has the gate: k, capacity_factor, drop_tokens and the rest are its arguments"),
+    ),
     "deepspeed.moe.utils": _MOE,
+    "deepspeed.module_inject": {},
+    "deepspeed.module_inject.layers": dict.fromkeys(
+        ("LinearAllreduce", "LinearLayer", "set_autotp_mode", "is_autotp_training_mode"), _TENSOR_PARALLEL
+    ),
+    "deepspeed.module_inject.tp_shard": {"get_shard_size_list": _TENSOR_PARALLEL},
     "deepspeed.ops": {
         "__compatible_ops__": f"{_HERE}.op_builders:COMPATIBLE_OPS",
         "DeepSpeedTransformerLayer": NotOffered("thalweg.nn.transformer has a transformer in plain PyTorch"),
