@@ -108,6 +108,24 @@ def test_another_rate_is_seen() -> None:
         assert _difference(other, getattr(plain, name)()) > 10 * TOLERANCES.get(name, 2e-5)
 
 
+def test_the_same_names_without_the_alias() -> None:
+    """What those programs call is below ``thalweg`` itself."""
+    import torch.distributed
+
+    import thalweg
+    from thalweg.moe.layer import MoE
+    from thalweg.moe.utils import is_moe_param
+
+    for name in thalweg.__all__:
+        assert getattr(thalweg, name) is not None
+    for name in thalweg.zero.__all__:
+        assert callable(getattr(thalweg.zero, name))
+    assert thalweg.comm.all_reduce is torch.distributed.all_reduce and thalweg.moe.MoE is MoE
+    assert callable(thalweg.checkpointing.checkpoint) and thalweg.moe.is_moe_param is is_moe_param
+    with pytest.raises(AttributeError):
+        _ = thalweg.comm.no_such_collective
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_program(name: str, tmp_path: Path) -> None:

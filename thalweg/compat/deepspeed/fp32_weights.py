@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
+from thalweg.zero.full_state_dict import load_full_state_dict
 
 _PREFIX = "model/"
 
@@ -25,7 +27,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """The plain model on the CPU with those weights."""
-    model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    """The plain model on the CPU with those weights, or an engine's model where it is, which stays usable."""
+    state_dict = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        load_full_state_dict(model, state_dict, strict=False)
+    else:
+        model.cpu().load_state_dict(state_dict, strict=False)
     return model

@@ -118,7 +118,7 @@ SURFACE: dict[str, Names] = {
     "deepspeed.checkpoint.ds_to_universal": {"main": _EVERY_LAYOUT, PROGRAM: _PROGRAMS},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "thalweg.zero.whole_tensors:clone_tensors_for_torch_save",
-        "get_model_ckpt_name_for_rank": NotOffered("thalweg.checkpoint.Checkpoint.open(DIR) reads a checkpoint by name"),
+        "get_model_ckpt_name_for_rank": NotOffered("thalweg.checkpoint.Checkpoint.open(DIR) reads tensors by name"),
     },
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
