@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from thalweg.checkpoint.training_state import TrainingState
 from thalweg.comm import CommsLog
@@ -114,6 +115,11 @@ def build_engine(
     """An engine of this class and its data loader, from the config ``source``; see :func:`initialize`."""
     from thalweg.plan.runtime import fill_auto_for_job  # the plan is loaded by jobs, not by every import
 
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            f"this {type(model).__name__} is sharded already, by another engine or by fully_shard: give initialize() a "
+            "model as it was built, and load_checkpoint() what the other one has learnt"
+        )
     parsed = load(source)
     enable_console(parsed.log_level)
     parsed = merge_model_settings(parsed, model)

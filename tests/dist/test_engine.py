@@ -516,3 +516,18 @@ def _count_samples(rank, world):
 def test_a_short_window_counts_the_samples_that_it_saw():
     for counts in run_ranks(_count_samples, 2):
         assert counts == [3 * 2 * 2, 4 * 2 * 2]
+
+
+def _initialized_twice(rank: int, world: int) -> str:
+    import thalweg
+
+    model = nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    thalweg.initialize(model=model, config=config)
+    with pytest.raises(ValueError) as error:
+        thalweg.initialize(model=model, config=config)
+    return str(error.value)
+
+
+def test_a_model_of_another_engine_is_refused():
+    assert "sharded already" in run_ranks(_initialized_twice, 1)[0]
