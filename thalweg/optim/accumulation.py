@@ -283,11 +283,11 @@ class TokenMean(LossNormalizer):
         self._total_tokens = torch.zeros((), dtype=torch.float64, device=self._device)
         self._num_losses = 0
 
-    @contextmanager
     def resize(self, num_micro_batches: int) -> None:
         super().resize(num_micro_batches)
         self.rescales_at_end = num_micro_batches > 1
 
+    @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Count the targets of the losses within; several forwards before a backward add up."""
         if self._loss_used or not torch.is_grad_enabled():
