@@ -27,7 +27,7 @@ class RepeatingLoader:
             return next(self._iterator)
         except StopIteration:
             self.epoch += 1
-            sampler = getattr(self.loader, "sampler", None)
+            sampler: Any = getattr(self.loader, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
             self._iterator = iter(self.loader)
