@@ -107,6 +107,7 @@ def _find_best(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 def test_best_model_at_end_and_predict(stage: int, tmp_path: Path) -> None:
     plain, _ = _compare(tmp_path, stage, _find_best)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -154,6 +155,7 @@ def test_who_comes_after_the_error_is_told_the_same_one() -> None:
     assert told[0] == told[1] == told[2] and "WORLD_SIZE=" in told[1][0], told
 
 
+@pytest.mark.nightly
 def test_a_rank_that_never_comes_is_named_on_both_sides() -> None:
     told = run_ranks(_errors, 3, [("port", free_port(), 4.0)], init=False, timeout=60)
     assert all("RANK 2 did not come within 4 s" in one[0] and "MASTER_PORT" in one[0] for one in told[:2]), told

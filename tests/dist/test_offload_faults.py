@@ -80,6 +80,7 @@ def _goes_on(rank: int, world: int) -> list[str]:
     return wrong if failed >= 12 else [f"only {failed} of {len(PLACES) * 4} runs met the fault"]
 
 
+@pytest.mark.nightly
 def test_row24_training_goes_on_when_the_disk_works_again():
     (wrong,) = run_ranks(_goes_on, 1)
     assert not wrong, "\n".join(wrong)

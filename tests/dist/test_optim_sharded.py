@@ -294,6 +294,7 @@ def test_sharded_equals_whole(world: int) -> None:
             assert not odd, f"{name}: {odd}"
 
 
+@pytest.mark.nightly
 def test_same_gradients_same_bits() -> None:
     """Up to the last bits of the fused kernels' scalar tails, and of sums."""
     for result in results(3):

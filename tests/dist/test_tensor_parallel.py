@@ -127,7 +127,7 @@ def _checkpoint(
     return values
 
 
-@pytest.mark.parametrize("name", [nightly("llama, 4 heads on 1"), "reference, 5 heads"])
+@pytest.mark.parametrize("name", [nightly("llama, 4 heads on 1"), nightly("reference, 5 heads")])
 def test_checkpoints_go_between_tensor_layouts_and_back(tmp_path, name):
     pytest.importorskip("transformers")
     one = run_ranks(_checkpoint, 1, name, [(1, 0)], None, str(tmp_path))[0]

@@ -156,7 +156,7 @@ def _links(rank, world, stage):
     return worst, kinds
 
 
-@pytest.mark.parametrize("stage", [nightly(1), 3])
+@pytest.mark.parametrize("stage", [nightly(1), nightly(3)])
 def test_links_at_both_levels(together, stage):
     for worst, kinds in together(_links, 4):
         assert worst["hpZ"] <= TOLERANCE["exact"]
