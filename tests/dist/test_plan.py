@@ -281,7 +281,6 @@ def test_row22_the_activations_of_many_tokens_are_in_the_plan(policies):
     )  # MiB: what a plan without them would miss
 
 
-@pytest.mark.nightly
 def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
     found = {name: run_ranks(_offloaded, 1, zero)[0] for name, zero in tiers_of(str(tmp_path)).items()}
     for name, (peak, planned) in found.items():
