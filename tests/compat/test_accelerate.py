@@ -105,7 +105,7 @@ def _with_plugin(rank: int, world: int, folder: str, stage: int, dummy: bool) ->
 
 @pytest.mark.parametrize(
     ("stage", "dummy"),
-    [nightly(1, False), (2, False), nightly(3, False), nightly(1, True), nightly(2, True), (3, True)],
+    [nightly(1, False), nightly(2, False), nightly(3, False), nightly(1, True), nightly(2, True), (3, True)],
 )
 def test_a_loop_of_the_users_own(stage: int, dummy: bool, tmp_path: Path) -> None:
     plain = run_ranks(_plain, 1)[0]

@@ -156,6 +156,7 @@ def _is_plain_base(loaded: Any) -> bool:
     return all(torch.equal(before[name], value) for name, value in named.items())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 def test_lora_is_saved_for_peft(stage: int, tmp_path: Path) -> None:
     _, ours = _compare(tmp_path, stage, _train_lora)

@@ -54,7 +54,7 @@ def _ledger(rank, world_size, cases, hosts):
 CASES = [(stage, dtype, n) for stage in range(4) for dtype, n in (("fp32", 1), ("bf16", 2))]
 
 
-@pytest.mark.parametrize(("world_size", "hosts"), [nightly(2, 1), (2, 2)])
+@pytest.mark.parametrize(("world_size", "hosts"), [nightly(2, 1), nightly(2, 2)])
 def test_traffic_is_what_the_ledger_counts(world_size, hosts):
     import thalweg
     from thalweg.plan.spec.cluster import Cluster

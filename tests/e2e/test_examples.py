@@ -55,7 +55,7 @@ def test_hugging_face_models_learn(launcher, script, arguments, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [nightly(BARE), TWO], ids=["bare", "two ranks"])
+@pytest.mark.parametrize("launcher", [nightly(BARE), nightly(TWO)], ids=["bare", "two ranks"])
 def test_the_gpt_learns_and_leaves_a_checkpoint(launcher, tmp_path):
     losses, printed = losses_of(launcher, "train_gpt.py", "--steps", "10", "--stage", "2", cwd=tmp_path)
     assert 7 < losses[0] < 8.5

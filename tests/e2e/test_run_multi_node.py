@@ -250,6 +250,7 @@ def test_a_script_that_one_host_lacks_is_one_error(cluster: Cluster) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.nightly
 def test_a_host_that_falls_off_the_network_ends_the_job(hosts: Any, cluster: Cluster) -> None:
     """The last test: its host does not come back."""
     process = cluster.launch(HANG, options=TWO)
