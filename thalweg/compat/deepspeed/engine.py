@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thalweg
-from thalweg.compat.deepspeed.config import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from thalweg.compat.deepspeed.live_engines import add_engine
-from thalweg.config import Config
+from thalweg.config import Config, load
+from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.reader import read_source
 from thalweg.config.schema.base import replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
@@ -75,6 +75,17 @@ def _read_config(config: Config, path: str) -> Any:
     return reduce(getattr, path.split("."), config)
 
 
+def _load_with_defaults(source: Any) -> Config:
+    """The config of ``source``, with what DeepSpeed does where it says nothing."""
+    config = load(source)
+    unsaid = {path: value for path, value in DEEPSPEED_DEFAULTS.items() if path not in config.provenance.user_set}
+    filled = replace_by_path(config, unsaid)
+    assert isinstance(filled, Config)
+    for path in unsaid:
+        filled.add_note(path, "DeepSpeed's default")
+    return filled
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -112,13 +123,9 @@ def initialize(
     given = [source for source in sources if source]
     if not given:
         raise ValueError("initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args")
-    tree = read_source(given[0])[0].tree
-    source = given[0]
-    if tree is not None and GRADIENT_CLIPPING not in tree:  # None: load() reports what is wrong
-        source = {GRADIENT_CLIPPING: GRADIENT_CLIPPING_DEFAULT, **tree}
     engine, loader = build_engine(
         DeepSpeedEngine,
-        source,
+        _load_with_defaults(given[0]),
         model,
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -128,7 +135,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    engine.set_raw_config(given[0] if isinstance(given[0], Mapping) else tree)
+    engine.set_raw_config(given[0] if isinstance(given[0], Mapping) else read_source(given[0])[0].tree)
     add_engine(engine)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
