@@ -63,9 +63,7 @@ class Planner:
     def predict(self, config: Config) -> Plan:
         """The plan of a resolved config."""
         model = self.meta_model.model
-        host_memory = self.cluster.host_memory
-        rank_memory = None if host_memory is None else host_memory // self.cluster.devices_per_node
-        if changes := choose_max_in_cpu(config, rank_memory):
+        if changes := choose_max_in_cpu(config, self.cluster.host_memory_per_rank()):
             changed = replace_by_path(config, changes)
             assert isinstance(changed, Config)
             config = changed

@@ -26,7 +26,7 @@ from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
-RESIDENT_REASON = "an eighth of this host's memory"
+_RESIDENT_REASON = "an eighth of this host's memory"
 
 
 def fill_auto_for_job(
@@ -60,7 +60,7 @@ def fill_auto_for_job(
 def _choose_resident(config: Config, mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, Any], str]:
     topology = get_topology(mesh, device, get_tp_size(config))
     on_host = find_memory_limit(config, torch.device("cpu"), topology.ranks_per_node, int(resident_mib() * 2**20))
-    return choose_max_in_cpu(config, None if on_host is None else on_host // topology.ranks_per_node), RESIDENT_REASON
+    return choose_max_in_cpu(config, None if on_host is None else on_host // topology.ranks_per_node), _RESIDENT_REASON
 
 
 def _choose_for_job(

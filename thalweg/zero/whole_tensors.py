@@ -38,7 +38,7 @@ def _clone_tree(
 ) -> Any:
     if isinstance(item, Tensor):
         # Every rank gathers every tensor: which of them share memory is not seen alike where a shard is empty.
-        local, full = _local(item), _gather(item.detach())
+        local, full = to_local(item), gather_whole(item.detach())
         if not keep:
             return None
         key = (local.data_ptr(), item.shape, item.dtype) if local.numel() else id(item)
@@ -54,9 +54,11 @@ def _clone_tree(
     return item
 
 
-def _local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory; a plain one as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _gather(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
+    """A whole copy of a tensor; collective if it is sharded."""
     return all_gather_full(tensor) if isinstance(tensor, DTensor) else tensor.clone()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from thalweg.compat.deepspeed.live_engines import live_engines
-from thalweg.zero.full_state_dict import all_gather_full, write_to_shard
+from thalweg.zero.full_state_dict import write_to_shard
+from thalweg.zero.whole_tensors import gather_whole, to_local
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The whole master weight; collective."""
-    return _gather(param.detach()).float()
+    return gather_whole(param.detach()).float()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -21,7 +21,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole reduced gradient between the window's last backward pass and its step; collective."""
-    return None if param.grad is None else _gather(param.grad).float()
+    return None if param.grad is None else gather_whole(param.grad).float()
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -38,7 +38,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """The whole state ``optim_state_key`` of a parameter ("exp_avg", "exp_avg_sq"); None before the first step."""
     state = _find_state(param, optim_state_key)
-    return None if state is None else _gather(state).float()
+    return None if state is None else gather_whole(state).float()
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -48,36 +48,28 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor:
     """This rank's part of the master weight, a copy."""
-    return _local(param.detach()).float().clone()
+    return to_local(param.detach()).float().clone()
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's part of the reduced gradient, a copy."""
-    return None if param.grad is None else _local(param.grad).float().clone()
+    return None if param.grad is None else to_local(param.grad).float().clone()
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """This rank's part of the state ``optim_state_key``, a copy."""
     state = _find_state(param, optim_state_key)
-    return None if state is None else _local(state).float().clone()
+    return None if state is None else to_local(state).float().clone()
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Write this rank's part of the master weight."""
-    _local(param.detach()).copy_(value)
+    to_local(param.detach()).copy_(value)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Write this rank's part of the state ``optim_state_key``."""
-    _local(_require(_find_state(param, optim_state_key), optim_state_key)).copy_(value)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gather(tensor: Tensor) -> Tensor:
-    return all_gather_full(tensor) if isinstance(tensor, DTensor) else tensor.clone()
+    to_local(_require(_find_state(param, optim_state_key), optim_state_key)).copy_(value)
 
 
 def _scatter_into(target: Tensor, value: Tensor) -> None:

@@ -66,6 +66,10 @@ class Cluster:
         """Bytes that one rank may use: its device's, or its share of the host."""
         if self.device != "cpu":
             return self.device_memory
+        return self.host_memory_per_rank()
+
+    def host_memory_per_rank(self) -> int | None:
+        """A rank's share of its host's memory."""
         return None if self.host_memory is None else self.host_memory // self.devices_per_node
 
 
