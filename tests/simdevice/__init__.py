@@ -1,0 +1,234 @@
+"""A simulated accelerator, ``sim``, for what must hold on a GPU where there is none.
+
+``build()`` compiles it (g++, once for a machine, a torch and these sources; a minute) and ``register()`` makes it the
+accelerator of this process for good: ``torch.accelerator`` finds it, ``torch.sim`` is its module, and process groups
+have its backend ``simccl``.  A process of tests that others share must not do so: ``run_ranks(..., device="sim")``
+gives ranks that have.  ``device.cpp`` says what it refuses and what *late* work is; it knows no kernels of its own and
+no speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEVICE = "sim"
+_SOURCES = ("device.cpp", "collectives.cpp", "autocast.cpp", "attention.cpp")
+_HERE = Path(__file__).parent
+
+
+def missing_tool() -> str | None:
+    """Why the device cannot be built here, or None."""
+    if sys.platform != "linux":
+        return "the simulated accelerator is built on Linux alone"
+    if shutil.which("g++") is None:
+        return "the simulated accelerator needs a compiler: g++"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "the simulated accelerator needs Python's headers: Python.h"
+    return None
+
+
+@cache
+def build() -> Path:
+    """The compiled device; a folder of the user's cache keeps it for later runs."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache_home / "thalweg-tests" / f"simdevice-{_hash('device.h', *_SOURCES)}"
+    library = folder / "simdevice.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(folder, library)
+    return library
+
+
+def _hash(*names: str) -> str:
+    version = f"{torch.__version__} {sys.version} {torch.compiled_with_cxx11_abi()}".encode()
+    return hashlib.sha256(b"".join((_HERE / name).read_bytes() for name in names) + version).hexdigest()[:16]
+
+
+def _compile(folder: Path, library: Path) -> None:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    flags = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_EXTENSION_NAME=simdevice", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+    objects = [folder.parent / f"{name}-{_hash('device.h', name)}.o" for name in _SOURCES]
+    for name, target in zip(_SOURCES, objects, strict=True):
+        if not target.exists():
+            unfinished = folder / f"{name}.o"
+            command = ["g++", *flags, "-c", str(_HERE / name), "-o", str(unfinished)]
+            found = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if found.returncode:
+                raise RuntimeError(f"the simulated accelerator does not compile:\n{found.stderr[-4000:]}")
+            unfinished.rename(target)
+    unfinished = library.with_suffix(".unfinished")
+    libraries = [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    subprocess.run(["g++", "-shared", *map(str, objects), *libraries, "-o", str(unfinished)], check=True)
+    unfinished.rename(library)
+
+
+def register(num_devices: int = 1, memory_bytes: int = 4 << 30) -> None:
+    """Make it the accelerator of this process, with so many devices of so much memory; once."""
+    if is_registered():
+        return
+    os.environ.update(THALWEG_SIM_DEVICES=str(num_devices), THALWEG_SIM_BYTES=str(memory_bytes))
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    spec = importlib.util.spec_from_file_location("simdevice", build())
+    assert spec is not None and spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    torch._register_device_module(DEVICE, _make_module(native))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend("simccl", _make_backend, extended_api=True, devices=[DEVICE])
+    dist.Backend.default_device_backend_map[DEVICE] = "simccl"
+
+
+def is_registered() -> bool:
+    """Whether this process has it."""
+    return hasattr(torch, DEVICE)
+
+
+def restore(device_index: int) -> None:
+    """As a rank has it at its start, for the next test."""
+    native().set_late(False)
+    torch.accelerator.set_device_index(device_index)
+    torch.get_device_module(DEVICE).manual_seed_all(0)
+    torch.accelerator.reset_peak_memory_stats()
+    reset_counts()
+
+
+def _make_backend(options: Any, _: Any) -> Any:
+    store, rank, size = options.store, options.group_rank, options.group_size
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("bytes", store), rank, size, options.timeout)
+    return native().make_backend(gloo, dist.PrefixStore("devices", store), rank, size)
+
+
+def native() -> Any:
+    """The compiled half, once registered."""
+    return torch.get_device_module(DEVICE).native
+
+
+class Stream(torch.Stream):
+    """What ``torch.cuda.Stream`` is there."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> Stream:
+        """A stream of ``device``, by default of the current one."""
+        if ids:
+            return super().__new__(cls, priority=priority, **ids)
+        return super().__new__(cls, device=_device(device), priority=priority)
+
+
+def _event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    """What ``torch.cuda.Event`` is there; a function, as torch compares times of its own class alone."""
+    return torch.Event(device=DEVICE, enable_timing=enable_timing)
+
+
+def _device(device: Any = None) -> torch.device:
+    found = torch.device(DEVICE if device is None else device) if not isinstance(device, int) else None
+    index = device if isinstance(device, int) else found.index  # type: ignore[union-attr]
+    return torch.device(DEVICE, native().current_device() if index is None else index)
+
+
+@contextlib.contextmanager
+def _stream_context(stream: torch.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def _make_module(compiled: Any) -> types.ModuleType:
+    def generator(device: Any = None) -> torch.Generator:
+        return compiled.default_generator(_device(device).index)
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(compiled.device_count()):
+            compiled.default_generator(index).manual_seed(seed)
+
+    def default_stream(device: Any = None) -> torch.Stream:
+        where = _device(device)
+        kind = torch.accelerator.current_stream(where).device_type
+        return torch.Stream(stream_id=0, device_index=where.index, device_type=kind)
+
+    module = types.ModuleType(f"torch.{DEVICE}")
+    vars(module).update(
+        native=compiled,
+        Stream=Stream,
+        Event=_event,
+        stream=_stream_context,
+        current_stream=lambda device=None: torch.accelerator.current_stream(_device(device)),
+        default_stream=default_stream,
+        set_stream=torch.accelerator.set_stream,
+        synchronize=lambda device=None: torch.accelerator.synchronize(_device(device)),
+        device=lambda device: torch.accelerator.device_index(_device(device).index),
+        device_count=compiled.device_count,
+        current_device=compiled.current_device,
+        set_device=lambda device: compiled.set_device(_device(device).index),
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _initialized=True,  # which torch's checkpoint asks for
+        _is_in_bad_fork=lambda: False,
+        init=lambda: None,
+        manual_seed=lambda seed: generator().manual_seed(seed),
+        manual_seed_all=manual_seed_all,
+        initial_seed=lambda: generator().initial_seed(),
+        get_rng_state=lambda device=DEVICE: generator(device).get_state(),
+        set_rng_state=lambda state, device=DEVICE: generator(device).set_state(state),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        is_bf16_supported=lambda: True,
+        get_device_name=lambda device=None: "simulated",
+        memory_allocated=lambda device=None: torch.accelerator.memory_allocated(_device(device)),
+        max_memory_allocated=lambda device=None: torch.accelerator.max_memory_allocated(_device(device)),
+        memory_reserved=lambda device=None: torch.accelerator.memory_reserved(_device(device)),
+        reset_peak_memory_stats=lambda device=None: torch.accelerator.reset_peak_memory_stats(_device(device)),
+        mem_get_info=lambda device=None: torch.accelerator.get_memory_info(_device(device)),
+        empty_cache=lambda: None,
+    )
+    return module
+
+
+@contextlib.contextmanager
+def late_work() -> Iterator[None]:
+    """Within it, work on side streams runs only when something waits for it; what is left runs at its end."""
+    native().set_late(True)
+    try:
+        yield
+    finally:
+        native().set_late(False)
+
+
+def num_syncs() -> tuple[int, dict[str, int]]:
+    """How often the host has waited for the device since :func:`reset_counts`, and for what."""
+    _, count, causes = native().counts()
+    return count, dict(causes)
+
+
+def num_launches() -> int:
+    """How many kernels were launched since :func:`reset_counts`."""
+    return native().counts()[0]
+
+
+def reset_counts() -> None:
+    """Begin to count anew."""
+    native().reset_counts()
