@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 # mallopt(3) parameters of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
@@ -16,12 +19,67 @@ LARGE_BLOCK_BYTES = 4 << 20
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
-    """The accelerator of this local rank where there is one, else the CPU."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    """The accelerator of this local rank where there is one, made the current one, else the CPU.
+
+    Raises:
+        ValueError: there are fewer accelerators than ranks on this host.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    count, kind = torch.accelerator.device_count(), accelerator.type
+    if local_rank >= count and not _may_share(kind, count):
+        raise ValueError(
+            f"local rank {local_rank} has no {kind} device of its own: this process sees {count}, and collectives "
+            f"between two ranks on one device fail. Start at most {count} ranks on this host, or hide the devices to "
+            "train on the CPU (CUDA_VISIBLE_DEVICES=, empty)"
+        )
+    torch.accelerator.set_device_index(local_rank % count)
+    return torch.device(kind, local_rank % count)
+
+
+def _may_share(kind: str, count: int) -> bool:
+    """Whether this rank was given the one device that it sees, or its group talks through the host's memory."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    given = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    if count == 1 and given and "," not in given:
+        return True
+    return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
+
+
+RngState = tuple[Tensor, Tensor | None]
+
+
+def get_rng_state() -> RngState:
+    """Which random numbers come next: on the host, and on the current accelerator where one is in use."""
+    module = _accelerator_in_use()
+    return torch.get_rng_state(), None if module is None else module.get_rng_state()
+
+
+def set_rng_state(state: RngState) -> None:
+    """Go on as after :func:`get_rng_state`."""
+    host, accelerator = state
+    torch.set_rng_state(host)
+    module = _accelerator_in_use()
+    if module is not None and accelerator is not None:
+        module.set_rng_state(accelerator)
+
+
+def seed_rng(seed: int) -> None:
+    """Seed the generators of the host and of the current accelerator."""
+    torch.default_generator.manual_seed(seed)
+    module = _accelerator_in_use()
+    if module is not None:
+        module.manual_seed(seed)
+
+
+def _accelerator_in_use() -> Any:
+    """``torch.cuda`` or what stands for it, if this process has begun to use its device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    module: Any = torch.get_device_module(accelerator)
+    return module if getattr(module, "is_initialized", lambda: True)() else None
 
 
 def retain_freed_memory() -> bool:
@@ -124,5 +182,5 @@ class MallocThreadCache:
 
 def synchronize(device: torch.device) -> None:
     """Wait for queued work, where the device queues any."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -27,7 +27,7 @@ from thalweg.checkpoint.training_state import TrainingState
 from thalweg.comm import CommsLog
 from thalweg.config import Config, load, resolve
 from thalweg.data.batch_feed import BatchFeed
-from thalweg.data.engine_loader import build_engine_loader
+from thalweg.data.engine_loader import build_engine_loader, take_batch_size
 from thalweg.deferred_init.context import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
 from thalweg.observe.flops import resident_mib
@@ -41,6 +41,7 @@ from thalweg.parallelize import Components, get_model_info, merge_model_settings
 from thalweg.utils.env import read_rank_info
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
+from thalweg.utils.versions import warn_of_untried_torch
 from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import gather_state_dict
 
@@ -69,13 +70,15 @@ def initialize(
     ``optimizer``: an optimizer over the model's parameters, a callable that makes one, or
     None for the config's.  ``model_parameters``: parameters or groups for the config's
     optimizer, by default all that require gradients.  ``training_data``: a dataset or a
-    DataLoader.  ``lr_scheduler``: an object with ``step()`` or a callable of the optimizer.
+    DataLoader, whose batch size is the config's micro-batch.  ``lr_scheduler``: an object with ``step()`` or a
+    callable of the optimizer.
 
     The model is changed in place.  Called by every rank, or by one plain ``python`` process.
 
     Raises:
         ConfigError: with every problem of the config at once.
-        ValueError: no parameters, an optimizer over foreign ones, data that cannot fill the ranks.
+        ValueError: no parameters, an optimizer over foreign ones, data that cannot fill the ranks, a DataLoader with
+            another batch size than the config's.
     """
     if model is None:
         raise ValueError("initialize() needs a model: thalweg.initialize(model=model, config=...)")
@@ -122,7 +125,8 @@ def build_engine(
         )
     parsed = load(source)
     enable_console(parsed.log_level)
-    parsed = merge_model_settings(parsed, model)
+    warn_of_untried_torch(torch.__version__)
+    parsed = take_batch_size(merge_model_settings(parsed, model), training_data)
     rank_info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     device = pick_device(rank_info.local_rank)
     meshes = build_meshes(device, mesh, parallel_dims_from_config(parsed))
@@ -232,7 +236,8 @@ class Engine(nn.Module):
             raise
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; the last of a window updates the parameters and the schedule."""
+        """End a micro-batch; the last of a window updates the parameters and the schedule.  With
+        ``managed_gradient_accumulation: false`` every call does, for all backward passes since the one before."""
         self._check_step_api()
         optimizer = self._require_optimizer()
         num_updates = optimizer.num_updates
@@ -327,7 +332,7 @@ class Engine(nn.Module):
             loss = get_loss(call_model(self, batch))
             losses.append(loss_and_weight(loss))
             self.backward(loss)
-            if len(losses) < self._window.num_micro_batches:
+            if self._window.managed and len(losses) < self._window.num_micro_batches:
                 self.step()
         if 0 < len(losses) < self._window.num_micro_batches:
             self._update_parameters()  # step() has counted the short window's micro-batches

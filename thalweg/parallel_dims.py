@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ def init_distributed(
     else:
         info = read_rank_info()
     device = pick_device(info.local_rank)
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = dist_backend or _default_backend(device)
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     if info.world_size == 1 and init_method is None:  # which meets nobody
@@ -124,6 +125,13 @@ def init_distributed(
         backend, init_method=init_method, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
     )
     return info
+
+
+def _default_backend(device: torch.device) -> str:
+    """gloo for the host's tensors, and what the accelerator's own library is."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
 
 
 def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
@@ -183,7 +191,7 @@ def build_meshes(
         groups = [tp.get_group(), fsdp.get_group()]
         tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
     pp = grid["pp"] if dims.pp > 1 else None
-    pp_reverse_group = _new_reverse_group(grid) if pp is not None and device.type == "cuda" else None
+    pp_reverse_group = _new_reverse_group(grid) if pp is not None and device.type != "cpu" else None
     return ParallelMeshes(fsdp, dp, sequence, tp, tp_fsdp, cp, ulysses, pp, pp_reverse_group)
 
 
@@ -212,21 +220,45 @@ def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:
         raise ValueError(f"the mesh has the axes {names}: one of them must be {DATA_AXIS!r}")
 
 
-def new_subgroup(ranks: Sequence[int], parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def control_group(group: dist.ProcessGroup | None, device: torch.device | None = None) -> dist.ProcessGroup:
+    """The ranks of ``group`` (None: of the job) as a group that takes tensors of ``device``, by default of the host.
+
+    A group of the accelerator's library alone (a user's own ``init_process_group("nccl")``) refuses tensors in host
+    memory.  Its ranks get a gloo group of their own for them, once; collective over the group then.
+    """
+    whole = group if group is not None else dist.group.WORLD
+    assert isinstance(whole, dist.ProcessGroup)
+    if (device is not None and device.type != "cpu") or _takes_host_tensors(whole):
+        return whole
+    if whole not in _control_groups:
+        _control_groups[whole] = new_subgroup(dist.get_process_group_ranks(whole), whole, backend="gloo")
+    return _control_groups[whole]
+
+
+def _takes_host_tensors(group: dist.ProcessGroup) -> bool:
+    return any(entry.startswith("cpu:") for entry in str(dist.get_backend_config(group)).split(","))
+
+
+def new_subgroup(
+    ranks: Sequence[int], parent: dist.ProcessGroup | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
     """A process group of these ranks (of the job); only those of ``parent`` take part in making it, all at
-    once, each for its own subgroup; it may be left out for a rank alone.
+    once, each for its own subgroup; it may be left out for a rank alone.  ``backend``: by default the job's.
 
     torch names such a group by its ranks and by how many groups this process has, and ranks that have
     unequally many (experts on other stages, a group of the user's) would wait for each other for ever.
     """
     assert parent is not None or len(ranks) == 1
     if parent is not None:
-        device = "cuda" if dist.get_backend(parent) == "nccl" else "cpu"
+        device = "cpu" if _takes_host_tensors(parent) else torch.accelerator.current_accelerator()
         count = torch.tensor([_num_groups()], device=device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
         for _ in range(int(count) - _num_groups()):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    new_group = dist.new_group(list(ranks), use_local_synchronization=True)
+    new_group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(new_group, dist.ProcessGroup)
     return new_group
 

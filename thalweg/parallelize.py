@@ -12,6 +12,7 @@ their names.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,10 @@ from thalweg.activation_checkpointing.apply import setup_activation_checkpointin
 from thalweg.comm import CommsLog
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
-from thalweg.device import MallocThreadCache
+from thalweg.device import MallocThreadCache, synchronize
 from thalweg.nn.moe.layer import MoE
 from thalweg.nn.tiling import apply_tiling
-from thalweg.observe.flops import flops_per_token, resident_mib
+from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
@@ -62,7 +63,7 @@ from thalweg.parallel.sequence.sequence_parallel import (
 from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
-from thalweg.parallel_dims import ParallelDims, ParallelMeshes
+from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.timing import PhaseTimer
@@ -73,6 +74,7 @@ from thalweg.zero.quantized_params import unwrap_quantized_params
 from thalweg.zero.shard import ShardedModel, shard_model
 from thalweg.zero.tp_layout import TensorParallelLayout
 from thalweg.zero.units import find_units, is_expert_list
+from thalweg.zero.whole_parameter import named_shards
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
@@ -192,7 +194,9 @@ def parallelize(
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)
-    window = AccumulationWindow(config.gradient_accumulation_steps, loss_normalizer)
+    window = AccumulationWindow(
+        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
+    )
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if config.fp16.enabled or config.token_weighted_loss:
@@ -209,7 +213,7 @@ def parallelize(
         window.add_listener(StepCallbacks(on_step=loss_tiling.invalidate))
     window.add_listener(StepCallbacks(on_close=close_offload))
     window.add_listener(sharded)
-    meter = _make_meter(config, meshes, model_info)
+    meter = _make_meter(config, meshes, model_info, device)
     if meter is not None:
         window.add_listener(StepCallbacks(on_close=meter.close))
     schedule = _make_lr_scheduler(config, managed, lr_scheduler)
@@ -220,6 +224,7 @@ def parallelize(
     if tp_group is not None:
         sync_rng(tp_group)
     if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every product on CUDA
         torch.use_deterministic_algorithms(True)
     forward_context = _make_forward_context(config, device, loss_normalizer)
     runner = None
@@ -236,7 +241,10 @@ def parallelize(
         window=window,
         scaler=scaler,
         meter=meter,
-        phase_timer=PhaseTimer(enabled=config.wall_clock_breakdown),
+        phase_timer=PhaseTimer(
+            enabled=config.wall_clock_breakdown,
+            synchronize=None if device.type == "cpu" else partial(synchronize, device),
+        ),
         forward_context=forward_context,
         loss_normalizer=loss_normalizer,
         meshes=meshes,
@@ -375,7 +383,7 @@ def _make_optimizer(
     to_local_name: Callable[[str], str | None] | None,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer over the sharded parameters, or the config's, or None."""
-    params_by_name = dict(model.named_parameters(remove_duplicate=False))
+    params_by_name = dict(named_shards(model, remove_duplicate=False))
     to_local = to_local_name or (lambda name: name)
     local_names = [[to_local(name) for name in group["params"]] for group in named_groups]
     # None for a parameter that lies on another rank, or was taken apart.
@@ -387,7 +395,7 @@ def _make_optimizer(
     if groups and DUMMY_PARAM_NAME in params_by_name and not any(group["params"] for group in groups):
         groups[0]["params"] = [params_by_name[DUMMY_PARAM_NAME]]
     if not groups:
-        groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+        groups = [{"params": [parameter for _, parameter in named_shards(model) if parameter.requires_grad]}]
     replicate_group = mesh.get_group() if mesh.size() > 1 else None
     if isinstance(user_optimizer, torch.optim.Optimizer):
         return to_local_optimizer(rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group)
@@ -419,15 +427,17 @@ def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_s
     return build_lr_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def _make_meter(config: Config, meshes: ParallelMeshes, model_info: ModelSize) -> StepMeter | None:
+def _make_meter(
+    config: Config, meshes: ParallelMeshes, model_info: ModelSize, device: torch.device
+) -> StepMeter | None:
     monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb)
     every = config.steps_per_print
     if not any(monitor.enabled for monitor in monitors) and not (every and every != float("inf")):
         return None
     return StepMeter(
         build_recorder(config, rank=dist.get_rank()),
-        group=meshes.fsdp.get_group(),
+        group=control_group(meshes.fsdp.get_group()),
         num_batch_copies=1 if meshes.sequence is None else meshes.sequence.size(),
         flops_per_token=partial(flops_per_token, model_info),
-        memory_mib=lambda: resident_mib(peak=True),
+        memory_mib=partial(peak_memory_mib, device),
     )

@@ -119,7 +119,10 @@ class _CheckpointedModule(DynamicSubclass):
         if storage is not None and not storage.is_active:
             with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:
                 both = partial(offloaded_forward.context_fn, contexts.get("context_fn"))
-                return checkpoint(offloaded_forward, use_reentrant=False, preserve_rng_state=True, context_fn=both)
+                markers = offloaded_forward.device_markers
+                return checkpoint(
+                    offloaded_forward, *markers, use_reentrant=False, preserve_rng_state=True, context_fn=both
+                )
         unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
         return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 

@@ -129,7 +129,7 @@ class _NvmeTensor:
 
     def read_ahead(self) -> None:
         if self._buffer is None and self._read_buffer is None:
-            self._read_buffer = aligned_empty(self._shape, self._dtype, pinned=self._device.type == "cuda")
+            self._read_buffer = aligned_empty(self._shape, self._dtype, pinned=self._device.type != "cpu")
             self._read = self._file.read(self._offset, self._read_buffer)
 
     def fetch(self) -> Tensor:
@@ -209,8 +209,8 @@ class _PinnedTensor:
         self._shape = tensor.shape
         self._pinned = offloader.get_buffer(tensor.shape, tensor.dtype)
         stream = offloader.stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
             self._pinned.copy_(tensor, non_blocking=True)
             self._copy_event = stream.record_event()
         tensor.record_stream(stream)
@@ -219,7 +219,7 @@ class _PinnedTensor:
     def read_ahead(self) -> None:
         if self._prefetched is None:
             stream = self._offloader.stream
-            with torch.cuda.stream(stream):
+            with stream:
                 tensor = self._pinned.to(self._device, non_blocking=True)
                 self._prefetched = tensor, stream.record_event()
 
@@ -227,7 +227,7 @@ class _PinnedTensor:
         self.read_ahead()
         assert self._prefetched is not None
         (tensor, ready), self._prefetched = self._prefetched, None
-        current = torch.cuda.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._device)
         current.wait_event(ready)
         tensor.record_stream(current)
         self._offloader.on_fetch(self)
@@ -245,7 +245,7 @@ class CpuActivationOffloader(_ReadAheadOffloader):
 
     def __init__(self, device: torch.device, *, depth: int = 2) -> None:
         super().__init__(depth)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.Stream(device)
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
         offloaded = _PinnedTensor(self, tensor)
@@ -300,7 +300,7 @@ def build_activation_offloader(
     Raises:
         ValueError: NVMe without a folder.
     """
-    if target == "cpu" and device.type == "cuda":
+    if target == "cpu" and device.type != "cpu":
         return CpuActivationOffloader(device)
     if target == "cpu":
         _log.info("activations of a rank that computes on the CPU are in host memory already: none is moved")

@@ -87,7 +87,15 @@ class OffloadedForward:
             self._check(index, leaf)
         self.fetched_leaves = leaves
 
-    def __call__(self) -> Any:
+    @property
+    def device_markers(self) -> list[Tensor]:
+        """An empty tensor for each device of the arguments: torch's checkpoint restores the random numbers of the
+        devices of what it is given, and the arguments themselves it must not hold."""
+        assert self._original_leaves is not None
+        by_device = {leaf.device: leaf for leaf in self._original_leaves if isinstance(leaf, Tensor)}
+        return [torch.empty(0, device=device) for device in by_device]
+
+    def __call__(self, *_: Tensor) -> Any:
         leaves = self._original_leaves
         if leaves is None:
             leaves, self.fetched_leaves = self.fetched_leaves, None

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,16 @@ from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_na
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
+from thalweg.utils.log import get_logger
 
 _SINGLE_FILE_NAME = "model.safetensors"
 _INDEX_FILE_NAME = "model.safetensors.index.json"
+_LORA_FACTOR = re.compile(r"\.lora_(?:embedding_)?A(?:\.|$)")
+_PEFT_CURE = (
+    "engine.module.save_pretrained(DIR) writes the adapter, and "
+    "PeftModel.from_pretrained(BASE, DIR).merge_and_unload() makes a whole model of both"
+)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,9 @@ def export_hf(
 
     ``dtype`` casts floating tensors.  ``config``: the content of ``config.json``; by default
     the one that the checkpoint carries, if any.  Every byte read is checked
-    (``CorruptCheckpointError``); existing exports in ``out_dir`` are replaced.
+    (``CorruptCheckpointError``); existing exports in ``out_dir`` are replaced.  LoRA's factors without the layers
+    that they belong to are a ``CheckpointMismatchError``; with them the export has no ``config.json``, as
+    ``from_pretrained`` would not read PEFT's names.
     """
     weights = []
     for name in checkpoint.tensor_names("model/"):
@@ -78,7 +88,13 @@ def export_hf(
         )
     if not weights:
         raise CheckpointMismatchError(f"{checkpoint.path} has no tensors below 'model/' to export")
-    if config is None:
+    names = [weight.name for weight in weights]
+    if problem := _adapter_problem(names):
+        if not _has_lora_bases(names):
+            raise CheckpointMismatchError(f"{checkpoint.path} cannot be exported: {problem}")
+        _log.warning("%s: %s", out_dir, problem)
+        config = None
+    elif config is None:
         state = checkpoint.state
         config = state.get("hf_config") or state.get("thalweg", {}).get("hf_config")
     export = _HfExport(io or FileSystem(), Path(out_dir), _split_into_files(weights, max_shard_bytes))
@@ -102,7 +118,8 @@ def save_16bit(
 ) -> Path:
     """Write a live module's weights in Hugging Face layout, floating ones as ``dtype``; collective.
 
-    ``include_frozen=False`` leaves out parameters that need no gradient.  Sharded parameters are gathered one at a
+    ``include_frozen=False`` leaves out parameters that need no gradient.  The weights of a PEFT model with LoRA are
+    written under its names, with a warning and without ``config.json``.  Sharded parameters are gathered one at a
     time; rank 0 writes.  A failure there is the same ``CheckpointError`` on all ranks, after the gathers that the
     peers take part in.
     """
@@ -117,6 +134,9 @@ def save_16bit(
     ]
     export = _HfExport(io or FileSystem(), directory, _split_into_files(weights, max_shard_bytes))
     operation, is_writer = f"saving weights to {directory}", ranks.rank == 0
+    problem = _adapter_problem([weight.name for weight in weights])
+    if problem and is_writer:
+        _log.warning("%s: %s", directory, problem)
     ranks.all_or_raise(operation, lambda: export.prepare_directory() if is_writer else None)
     values, failure = export.fetch_all(), None
     if is_writer:
@@ -132,10 +152,31 @@ def save_16bit(
             if failure is not None:
                 raise failure
             if is_writer:
-                export.publish(get_hf_config(module))
+                export.publish(None if problem else get_hf_config(module))
 
     ranks.all_or_raise(operation, finish)
     return directory
+
+
+def _adapter_problem(names: Collection[str]) -> str:
+    """What is wrong with weights of these names as a model of Hugging Face's, where LoRA's factors are among them."""
+    if not any(_LORA_FACTOR.search(name) for name in names):
+        return ""
+    if not _has_lora_bases(names):
+        return (
+            "these are LoRA's factors without the layers that they belong to (frozen parameters were left out), and no "
+            f"model by themselves: {_PEFT_CURE}"
+        )
+    return (
+        "these are a PEFT model's weights under PEFT's names, LoRA's factors beside the layers that they belong to, "
+        f"which from_pretrained does not read: {_PEFT_CURE}"
+    )
+
+
+def _has_lora_bases(names: Collection[str]) -> bool:
+    """Whether the layer of each of LoRA's factors is there too."""
+    layers = {name[: match.start()] for name in names if (match := _LORA_FACTOR.search(name))}
+    return layers <= {name.partition(".base_layer.")[0].removesuffix(".weight") for name in names}
 
 
 def _target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:

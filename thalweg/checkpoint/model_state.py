@@ -29,7 +29,9 @@ from thalweg.checkpoint.pipeline_state import merge_stage_states, to_canonical_n
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.checkpoint.save import Snapshot, noop_release
+from thalweg.device import get_rng_state, set_rng_state
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
+from thalweg.zero.whole_parameter import named_shards
 
 
 def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -59,7 +61,7 @@ def is_frozen(tensor: torch.Tensor) -> bool:
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
+    yield from named_shards(module, remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
@@ -209,7 +211,7 @@ def _match_model(
 
 
 def _capture_rng() -> dict[str, Any]:
-    """Python's, numpy's (if loaded), torch's CPU and the current CUDA device's generator states."""
+    """Python's, numpy's (if loaded), torch's CPU and the current accelerator's (as "cuda") generator states."""
     version, words, gauss = random.getstate()
     tree: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
@@ -225,8 +227,9 @@ def _capture_rng() -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tree["cuda"] = torch.cuda.get_rng_state()
+    accelerator = get_rng_state()[1]
+    if accelerator is not None:
+        tree["cuda"] = accelerator
     return tree
 
 
@@ -243,5 +246,5 @@ def _restore_rng(tree: dict[str, Any]) -> None:
         saved = tree["numpy"]
         state = (saved["name"], saved["keys"], saved["position"], saved["has_gauss"], saved["cached"])
         numpy.random.set_state(state)
-    if "cuda" in tree and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tree["cuda"].cpu())
+    if "cuda" in tree:
+        set_rng_state((torch.get_rng_state(), tree["cuda"].cpu()))

@@ -23,6 +23,7 @@ from thalweg.checkpoint.format.dtypes import DTYPES
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
 from thalweg.zero.full_state_dict import make_dtensor
+from thalweg.zero.whole_parameter import named_shards
 
 # How an optimiser computes, not what it has learnt: the running job's choice stands.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -30,13 +31,12 @@ _PARAM_KEYS = frozenset({"params", "param_names"})
 
 
 def _param_names_by_id(module: nn.Module, naming: ParamNaming) -> dict[int, str]:
-    named = module.named_parameters()
-    return {id(parameter): naming.canonical.get(name, name) for name, parameter in named}
+    return {id(parameter): naming.canonical.get(name, name) for name, parameter in named_shards(module)}
 
 
 def _group_params(group: Mapping[str, Any], module: nn.Module, naming: ParamNaming) -> list[torch.Tensor]:
     """The parameters of a group that are part of the model."""
-    hidden = {id(p) for name, p in module.named_parameters() if name in naming.excluded} if naming.excluded else ()
+    hidden = {id(p) for name, p in named_shards(module) if name in naming.excluded} if naming.excluded else ()
     return [parameter for parameter in group["params"] if id(parameter) not in hidden]
 
 

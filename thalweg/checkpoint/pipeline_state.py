@@ -20,6 +20,7 @@ from thalweg.checkpoint.format.codec import decode_tree, encode_tree
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
+from thalweg.parallel_dims import control_group
 
 
 def to_canonical_names(
@@ -119,7 +120,7 @@ def iter_full_tensors(
 def _make_fetch(local: torch.Tensor | None, dtype: torch.dtype, shape: list[int], src: int, group: Any) -> FetchTensor:
     def fetch() -> torch.Tensor:
         value = torch.empty(shape, dtype=dtype) if local is None else _full_tensor(local).cpu().contiguous()
-        dist.broadcast(value, src=src, group=group)
+        dist.broadcast(value, src=src, group=control_group(group))
         return value
 
     return fetch

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from thalweg.checkpoint.errors import ERRORS_BY_NAME, CheckpointError
+from thalweg.parallel_dims import control_group
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ class RankGroup:
         """Every rank's ``value`` (JSON-able), by rank."""
         if self.world_size == 1:
             return [value]
-        device = torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-        length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        group = control_group(self.group)
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()], dtype=torch.int64)
         lengths = [torch.empty_like(length) for _ in range(self.world_size)]
-        dist.all_gather(lengths, length, group=self.group)
+        dist.all_gather(lengths, length, group=group)
         sizes = [int(n) for n in lengths]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded, group=self.group)
-        return [json.loads(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
+        dist.all_gather(gathered, padded, group=group)
+        return [json.loads(g[:n].numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
 
     def all_or_raise(self, operation: str, fn: Callable[[], Any]) -> list[Any]:
         """Run ``fn`` on each rank and return all results (JSON-able) by rank.

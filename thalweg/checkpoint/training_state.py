@@ -21,9 +21,10 @@ from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.save import save_snapshot
 from thalweg.comm.collectives.shared_memory import hash_name
 from thalweg.config import Config
+from thalweg.parallel_dims import control_group
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
-from thalweg.zero.full_state_dict import full_state_dict, load_full_state_dict
+from thalweg.zero.whole_tensors import full_state_dict, load_full_state_dict
 
 _log = get_logger(__name__)
 _KEY = "engine"
@@ -97,6 +98,7 @@ class TrainingState:
                 naming=components.param_naming,
             )
             components.sharded.reset_compression()
+            components.sharded.publish_params()
             if not module_only:
                 self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
             return str(checkpoint.path), state.get("client_state", {})
@@ -112,6 +114,7 @@ class TrainingState:
     def get_model_state_dict(self) -> dict[str, Any]:
         """The whole model's tensors on the CPU, under the names of the plain model."""
         module, naming = self.components.module, self.components.param_naming
+        self.components.sharded.sync_params()
         if naming.group is None:
             return {name: v for name, v in full_state_dict(module).items() if name not in naming.excluded}
         tensors, aliases = to_canonical_names(*model_tensors(module), naming)
@@ -137,7 +140,10 @@ class TrainingState:
             state_dict, strict = {name: v for name, v in selected.items() if v is not None}, False
         elif naming.excluded:
             state_dict, strict = dict(state_dict), False
-        return load_full_state_dict(module, state_dict, strict)
+        self.components.sharded.sync_params()
+        result = load_full_state_dict(module, state_dict, strict)
+        self.components.sharded.publish_params()
+        return result
 
     def _state_dict(self) -> dict[str, Any]:
         return {
@@ -171,7 +177,7 @@ class TrainingState:
         if mode == "Ignore" or self.components.meshes.world_size == 1:
             return
         bounds = torch.tensor([hash_name(tag), -hash_name(tag)])
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.components.meshes.world_group)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=control_group(self.components.meshes.world_group))
         if int(bounds[0]) == -int(bounds[1]):
             return
         message = f"the ranks save under different tags (here {tag!r}): give every rank the same one"

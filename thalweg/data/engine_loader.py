@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from thalweg.config import Config
+from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.data.loader import StatefulLoader, build_loader
 from thalweg.data.wrap_loader import wrap_dataloader
 from thalweg.parallel.sequence.batch_split import BatchSplitter
@@ -28,6 +29,23 @@ class SequenceSplitCollate:
         return self.splitter.split_batch(batch) if isinstance(batch, Mapping) else batch
 
 
+def take_batch_size(config: Config, data: Any) -> Config:
+    """The config with a DataLoader's batch size as its micro-batch, where it names none and that leaves a choice."""
+    if not isinstance(data, DataLoader) or data.batch_size is None:
+        return config
+    micro, whole, steps = (
+        value in (None, AUTO)
+        for value in (
+            config.train_micro_batch_size_per_gpu,
+            config.train_batch_size,
+            config.gradient_accumulation_steps,
+        )
+    )
+    if not (micro and (whole or steps)):
+        return config
+    return replace_by_path(config, {"train_micro_batch_size_per_gpu": data.batch_size})  # type: ignore[return-value]
+
+
 def build_engine_loader(
     data: Any,
     config: Config,
@@ -42,15 +60,22 @@ def build_engine_loader(
     (one rank, or a sampler that deals out by itself) keeps whole batches, and the model cuts them.
 
     Raises:
-        ValueError: the data cannot give every rank a batch.
+        ValueError: the data cannot give every rank a batch, or a DataLoader's batches are not the config's.
     """
     if data is None:
         return None
+    batch_size = int(config.train_micro_batch_size_per_gpu)
     ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": config.seed or 0}
     if isinstance(data, DataLoader):
+        if data.batch_size not in (None, batch_size):
+            raise ValueError(
+                f"training_data is a DataLoader with batch_size {data.batch_size}, and the config's "
+                f"train_micro_batch_size_per_gpu is {batch_size}: make them equal, or leave "
+                "train_micro_batch_size_per_gpu out of the config, and the DataLoader's counts"
+            )
         loader = wrap_dataloader(data, **ranks)
     else:
-        batch_size, drop_last = int(config.train_micro_batch_size_per_gpu), config.dataloader_drop_last
+        drop_last = config.dataloader_drop_last
         loader = build_loader(data, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **ranks)
     if splitter is not None and isinstance(loader, StatefulLoader):
         loader.collate_fn = SequenceSplitCollate(loader.collate_fn, splitter)

@@ -113,7 +113,7 @@ def _draw_order(sampler: Any, seed: int, epoch: int) -> list[int]:
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         sampler.generator.manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not the accelerator's, whose state is not kept here
         return [int(index) for index in sampler]
 
 

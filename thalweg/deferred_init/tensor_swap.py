@@ -16,6 +16,18 @@ from torch.distributed.tensor import DTensor
 _DTENSOR_SLOTS: tuple[str, ...] = tuple(DTensor.__slots__)
 
 
+def deepcopy_plain(param: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+    """The ``__deepcopy__`` of parameters that training shows: a plain one, which knows nothing of training."""
+    if id(param) not in memo:
+        memo[id(param)] = nn.Parameter(param.detach().clone(), param.requires_grad)
+    return memo[id(param)]
+
+
+def reduce_plain(param: Tensor, protocol: Any) -> Any:
+    """Their ``__reduce_ex__``: the pickle of a plain one."""
+    return nn.Parameter(param.detach(), param.requires_grad).__reduce_ex__(protocol)
+
+
 class FullParameter(torch.Tensor):
     """A plain tensor with DTensor's slots, so that Python lets an object change between the two."""
 
@@ -27,12 +39,10 @@ class FullParameter(torch.Tensor):
         return "Parameter containing:\n" + repr(self.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return memo[id(self)]
+        return deepcopy_plain(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        return reduce_plain(self, protocol)
 
 
 def swap_tensors(a: Tensor, b: Tensor) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
+from thalweg.device import get_rng_state, set_rng_state
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
 from thalweg.ops.linear.functional import must_use_plain_ops
 
@@ -102,18 +103,19 @@ def _make_tiled_call(
 
 def _capture_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """What gives a second run what the first one found: random state and autocast."""
-    cuda_devices = [device] if device.type == "cuda" else []
-    cpu_state, cuda_states = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in cuda_devices]
+    first_state = get_rng_state()
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     autocast = partial(torch.autocast, device.type, dtype, enabled, torch.is_autocast_cache_enabled())
 
     @contextmanager
     def restored() -> Iterator[None]:
-        with torch.random.fork_rng(devices=cuda_devices), autocast():
-            torch.set_rng_state(cpu_state)
-            for one, state in zip(cuda_devices, cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, one)
-            yield
+        current_state = get_rng_state()
+        set_rng_state(first_state)
+        try:
+            with autocast():
+                yield
+        finally:
+            set_rng_state(current_state)
 
     return restored
 

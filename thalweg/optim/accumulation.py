@@ -1,7 +1,8 @@
 """The accumulation window: the micro-batches between two updates, and what its gradient is the mean over.
 
 Only a step closes a window.  ``engine.step()`` is called after every micro-batch and
-closes it when it is full; the optimizer's own ``step()`` closes it whatever it holds.
+closes it when it is full; the optimizer's own ``step()`` closes it whatever it holds, and so does every
+``engine.step()`` where the program manages its windows (``managed_gradient_accumulation: false``).
 A window closed early (the ragged tail of an epoch) still means the mean over the
 micro-batches that it did see, as one big batch of them would.
 
@@ -83,10 +84,14 @@ class StepCallbacks(StepListener):
 
 class AccumulationWindow:
     """Counts micro-batches, ``num_micro_batches`` (``gradient_accumulation_steps``) to a window, and calls the
-    listeners of the step, in the order in which they were added."""
+    listeners of the step, in the order in which they were added.
 
-    def __init__(self, num_micro_batches: int, normalizer: LossNormalizer | None = None) -> None:
-        self.num_micro_batches = num_micro_batches
+    Not ``managed``: a backward pass is a micro-batch, however many there are, and a step ends the window."""
+
+    def __init__(
+        self, num_micro_batches: int, normalizer: LossNormalizer | None = None, *, managed: bool = True
+    ) -> None:
+        self.num_micro_batches, self.managed = num_micro_batches, managed
         self.normalizer: LossNormalizer = normalizer or LossNormalizer(num_micro_batches)
         self.listeners: list[StepListener] = []
         self.micro_steps = 0
@@ -112,7 +117,8 @@ class AccumulationWindow:
         """Whether the micro-batch at hand is expected to be the window's last."""
         if self._is_last_override is not None:
             return self._is_last_override
-        return self._num_ended + 1 >= self.num_micro_batches
+        # A program that manages its windows says so by its step, when the backward passes are over.
+        return self.managed and self._num_ended + 1 >= self.num_micro_batches
 
     @property
     def mean_factor(self) -> float:
@@ -142,7 +148,16 @@ class AccumulationWindow:
         self.normalizer.resize(num_micro_batches)
 
     def set_is_last(self, is_last: bool | None) -> None:
-        """Declare that the micro-batch at hand is (not) the window's last; None counts again."""
+        """Declare that the micro-batch at hand is (not) the window's last; None counts again.
+
+        Raises:
+            ValueError: ``managed_gradient_accumulation`` is false.
+        """
+        if not self.managed:
+            raise ValueError(
+                "set_gradient_accumulation_boundary() does not go with managed_gradient_accumulation: false, where "
+                "every step() ends the window: leave the call out"
+            )
         self._is_last_override = is_last
 
     @contextmanager
@@ -163,18 +178,23 @@ class AccumulationWindow:
             yield
             for listener in self.listeners:
                 listener.after_backward()
-            for _ in range(num_micro_batches):
-                self.end_micro_batch()
+            for _ in range(num_micro_batches if self.managed else 1):
+                self._count_micro_batch()
         finally:
             self.in_backward, self.loss = False, None
 
     def end_micro_batch(self) -> bool:
         """Count the micro-batch; whether it completes the window."""
+        if not self.managed:
+            return True
         last = self.is_last
+        self._count_micro_batch()
+        return last
+
+    def _count_micro_batch(self) -> None:
         self._num_ended += 1
         self.micro_steps += 1
         self._backward_started = False
-        return last
 
     def restart(self) -> None:
         """Begin a new window."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from thalweg.utils.dtypes import HALF_DTYPES
 from thalweg.zero.full_state_dict import make_dtensor
 
 ShardGroups = tuple[dist.ProcessGroup, ...]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -129,16 +130,28 @@ class StateLoadMixin:
                 self.state[param][key] = as_dtensor_like(loaded, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def tells_schedulers(step: F) -> F:
+    """Mark a ``step`` that sets ``_opt_called`` on its object.
+
+    torch's schedulers wrap the step of the object that they are given to see whether it comes before their own.
+    The wrapper is lost where the object's class is exchanged or another object steps in its place, and the scheduler
+    then warns of an order that is right.  What bears this mark they leave alone, and ask for ``_opt_called``.
+    """
+    vars(step)["_wrapped_by_lr_sched"] = True
+    return step
+
+
 class StepMixin(StateLoadMixin):
     """Mixin before an ``Optimizer`` that says in ``_update_params`` how it steps."""
 
+    @tells_schedulers
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss if one is given.
 
         Where the update needs other ranks, all of a process group must have gradients for the same parameters.
         """
-        loss = None
+        loss, self._opt_called = None, True
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -8,6 +8,8 @@ class is turned into its counterpart. Any other class, a user's own or a library
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,8 +36,8 @@ def to_local_optimizer(
     # torch installs its hooks around a class's step when the first object of it is made.
     template = local_class([nn.Parameter(torch.zeros(1, 1))])
     optimizer.__class__ = local_class
-    if local_class.step is not torch_class.step:
-        # A torch schedule has put a wrapper of the old class's step onto the object.
+    if inspect.unwrap(local_class.step) is not inspect.unwrap(torch_class.step):
+        # A torch schedule has put a wrapper of the old class's step onto the object; the new one needs none.
         optimizer.__dict__.pop("step", None)
     if isinstance(optimizer, Muon):
         optimizer.configure_like_torch(replicate_group)

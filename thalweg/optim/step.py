@@ -25,11 +25,13 @@ from torch import Tensor
 
 from thalweg.optim import foreach
 from thalweg.optim.accumulation import AccumulationWindow, StepResult
-from thalweg.optim.dtensor_local import to_local
+from thalweg.optim.algorithms.muon_params import group_members
+from thalweg.optim.dtensor_local import tells_schedulers, to_local
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.norms import PartialNorm, RowNorms, clip_factor, compute_row_norms, global_grad_norm
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.zero.shard import ShardedModel
+from thalweg.zero.whole_parameter import StateByParam, get_shard
 
 
 class InMemoryStep:
@@ -130,7 +132,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
+        return StateByParam(self.inner.state)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -154,8 +156,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._strategy.release(tensor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the sharded model's parameters."""
-        self.inner.add_param_group(param_group)
+        """Add a group of the model's parameters."""
+        members = [
+            (member[0], get_shard(member[1])) if isinstance(member, tuple) else get_shard(member)
+            for member in group_members(param_group)
+        ]
+        self.inner.add_param_group({**param_group, "params": members})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, reduced or not."""
@@ -164,11 +170,17 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Schedule-free optimizers have this mode; others ignore it."""
-        getattr(self.inner, "train", lambda: None)()
+        self._switch_mode("train")
 
     def eval(self) -> None:
         """See :meth:`train`."""
-        getattr(self.inner, "eval", lambda: None)()
+        self._switch_mode("eval")
+
+    def _switch_mode(self, mode: str) -> None:
+        if hasattr(self.inner, mode):
+            self._sharded.sync_params()
+            getattr(self.inner, mode)()
+            self._sharded.publish_params()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an engine's optimizer cannot be pickled; use engine.save_checkpoint")
@@ -194,10 +206,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Whether the loss is scaled by a factor that overflows move."""
         return self.scaler.dynamic
 
+    @tells_schedulers
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Close the window and update, or skip if a gradient anywhere is not finite; collective."""
         loss = None
+        # A schedule may hang on either; a step that skips, or updates from a disk, never calls the inner one's.
+        self._opt_called = vars(self.inner)["_opt_called"] = True
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.comm import CommsLog
+from thalweg.device import RngState, get_rng_state, seed_rng, set_rng_state
+from thalweg.parallel_dims import control_group
 
 
 class ParallelGroup:
@@ -40,7 +42,7 @@ class ParallelGroup:
         self.ledger = ledger or CommsLog()
         self.has_dropout = False  # whether the model draws random numbers inside its split layers
         self._cached_input: tuple[Tensor, bool, Tensor] | None = None
-        self._saved_rng: Tensor | None = None
+        self._saved_rng: RngState | None = None
 
     def copy_to_region(self, x: Tensor, name: str) -> Tensor:
         """``x`` for split layers; siblings that take the same tensor share one reduction of its gradient."""
@@ -74,13 +76,13 @@ class ParallelGroup:
         if not self.has_dropout or self._saved_rng is not None:
             return
         seed = int(torch.randint(1 << 62, ()))
-        self._saved_rng = torch.get_rng_state()
-        torch.default_generator.manual_seed((seed + 0x9E3779B97F4A7C15 * (self.rank + 1)) % (1 << 63))
+        self._saved_rng = get_rng_state()
+        seed_rng((seed + 0x9E3779B97F4A7C15 * (self.rank + 1)) % (1 << 63))
 
     def use_shared_rng(self) -> None:
         """Draw from the stream that all ranks of the team share."""
         if self._saved_rng is not None:
-            torch.set_rng_state(self._saved_rng)
+            set_rng_state(self._saved_rng)
             self._saved_rng = None
 
     # Collectives, counted
@@ -89,7 +91,7 @@ class ParallelGroup:
         """Reduce in place; returns the tensor."""
         nbytes = tensor.nbytes
         with self.ledger.timed("all_reduce", name, self.axis, full_bytes=nbytes, world_size=self.size):
-            self.comm.all_reduce(tensor, op=op, group=self.process_group)
+            self.comm.all_reduce(tensor, op=op, group=control_group(self.process_group, tensor.device))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
@@ -99,7 +101,7 @@ class ParallelGroup:
         received = [torch.empty_like(sent) for _ in range(self.size)]
         full = sent.nbytes * self.size
         with self.ledger.timed("all_gather", name, self.axis, full_bytes=full, world_size=self.size):
-            self.comm.all_gather(received, sent, group=self.process_group)
+            self.comm.all_gather(received, sent, group=control_group(self.process_group, sent.device))
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
@@ -109,7 +111,8 @@ class ParallelGroup:
         received = torch.empty(self.size, *chunks[0].shape, dtype=tensor.dtype, device=tensor.device)
         with self.ledger.timed("reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size):
             # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
-            self.comm.all_to_all_single(received, torch.stack(chunks), group=self.process_group)
+            group = control_group(self.process_group, tensor.device)
+            self.comm.all_to_all_single(received, torch.stack(chunks), group=group)
             total = received.sum(0)
         return total.narrow(dim, 0, sizes[self.rank])
 
@@ -117,7 +120,8 @@ class ParallelGroup:
         """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``recv_counts`` come back."""
         received = sent.new_empty(sum(recv_counts))
         with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
-            self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=self.process_group)
+            group = control_group(self.process_group, sent.device)
+            self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=group)
         return received
 
 

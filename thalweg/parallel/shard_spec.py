@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from thalweg.parallel.comm_group import pad_to_length
+from thalweg.parallel_dims import control_group
 
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
@@ -154,7 +155,7 @@ def gather_shards(local: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> T
     sizes = [spec.local_size(rank) for rank in range(world_size)]
     sent = pad_to_length(local.detach(), spec.dim, max(sizes)).contiguous()
     received = [torch.empty_like(sent) for _ in range(world_size)]
-    dist.all_gather(received, sent, group=group)
+    dist.all_gather(received, sent, group=control_group(group, sent.device))
     shape = list(local.shape)
     shape[spec.dim] = spec.size
     full = local.new_empty(shape)

@@ -41,6 +41,7 @@ from thalweg.plan.trace.step import build_param_specs, resident_params, shard_by
 from thalweg.utils.formatting import format_bytes
 from thalweg.utils.log import get_logger
 from thalweg.zero.options import build_shard_options, get_model_size
+from thalweg.zero.storage.nvme import shards_on_host
 
 _log = get_logger(__name__)
 # Bytes a transformer may save for each token, layer and unit of width: more than any is seen to.
@@ -74,8 +75,11 @@ class Preflight:
         self._config, self._device = config, device
         self._topology = get_topology(mesh, device, get_tp_size(config))
         self._resident_bytes = int(resident_mib() * 2**20)
-        self._process_bytes = measure_process_bytes(model, device)
-        self._limit_bytes = find_memory_limit(config, device, self._num_local_ranks, self._resident_bytes)
+        # Where shards, gradients and optimizer state lie between two steps.
+        on_host = shards_on_host(config.zero_optimization, device.type == "cpu")
+        self._state_device = torch.device("cpu") if on_host else device
+        self._process_bytes = measure_process_bytes(model, self._state_device)
+        self._limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, self._resident_bytes)
         self._meta_model: MetaModel | None = None
         self._state_bytes = 0
         unmodelled = unmodelled_options(config)
@@ -93,7 +97,8 @@ class Preflight:
         if exceeds_limit or self._needs_batch_check():
             self._meta_model = try_meta_copy(model)
         if exceeds_limit:
-            self._reject(None, _try_infer_inputs(model, config))
+            inputs = _try_infer_inputs(model, config) if self._state_device == self._device else None
+            self._reject(None, inputs)
 
     def check_first_batch(self, model: nn.Module) -> None:
         """Check once more when the first batch is there; call when the model is in its final form."""
@@ -129,7 +134,7 @@ class Preflight:
 
     @property
     def _num_local_ranks(self) -> int:
-        return self._topology.ranks_per_node if self._device.type == "cpu" else 1
+        return self._topology.ranks_per_node if self._state_device.type == "cpu" else 1
 
     def _compute_state_bytes(self, model: nn.Module) -> int:
         """The least that the ranks of this host (or this device) hold between two steps."""
@@ -165,6 +170,8 @@ class Preflight:
     def _needs_batch_check(self) -> bool:
         """Whether the activations could matter: with states of a sixteenth of the limit, or a limit given."""
         assert self._limit_bytes is not None
+        if self._state_device != self._device:  # the limit is of the host's memory, and activations are not there
+            return False
         return self._state_bytes > self._limit_bytes // 16 or self._config.memory.host_limit is not None
 
     def _try_predict(self, input_spec: InputSpec) -> Plan | None:

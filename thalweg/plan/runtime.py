@@ -107,7 +107,8 @@ def find_memory_limit(config: Config, device: torch.device, num_local_ranks: int
     if device.type != "cpu":
         if memory.device_limit is not None:
             return parse_bytes(memory.device_limit, "memory.device_limit")
-        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        # A model that is there already is counted with the job.
+        return torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
     if memory.host_limit is not None:
         return parse_bytes(memory.host_limit, "memory.host_limit")
     limits = []

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.comm import CommsLog
@@ -88,7 +89,7 @@ class Collectives:
             group.module.set_custom_reduce_scatter(comm)
             if self.uses_all_reduce:
                 assert isinstance(reducer, ReplicatedReducer)
-                group.module.set_all_reduce_hook(reducer.reduce)
+                group.module.set_all_reduce_hook(partial(reduce_held, reducer))
         return reducers
 
     def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
@@ -99,6 +100,14 @@ class Collectives:
         if self.async_reduction is not None:
             options = replace(options, try_submit=self.async_reduction.make_try_submit(group, spec.output_dtype))
         return options
+
+
+def reduce_held(reducer: ReplicatedReducer, output: Tensor) -> None:
+    """FSDP2's all-reduce hook.  It runs on the all-reduce stream, over memory of the reduce-scatter stream that nobody
+    holds (a cast follows): recorded, it is not given to the next unit before this one is done."""
+    if output.device.type != "cpu":
+        output.record_stream(torch.accelerator.current_stream(output.device))
+    reducer.reduce(output)
 
 
 def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaSum:

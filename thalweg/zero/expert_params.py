@@ -145,21 +145,31 @@ class ScalarParams:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = parameters, group
+        # Of each parameter: the gradient that was reduced last, and what it was then.
+        self._reduced: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
 
     def __bool__(self) -> bool:
         return len(self._parameters) > 0
 
+    @torch.no_grad()
     def reduce_grads(self, divisor: float) -> None:
-        """Add up the gradients over the group and divide them; collective."""
+        """Add up over the group what has come since the last call and divide it; collective."""
         trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trainable:
             return
-        flat = torch.stack([torch.zeros(()) if p.grad is None else p.grad.float().reshape(()) for p in trainable])
+        known = [self._known_part(parameter) for parameter in trainable]
+        grads = [k if p.grad is None else p.grad.float() for p, k in zip(trainable, known, strict=True)]
+        local = torch.stack(grads) - torch.stack(known)
         if dist.get_world_size(self._group) > 1:
-            dist.all_reduce(flat, group=self._group)
-        for parameter, value in zip(trainable, (flat / divisor).unbind(), strict=True):
+            dist.all_reduce(local, group=self._group)
+        for parameter, value in zip(trainable, (torch.stack(known) + local / divisor).unbind(), strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(value)
+                self._reduced[parameter] = (parameter.grad, parameter.grad.float())
+
+    def _known_part(self, parameter: nn.Parameter) -> Tensor:
+        grad, value = self._reduced.get(parameter, (None, None))
+        return value if value is not None and grad is parameter.grad else torch.zeros((), device=parameter.device)
 
     def clear_grads(self) -> None:
         """Forget gradients that are not reduced yet: theirs are those that the optimizer clears."""

@@ -1,25 +1,13 @@
-"""Full tensors under the plain model's names, whatever the layout; collective."""
+"""Between full tensors and the parts that ranks have of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-
-
-def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The module's state dict with every shard gathered, on the CPU, owned by the caller."""
-    return {name: _gather_full(value) for name, value in module.state_dict().items()}
-
-
-def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-    """Load full tensors (or shards of the live layout) into a sharded module."""
-    live_state = module.state_dict()
-    sharded_state = {name: distribute_if_sharded(value, live_state.get(name)) for name, value in state_dict.items()}
-    return module.load_state_dict(sharded_state, strict=strict)
 
 
 def distribute_if_sharded(value: Any, reference: Any) -> Any:
@@ -47,11 +35,16 @@ def distribute_like(value: Tensor, reference: DTensor, src_rank: int | None = 0)
 def make_dtensor(
     local: Tensor, placements: Sequence[Placement], like: DTensor, shape: Sequence[int] | None = None
 ) -> DTensor:
-    """The DTensor of ``like``'s mesh and logical shape (or of ``shape``) of which ``local`` is this rank's part."""
+    """The DTensor of ``like``'s mesh and logical shape (or of ``shape``) of which ``local`` is this rank's part.
+
+    Over ``local``'s own memory: ``DTensor.from_local`` would copy what rests on the host to the mesh's device.
+    """
     full = like if shape is None else torch.empty(tuple(shape), device="meta")
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
+    spec = like._spec
+    assert spec.tensor_meta is not None
+    meta = spec.tensor_meta._replace(shape=full.shape, stride=full.stride(), dtype=local.dtype)
+    new_spec = type(spec)(spec.mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, new_spec, requires_grad=local.requires_grad)  # pyright: ignore[reportCallIssue]
 
 
 def all_gather_full(param: DTensor) -> Tensor:
@@ -75,9 +68,3 @@ def write_to_shard(param: Tensor, value: Tensor) -> None:
     local = param.to_local()
     value = value.to(param.device_mesh.device_type)
     local.copy_(distribute_like(value, param, src_rank=None).to_local())
-
-
-def _gather_full(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -46,6 +46,7 @@ from thalweg.deferred_init.tensor_swap import FullParameter, swap_tensors
 from thalweg.utils.log import get_logger
 from thalweg.zero.fsdp2.private_api import get_fsdp_groups
 from thalweg.zero.full_state_dict import all_gather_full, write_to_shard
+from thalweg.zero.whole_parameter import WholeParameter, get_shard
 
 _log = get_logger(__name__)
 
@@ -140,7 +141,7 @@ class GatheredParameters:
 
     def _gather_param(self, param: Tensor) -> None:
         record = _gathered.get(id(param))
-        _check_modifier_rank(self.modifier_rank, record.sharded if record else param)
+        _check_modifier_rank(self.modifier_rank, record.sharded if record else get_shard(param))
         if isinstance(param, DTensor) or is_deferred(param):
             with self._log_collective("all_gather", param):
                 self._entered.append(_swap_in_full(param))
@@ -197,7 +198,7 @@ class GatheredParameters:
             value = param.detach().contiguous()
             record = _gathered.get(id(param))
             with self._log_collective("broadcast", record.sharded if record else param):
-                _broadcast_over_mesh(value, self.modifier_rank, record.sharded if record else None)
+                _broadcast_over_mesh(value, self.modifier_rank, record.sharded if record else get_shard(param))
             if record in self._entered:
                 values.append((param, value))
                 continue
@@ -229,6 +230,12 @@ class GatheredParameters:
             record.param.requires_grad_(requires_grad)
             del _gathered[id(record.param)]
         self._entered, self._aliases, self._full_params = [], [], []
+
+
+def get_sharded(param: Tensor) -> Tensor:
+    """The DTensor of ``param``, also while a context shows it whole."""
+    record = _gathered.get(id(param))
+    return param if record is None else record.sharded
 
 
 def _unique_params(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
@@ -263,7 +270,8 @@ def _list_current_and_sharded(root: nn.Module) -> list[tuple[Any, Tensor]]:
 
 def _list_unsharded(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (object that the modules show, its shard) for what is unsharded in ``root`` now."""
-    return [(param, shard) for param, shard in _list_current_and_sharded(root) if param is not shard]
+    pairs = _list_current_and_sharded(root)
+    return [(param, shard) for param, shard in pairs if param is not shard and not isinstance(param, WholeParameter)]
 
 
 def _free_unsharded_copies(root: nn.Module) -> None:

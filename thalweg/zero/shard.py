@@ -8,8 +8,8 @@ an engine needs and no more: which backward reduces, the end of a window, the lo
 Where parameters are between uses is the matter of its storages, which it goes through in each phase.
 
 States of a unit's parameters (FSDP2's words): *sharded*, the modules hold DTensors;
-*unsharded*, the modules hold full tensors.  Outside of forward and
-backward they are sharded, except within an accumulation window below stage 3.
+*unsharded*, the modules hold full tensors.  Outside of forward and backward they are sharded at stage 3; below, they
+stay unsharded, and the modules hold the same plain parameters at all times (:mod:`.whole_parameter`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,17 @@ from thalweg.zero.storage.base import (
     ParamSpec,
     ResidentStorage,
     ShardStorage,
+    WholeStorage,
     max_unit_grad_bytes,
 )
-from thalweg.zero.storage.nvme import NvmeStorage, ParamPaging, build_param_paging, get_offload_messages, shards_on_host
+from thalweg.zero.storage.nvme import (
+    NvmeStorage,
+    ParamPaging,
+    build_param_paging,
+    get_offload_messages,
+    pins_shards,
+    shards_on_host,
+)
 from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 
@@ -131,16 +139,16 @@ class ShardedModel:
         # What reduces while the backward pass goes on: one thread, or nothing.
         self._background = [] if collectives.async_reduction is None else [collectives.async_reduction]
         self._backward_flags: tuple[bool, bool] | None = None
+        self._reduces_last = False
         self._entered_sharded = False
         self._backward_trackers: list[BackwardTracker] = []
         self._handles = [module.register_forward_pre_hook(self._before_forward, prepend=True)]
         self._handles.append(module.register_forward_hook(self._after_forward))
         for storage in storages:
-            for group in storage.resident_groups:
-                if group.module is not module:  # which may be called by itself
-                    unit: Any = group.module
+            for group in storage.groups:
+                for part in _find_parts_called_alone(group, module, storage):
                     unshard = partial(storage.unshard, group)
-                    self._handles.append(unit.register_forward_pre_hook(lambda *_, f=unshard: f(), prepend=True))
+                    self._handles.append(part.register_forward_pre_hook(lambda *_, f=unshard: f(), prepend=True))
         self.set_loss_scale(1.0)
         self.set_backward_flags(last=True)
 
@@ -148,6 +156,7 @@ class ShardedModel:
 
     def set_backward_flags(self, last: bool, sync: bool = True) -> None:
         """Set what the coming backward does: ``last`` of its window, reducing (``sync``) or not."""
+        self._reduces_last = sync and last
         reduce = sync and (last or self._policy.reduces_each_backward)
         reshard = last or self._policy.reshards_after_use
         if self._backward_flags != (reduce, reshard):
@@ -175,6 +184,7 @@ class ShardedModel:
         self._reset_backward_trackers()
         for storage in self._storages:
             storage.reshard("an accumulation window")
+            storage.adopt_writes()
 
     def set_loss_scale(self, scale: float) -> None:
         """Divide gradients by ``scale`` as they are reduced, so that nobody sees them scaled."""
@@ -232,17 +242,37 @@ class ShardedModel:
         for storage in self._storages:
             storage.after_update(units)
 
+    def publish_params(self) -> None:
+        """The shards have new values, and programs see them; collective."""
+        self.mark_params_updated()
+        for storage in self._storages:
+            storage.publish()
+
+    def adopt_writes_early(self) -> None:
+        """Updates come in the backward pass already."""
+        for storage in self._storages:
+            storage.adopt_early()
+
+    def sync_params(self) -> None:
+        """What programs have written to parameters since the last update enters the shards; collective."""
+        for storage in self._storages:
+            storage.sync()
+
     # A listener of training steps (``optim/accumulation.py``)
 
     def before_backward(self) -> None:
         """Nothing to do."""
 
     def after_backward(self) -> None:
-        """Nothing to do."""
+        """What FSDP2 does not reduce is reduced at the end of a window: programs may look at it before the step."""
+        if self._reduces_last:
+            for params in self._other_params:
+                if isinstance(params, ScalarParams):
+                    params.reduce_grads(self._divisor.value * self._world_size)
 
     def after_step(self, result: object) -> None:
         """All parameters may have new values."""
-        self.mark_params_updated()
+        self.publish_params()
 
     def discard(self) -> None:
         """Forget gradients that are still unsharded (``zero_grad`` in the middle of a window)."""
@@ -313,6 +343,7 @@ def shard_model(
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if pages_params or tp_layout is not None else with_large_leaves(model, blocks)
     on_host = shards_on_host(zero, device.type == "cpu")
+    pin_shard = on_host and pins_shards(zero)
     reduce_dtype = options.precision.reduce_dtype
     spec = CollectivesSpec(
         shard_mesh,
@@ -347,11 +378,15 @@ def shard_model(
         group=mesh.get_group() if mesh.size() > 1 else None,
     )
     shard_device = torch.device("cpu") if on_host else device
+    # Tensor ranks have pieces, which only a DTensor can tell from whole parameters.
+    shows_whole = not options.policy.reshards_after_use and tp_layout is None and not on_host
     storages: dict[str, ShardStorage] = {} if paging is None else dict(paging.storages)
     for name, param_spec in param_specs.items():
         if name not in storages:
             separate_master = name in collectives.separate_masters
-            storages[name] = ShardStorage.create(param_spec, rank, kind, arena, shard_device, separate_master)
+            storages[name] = ShardStorage.create(
+                param_spec, rank, kind, arena, shard_device, separate_master, pin_shard, private_view=shows_whole
+            )
     locations = get_param_locations(model)
     del named_params
     load_initial_values(model, locations, storages, mesh, options.precision, device)
@@ -366,6 +401,7 @@ def shard_model(
     expert_params.adopt(model)
     _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
     groups = private_api.get_fsdp_groups(model)
+    private_api.check_private_names(groups)
     storages_by_group = _install_storages(
         groups, storages, locations, make_layout_fn(mesh, mics_mesh, tp_layout, replicate)
     )
@@ -374,6 +410,11 @@ def shard_model(
     if collectives.async_reduction is not None and kind == "wire":
         for group, next_group in pairwise(groups):
             group.prefetch(next_group)
+    private_api.read_partial_scalars()
+    if not shows_whole:
+        private_api.mark_collective_forward(model)
+        for param in (param for group in groups for param in group.params):
+            param.forward_hooks_to_unsharded()
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     sharded_model = ShardedModel(
         model,
@@ -381,7 +422,7 @@ def shard_model(
         mesh,
         device,
         groups,
-        _build_storages(groups, storages_by_group, collectives, paging, mesh.size()),
+        _build_storages(groups, storages_by_group, collectives, paging, mesh.size(), shows_whole),
         storages,
         collectives,
         [params for params in (ScalarParams(scalars, mesh.get_group()), expert_params) if params],
@@ -389,6 +430,17 @@ def shard_model(
     )
     register_sharded_model(model, collectives.spec.ledger)
     return sharded_model
+
+
+def _find_parts_called_alone(
+    group: private_api.FSDPGroupHandle, root: nn.Module, storage: ParameterStorage
+) -> list[nn.Module]:
+    """The modules before which ``group`` must be unsharded, as they may be called by themselves: a unit, where FSDP2
+    does not see to it; of the root's own group every module that has its parameters (``generate`` calls an encoder)."""
+    if group.module is not root:
+        return [group.module] if isinstance(storage, ResidentStorage) else []  # type: ignore[list-item]
+    owners = [module for param in group.params for module, _ in param.locations]
+    return [] if isinstance(storage, WholeStorage) else [owner for owner in dict.fromkeys(owners) if owner is not root]
 
 
 def _build_param_specs(
@@ -422,14 +474,22 @@ def _apply_fully_shard(
     fp32_mp_policy = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
     ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
     common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
-    if on_host:  # a mapped shard cannot be pinned, and need not: it is not what is copied
-        section = options.zero.offload_param
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(section.pin_memory and section.device != "nvme")
-    for name in options.fp32_modules:
-        fully_shard(model.get_submodule(name), mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
-    for name, module in units.items():
-        fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
-    fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
+    if on_host:
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_shards(options.zero))
+    try:
+        for name in options.fp32_modules:
+            module = model.get_submodule(name)
+            fully_shard(module, mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
+        for name, module in units.items():
+            fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
+        fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
+    except RuntimeError as error:
+        if "only Tensors of floating point" not in str(error):
+            raise
+        raise ValueError(
+            f"torch {torch.__version__} cannot shard parameters of whole numbers, as packed weights are: "
+            "pip install torch==2.13.0"
+        ) from error
 
 
 def _install_storages(
@@ -461,6 +521,7 @@ def _build_storages(
     collectives: Collectives,
     paging: ParamPaging | None,
     world_size: int,
+    shows_whole: bool,
 ) -> list[ParameterStorage]:
     """Where each unit's parameters are, in the order in which they are made ready and given back."""
     built: list[ParameterStorage] = []
@@ -469,12 +530,13 @@ def _build_storages(
         built.append(NvmeStorage([group for group in groups if group.name in paged_units], storages, paging))
     groups = [group for group in groups if group.name not in paged_units]
     if collectives.storage_kind == "wire":
-        return [*built, FSDPStorage(groups)]
+        return [*built, WholeStorage(groups, storages, None) if shows_whole else FSDPStorage(groups)]
+    storage_type = WholeStorage if shows_whole else ResidentStorage
     arena, sync = collectives.arena, collectives.cross_host_sync
     if sync is not None:  # which logs what moves
-        return [*built, ResidentStorage(groups, storages, sync, arena, on_update=sync.mark_updated)]
+        return [*built, storage_type(groups, storages, sync, arena, on_update=sync.mark_updated)]
     is_shared = collectives.storage_kind == "shared"
     full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
     sizes = {"full_bytes": full_bytes, "world_size": world_size}
     log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
-    return [*built, ResidentStorage(groups, storages, arena=arena, log_gather=log_gather)]
+    return [*built, storage_type(groups, storages, arena=arena, log_gather=log_gather)]

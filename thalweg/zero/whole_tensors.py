@@ -1,4 +1,4 @@
-"""Copies of trees of tensors, each gathered whole, that a program may save or keep."""
+"""Copies of trees of tensors, each gathered whole, that a program may save or keep; a model's state, in and out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,49 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thalweg.zero.full_state_dict import all_gather_full
+from thalweg.zero.full_state_dict import all_gather_full, distribute_if_sharded, write_to_shard
+from thalweg.zero.whole_parameter import WholeParameter, get_shard
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The module's state dict in the masters' dtypes with every shard gathered, on the CPU, owned by the caller;
+    collective."""
+    return {
+        name: gather_master(value).cpu() if isinstance(value, Tensor) else value
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
+
+
+def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load full tensors (or shards of the live layout) into a sharded module; collective."""
+    live_state = module.state_dict(keep_vars=True)
+    shown = {name: distribute_if_sharded(value, live_state.get(name)) for name, value in state_dict.items()}
+    result = module.load_state_dict(shown, strict=strict)
+    for name, param in live_state.items():
+        if isinstance(param, WholeParameter) and isinstance(state_dict.get(name), Tensor):
+            set_master(param, state_dict[name])
+    return result
+
+
+def gather_master(param: Tensor) -> Tensor:
+    """A whole copy of what training has of a parameter, with what the program has written to it since; collective."""
+    full = gather_whole(get_shard(param).detach())
+    if isinstance(param, WholeParameter) and param.is_written:
+        full.copy_(param.detach())
+    return full
+
+
+@torch.no_grad()
+def set_master(param: Tensor, value: Tensor) -> None:
+    """Write the full ``value`` to what training has of a parameter, in its dtype, and show it; the same on every
+    rank."""
+    write_to_shard(get_shard(param), value)
+    if isinstance(param, WholeParameter):
+        param.detach().copy_(value)
+        param.mark_adopted()
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

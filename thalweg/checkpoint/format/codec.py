@@ -212,7 +212,7 @@ def _make_tagged(name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_tensor(value: torch.Tensor, fail: Callable[..., Any], path: tuple[str, ...]) -> torch.Tensor:
-    supported = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
+    supported = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(value, DTensor)
     problem = (
         f"a {type(value).__name__}, a tensor subclass"
         if not supported

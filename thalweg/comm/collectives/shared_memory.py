@@ -50,6 +50,7 @@ _CELLS_PER_CACHE_LINE = 8  # one cache line in 8-byte cells
 COUNTERS_PER_BANK = 16  # counters of one ring
 _CELLS_PER_RANK = 2 * COUNTERS_PER_BANK * _CELLS_PER_CACHE_LINE  # counters a rank: room for two rings
 _ALIGN = 4096
+_MAP_NORESERVE = 0x4000  # what a private view has copies of is little, and not known before
 
 # The counters, by column; TAG is the first of MAX_DEPTH columns, one for each slot of a ring.
 BARRIER_COUNT, DEPOSITED, CONSUMED, PID, CLOSED, TAG = range(6)
@@ -78,9 +79,11 @@ class SharedMemoryArena:
     ranks do not share a host (or the mapping fails on any of them).
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, world_size: int, *, timeout: float) -> None:
+    def __init__(
+        self, memory: mmap.mmap, rank: int, world_size: int, *, timeout: float, private_view: mmap.mmap | None = None
+    ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._memory = memory
+        self._memory, self._private_view = memory, private_view
         self._cells = memoryview(memory).cast("Q")
         self._next_offset = _control_bytes(world_size)
         self._num_barriers = 0
@@ -98,15 +101,15 @@ class SharedMemoryArena:
             words = [int.from_bytes(token[i : i + 7], "little") for i in (0, 7, 14)]
             header = torch.tensor([get_host_key(), os.getpid(), fd, *words, total_bytes], dtype=torch.int64)
         dist.broadcast(header, src=dist.get_global_rank(group, 0), group=group)
-        memory = _map_memfd(header.tolist(), fd) if is_supported() else None
-        all_mapped = torch.tensor([0 if memory is None else 1])
+        views = _map_memfd(header.tolist(), fd) if is_supported() else None
+        all_mapped = torch.tensor([0 if views is None else 1])
         dist.all_reduce(all_mapped, op=dist.ReduceOp.MIN, group=group)
         if fd >= 0:
             os.close(fd)
         if int(all_mapped) == 0:
             return None
-        assert memory is not None
-        arena = cls(memory, rank, world_size, timeout=timeout)
+        assert views is not None
+        arena = cls(views[0], rank, world_size, timeout=timeout, private_view=views[1])
         dist.barrier(group=group)  # every pid cell is written before anybody reads one
         return arena
 
@@ -118,12 +121,22 @@ class SharedMemoryArena:
             raise AssertionError(f"arena of {len(self._memory)} bytes is full")
         return offset
 
-    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor over the mapping, with a storage (and version counter) of its own."""
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool = False) -> Tensor:
+        """A tensor over the mapping, with a storage (and version counter) of its own.
+
+        ``private``: what is written to it no peer sees, and a page that was written to no longer follows the peers,
+        until :meth:`drop_private_pages`.
+        """
         numel = prod(shape)
         if numel == 0:
             return torch.empty(*shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset).view(*shape)
+        memory = self._private_view if private and self._private_view is not None else self._memory
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(*shape)
+
+    def drop_private_pages(self) -> None:
+        """Private tensors hold again what the peers wrote."""
+        if self._private_view is not None:
+            self._private_view.madvise(mmap.MADV_DONTNEED)
 
     def post(self, column: int, value: int) -> None:
         """Publish this rank's ``value`` in ``column``."""
@@ -162,14 +175,18 @@ class SharedMemoryArena:
         Raises:
             CommError: as :meth:`wait`, or a peer is here for something else.
         """
-        column, tag = BARRIER_TAG + self._num_barriers % 2, hash_name(name)
-        self.post(column, tag)
-        self.barrier(f"the use of {name!r}")
-        if any(self.read(rank, column) != tag for rank in range(self.world_size)):
+        if not self.agree(hash_name(name), f"the use of {name!r}"):
             raise CommError(
                 f"rank {self.rank} is about to use {name!r} and another rank another module: the ranks took "
                 "different branches. Run the same modules on every rank in each step."
             )
+
+    def agree(self, tag: int, operation: str) -> bool:
+        """A barrier that says whether every rank came with the same ``tag`` (63 bits)."""
+        column = BARRIER_TAG + self._num_barriers % 2
+        self.post(column, tag)
+        self.barrier(operation)
+        return all(self.read(rank, column) == tag for rank in range(self.world_size))
 
     def release_pages(self, offset: int, num_bytes: int) -> None:
         """Give the pages wholly within a range back to the system, for all ranks; they read as zeros then."""
@@ -233,7 +250,8 @@ def _create_memfd(total_bytes: int, token: bytes) -> int:
     return fd
 
 
-def _map_memfd(header: list[int], local_fd: int) -> mmap.mmap | None:
+def _map_memfd(header: list[int], local_fd: int) -> tuple[mmap.mmap, mmap.mmap] | None:
+    """The memory, and a private view of it: copied page by page where it is written to."""
     host, pid, remote_fd, *words, total_bytes = header
     if remote_fd < 0 or host != get_host_key():
         return None
@@ -246,7 +264,7 @@ def _map_memfd(header: list[int], local_fd: int) -> mmap.mmap | None:
         # Another host may have a process of the same number: the token settles it.
         if os.pread(fd, 21, total_bytes - _ALIGN) != token:
             return None
-        return mmap.mmap(fd, total_bytes)
+        return mmap.mmap(fd, total_bytes), mmap.mmap(fd, total_bytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
     except (OSError, ValueError):
         return None
     finally:

@@ -48,7 +48,12 @@ class Routing:
 
 @dataclass(frozen=True)
 class GatePolicy:
-    """How tokens choose: see :class:`MoE` for the fields."""
+    """How tokens choose: see :class:`MoE` for the fields.
+
+    ``drop_policy``: whose choices an expert keeps when it has not room for all: "choice" first choices before second
+    ones, each in the tokens' order or by chance; "probs" the most probable; "position" the first tokens'.  As in
+    DeepSpeed the default is the first for one or two experts a token and the second for more.
+    """
 
     k: int = 1
     capacity_factor: float = 1.0
@@ -58,6 +63,7 @@ class GatePolicy:
     drop_tokens: bool = True
     use_rts: bool = True
     sample_second_expert: bool = True
+    drop_policy: str | None = None
 
     def capacity(self, num_tokens: int, num_experts: int, training: bool) -> int | None:
         """Choices that an expert takes, or None for all."""
@@ -87,7 +93,7 @@ def route(logits: Tensor, policy: GatePolicy, training: bool = True, used_token:
     capacity = policy.capacity(num_tokens, num_experts, training)
     all_in_capacity = capacity is None and used_token is None
     in_capacity = (
-        used if capacity is None else used & _within_capacity(experts, used, capacity, num_experts, policy, training)
+        used if capacity is None else used & _within_capacity(experts, used, capacity, gates, policy, training)
     )
     weights = gates.gather(1, experts) * in_capacity
     if policy.k > 1:
@@ -104,12 +110,17 @@ def _gumbel_like(logits: Tensor) -> Tensor:
 
 
 def _within_capacity(
-    experts: Tensor, used: Tensor, capacity: int, num_experts: int, policy: GatePolicy, training: bool
+    experts: Tensor, used: Tensor, capacity: int, gates: Tensor, policy: GatePolicy, training: bool
 ) -> Tensor:
-    """Which choices (N, k) an expert has room for: first choices first, then by chance or in order."""
-    num_tokens, k = experts.shape
+    """Which choices (N, k) an expert has room for, by the policy."""
+    (num_tokens, k), num_experts = experts.shape, gates.shape[1]
+    drop_policy = policy.drop_policy or ("choice" if k <= 2 else "probs")
     order = torch.arange(num_tokens * k, device=experts.device)
-    if policy.use_rts and training and k == 1:
+    if drop_policy == "probs":
+        order = gates.gather(1, experts).T.reshape(-1).argsort(descending=True, stable=True)
+    elif drop_policy == "position":
+        order = order.view(k, num_tokens).T.reshape(-1)
+    elif policy.use_rts and training and k == 1:
         order = torch.randperm(num_tokens, device=experts.device)
     flat = experts.T.reshape(-1)  # all first choices, then all second ones
     flat = torch.where(used.T.reshape(-1), flat, num_experts)

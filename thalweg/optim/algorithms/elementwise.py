@@ -126,10 +126,10 @@ ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 }
 
-_FUSED_DEVICES = {"Adam": ("cpu", "cuda"), "AdamW": ("cpu", "cuda"), "SGD": ("cpu", "cuda"), "Adagrad": ("cpu",)}
+_FUSED = ("Adam", "AdamW", "SGD")  # on the CPU and on every accelerator
 
 
 def has_fused_kernel(name: str, params: Iterable[Tensor]) -> bool:
     """Whether torch has a fused kernel of the optimiser ``name`` for all of ``params``."""
-    devices = _FUSED_DEVICES.get(name, ())
-    return all(p.device.type in devices and p.is_floating_point() for p in params)
+    on_all_devices, on_cpu = name in _FUSED, name in (*_FUSED, "Adagrad")
+    return all((on_cpu if p.device.type == "cpu" else on_all_devices) and p.is_floating_point() for p in params)

@@ -63,12 +63,11 @@ def fused_adam_step(
     if not weight.numel():
         return
     options = {**group, **overrides}
-    fused = weight.device.type in ("cpu", "cuda")
     count = num_previous_steps if options["bias_correction"] else STEP_WITHOUT_CORRECTION
-    step = torch.tensor(count, dtype=torch.float32, device=weight.device if fused else "cpu")
+    step = torch.tensor(count, dtype=torch.float32, device=weight.device)
     adam(
         [weight], [grad], [exp_avg], [exp_avg_sq], [], [step],
-        fused=fused, foreach=not fused, amsgrad=False, maximize=options["maximize"],
+        fused=True, foreach=False, amsgrad=False, maximize=options["maximize"],
         decoupled_weight_decay=options["decoupled_weight_decay"],
         beta1=options["betas"][0], beta2=options["betas"][1],
         lr=options["lr"], weight_decay=options["weight_decay"], eps=options["eps"],

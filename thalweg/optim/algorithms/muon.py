@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, compute_on_owners, get_matrix_sharding
+from thalweg.optim.algorithms.elementwise import has_fused_kernel
 from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.algorithms.muon_params import split_group
 from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
@@ -191,7 +192,7 @@ class Muon(StepMixin, torch.optim.Optimizer):
         return (lambda: grad.lerp(buffer, momentum)) if group["nesterov"] else (lambda: buffer)
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
-        return self._ns_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        return self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
     def _orthogonalize(self, group: dict[str, Any], full_matrix: Tensor) -> Tensor:
         matrix = full_matrix.reshape(full_matrix.size(0), -1)
@@ -227,7 +228,9 @@ class Muon(StepMixin, torch.optim.Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
         states = [self.state[p] for p in params]
         first, second = ([to_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+        fused = has_fused_kernel("AdamW", params)
+        for param in params:  # a checkpoint brings steps to the host, where a device's fused kernel cannot read them
+            self.state[param]["step"] = self.state[param]["step"].to(to_local(param).device)
         options = {"eps": group["eps"], "lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
         options["beta1"], options["beta2"] = group["betas"]
         steps = [state["step"] for state in states]

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thalweg.zero.whole_parameter import named_shards
+
 _EMBEDDING_AND_HEAD_NAMES = ("wte", "wpe", "lm_head", "head", "output_layer", "classifier", "score")
 # A vocabulary is many times the width; no hidden matrix of a transformer is this tall.
 _MIN_EMBEDDING_ASPECT = 8
@@ -36,7 +38,7 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
     """
     excluded_ids = _embedding_and_head_ids(model)
     if groups is None:
-        groups = [{"params": [(name, p) for name, p in model.named_parameters() if p.requires_grad]}]
+        groups = [{"params": [(name, p) for name, p in named_shards(model) if p.requires_grad]}]
     halves: list[dict[str, Any]] = []
     for group in groups:
         if "use_muon" in group:
@@ -49,10 +51,10 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
 def _embedding_and_head_ids(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of embeddings and of the head."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    ids = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
+    ids = {id(p) for module in embeddings for _, p in named_shards(module)}
     vocabulary = max((module.num_embeddings for module in embeddings), default=None)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
-    return ids | {id(p) for head in heads[-1:] for p in head.parameters(recurse=False)}
+    return ids | {id(p) for head in heads[-1:] for _, p in named_shards(head)}
 
 
 def get_param(member: Any) -> Tensor:

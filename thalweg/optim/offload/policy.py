@@ -130,6 +130,7 @@ def _build_step_strategy(
     in_place = section.device == "cpu" and steps_early and elementwise
     grad_offload = GradOffload(swap) if on_disk and swap is not None else None
     if in_place or grad_offload is not None:
+        sharded.adopt_writes_early()
         strategy = StepInBackward(
             strategy,
             window,

@@ -70,6 +70,7 @@ from thalweg.optim.norms import PartialNorm, compute_partial_norm
 from thalweg.optim.offload.io_pipeline import IoRange, ParamStep, merge_adjacent
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import InMemoryStep
+from thalweg.parallel_dims import control_group
 from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.io_threads import IoFuture
@@ -440,7 +441,7 @@ class StepInBackward(InMemoryStep, StepListener):
         loss = self.window.loss
         broken = torch.tensor(0.0 if loss is None or bool(loss.isfinite().all()) else 1.0)
         if self._group is not None:
-            dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=control_group(self._group))
         return not bool(broken)
 
     def after_backward(self) -> None:

@@ -34,7 +34,7 @@ from thalweg.deferred_init.deferred_tensor import is_deferred, materialize_tenso
 from thalweg.ops.grouped_mm import RowGroups, sort_by_expert, unpermute
 from thalweg.parallel.comm_group import ParallelGroup, all_to_all
 from thalweg.parallel.shard_spec import ShardSpec, split_evenly
-from thalweg.parallel_dims import ParallelMeshes, new_subgroup
+from thalweg.parallel_dims import ParallelMeshes, control_group, new_subgroup
 from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.tp_layout import TensorParallelLayout
 
@@ -211,7 +211,8 @@ def _shard_parameter(
             "thalweg.zero.Init(), or on the CPU"
         )
     full = value.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(full, src=dist.get_global_rank(data_group, 0), group=data_group)
+    group = control_group(data_group, full.device)
+    dist.broadcast(full, src=dist.get_global_rank(group, 0), group=group)
     shape, tensor_axis = tp_placement or (full.shape, Replicate())
     placements = [tensor_axis, spec.placement(), Replicate()][-mesh.ndim :]
     stride = torch.empty(shape, device="meta").stride()

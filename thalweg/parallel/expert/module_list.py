@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from thalweg.device import get_rng_state, set_rng_state
 from thalweg.ops.grouped_mm import RowGroups
 from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertShardSpec, local_rows
 from thalweg.parallel.shard_spec import ShardSpec, split_evenly
@@ -93,14 +94,14 @@ class ExpertModuleList:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             call = _TwoPassCall()
             active_calls.append(call)
-            state = torch.get_rng_state()
+            state = get_rng_state()
             try:
                 # The first run may write into its tensors.
                 first_args, first_kwargs = _pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
                 inner(self, *first_args, **first_kwargs)
                 sample = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
                 zero = _run_experts(call, num_experts, dispatcher, local_experts, sample)
-                torch.set_rng_state(state)
+                set_rng_state(state)
                 result = inner(self, *args, **kwargs)
                 return result if zero is None else _with_dependency(result, zero)
             finally:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm import CommsLog
+from thalweg.parallel_dims import control_group
 
 _JSON_TYPES = (bool, int, float, str, type(None))
 
@@ -46,6 +47,8 @@ class P2PChannel:
         self.device, self.ledger = device, ledger or CommsLog()
         self.group, self._reverse_group = group, reverse_group or group
         self._rank = dist.get_rank(group)
+        for one in (self.group, self._reverse_group):  # now, as a message is between two ranks and this needs all
+            control_group(one)
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_headers: dict[tuple[int, Hashable], bytes] = {}
         self._received_headers: dict[tuple[int, Hashable], bytes] = {}
@@ -56,8 +59,8 @@ class P2PChannel:
         """Say in which order ``source`` will send: its (kind, name) pairs from now on."""
         self._recv_order.setdefault(source, deque()).extend(messages)
 
-    def _group_towards(self, source: int, destination: int) -> dist.ProcessGroup | None:
-        return self.group if source < destination else self._reverse_group
+    def _group_towards(self, source: int, destination: int, tensor: Tensor) -> dist.ProcessGroup:
+        return control_group(self.group if source < destination else self._reverse_group, tensor.device)
 
     def send(self, destination: int, kind: Hashable, value: Any, name: str = "messages") -> None:
         """Send a tree without waiting; its tensors must not be written to before :meth:`drain`.
@@ -73,7 +76,7 @@ class P2PChannel:
             parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         parts += [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
         for part in parts:
-            work = dist.isend(part, group_dst=destination, group=self._group_towards(self._rank, destination))
+            work = dist.isend(part, group_dst=destination, group=self._group_towards(self._rank, destination, part))
             assert work is not None
             self._pending_sends.append((work, part))
         header_bytes = 8 if header_is_known else 8 + len(header)
@@ -100,7 +103,7 @@ class P2PChannel:
 
     def _recv(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
-            dist.recv(tensor, group_src=source, group=self._group_towards(source, self._rank))
+            dist.recv(tensor, group_src=source, group=self._group_towards(source, self._rank, tensor))
         return tensor
 
     def _decode(self, node: Any, source: int) -> Any:
@@ -119,7 +122,8 @@ class P2PChannel:
     def wait_sends(self) -> None:
         """Wait until all that was sent has left."""
         while self._pending_sends:
-            self._pending_sends.popleft()[0].wait()
+            work, _part = self._pending_sends.popleft()  # held until it has left
+            work.wait()
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> list[Any]:

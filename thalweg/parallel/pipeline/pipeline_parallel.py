@@ -35,7 +35,7 @@ from thalweg.parallel.pipeline.tied_weights import ParamNaming, TiedWeights, fin
 from thalweg.parallel.sequence.pipeline_layers import LayerSequenceParallel
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, SequenceParallelAttention
 from thalweg.parallel.tensor.tensor_parallel import broadcast_model
-from thalweg.parallel_dims import ParallelMeshes
+from thalweg.parallel_dims import ParallelMeshes, control_group
 from thalweg.zero.shard import ShardedModel
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -98,7 +98,7 @@ class PipelineParallel:
         if dist.get_rank() == root and not any(p.is_meta for p in model.parameters()):
             costs = profile_blocks(model, layout.list_name, batch)
             table = torch.tensor([astuple(cost) for cost in costs], dtype=table.dtype)
-        dist.broadcast(table, src=root, group=self._meshes.world_group)
+        dist.broadcast(table, src=root, group=control_group(self._meshes.world_group))
         return [BlockCost(*row) for row in table.tolist()] if table.any() else None
 
     def _choose_schedule(self, max_stages: int) -> ScheduleName:

@@ -26,6 +26,7 @@ from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
 from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule
 from thalweg.parallel.pipeline.split_model import SplitModelStages
+from thalweg.parallel_dims import control_group
 from thalweg.utils.dtypes import HALF_DTYPES
 from thalweg.zero.shard import ShardedModel
 
@@ -144,4 +145,4 @@ class PipelineRunner:
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         size = dist.get_world_size(self._group)
         with self._channel.ledger.timed("all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size):
-            dist.all_reduce(tensor, op=op, group=self._group)
+            dist.all_reduce(tensor, op=op, group=control_group(self._group, tensor.device))

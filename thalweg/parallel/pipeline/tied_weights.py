@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thalweg.comm import CommsLog
+from thalweg.parallel_dims import control_group
+from thalweg.zero.whole_parameter import named_shards
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,9 @@ class TiedWeights:
         other_ranks = [place for place in tie.pp_ranks if place != self._pp_rank]
         values = {place: torch.empty_like(value) for place in other_ranks} | {self._pp_rank: value}
         # In one batch: on CUDA a send in front of a receive would wait for the peer's, which does likewise.
-        messages = [dist.P2POp(dist.isend, value, group=self._group, group_peer=place) for place in other_ranks]
-        messages += [dist.P2POp(dist.irecv, values[rank], group=self._group, group_peer=rank) for rank in other_ranks]
+        group = control_group(self._group, value.device)
+        messages = [dist.P2POp(dist.isend, value, group=group, group_peer=place) for place in other_ranks]
+        messages += [dist.P2POp(dist.irecv, values[rank], group=group, group_peer=rank) for rank in other_ranks]
         nbytes = len(other_ranks) * value.nbytes
         self.ledger.record("send", "shared weights", "pipeline", full_bytes=nbytes, world_size=2)
         for work in dist.batch_isend_irecv(messages) if messages else []:
@@ -101,7 +104,7 @@ class TiedWeights:
         self._local_copies = [(p, tie) for p, tie in self._find_local_copies(model) if p.requires_grad]
 
     def _find_local_copies(self, model: nn.Module) -> list[tuple[nn.Parameter, TiedWeight]]:
-        named = dict(model.named_parameters(remove_duplicate=False))
+        named = dict(named_shards(model, remove_duplicate=False))
         copies = []
         for tie in self._tied_weights:
             name = next(name for name in tie.names if name in named)
@@ -131,5 +134,5 @@ class TiedWeights:
     def norm(self, local_norm: float) -> float:
         """The 2-norm over all stages, the same bits everywhere; ``local_norm`` is that of this stage."""
         total = torch.tensor([local_norm * local_norm], dtype=torch.float64)
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=control_group(self._group))
         return math.sqrt(value) if math.isfinite(value := total.item()) and value >= 0 else math.nan

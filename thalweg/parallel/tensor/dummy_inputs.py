@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thalweg.device import get_rng_state, set_rng_state
+
 DummyInputs = tuple[tuple[Any, ...], dict[str, Any]]  # positions and keywords of a forward
 
 
@@ -85,11 +87,11 @@ def _float_candidates(
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, with the random numbers of after as of before."""
     training = [module for module in model.modules() if module.training]
-    state = torch.get_rng_state()
+    state = get_rng_state()
     model.eval()
     try:
         yield
     finally:
         for module in training:
             module.training = True
-        torch.set_rng_state(state)
+        set_rng_state(state)

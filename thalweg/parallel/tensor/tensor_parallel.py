@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thalweg.device import get_rng_state, set_rng_state
 from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.shard_spec import ShardSpec
 from thalweg.parallel.tensor import layers
@@ -41,6 +42,7 @@ from thalweg.parallel.tensor.dummy_inputs import make_dummy_inputs
 from thalweg.parallel.tensor.layers import TpContext, replace_forward
 from thalweg.parallel.tensor.parity_check import check_parity, run_for_parity
 from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, build_tp_plan
+from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 from thalweg.zero.tp_layout import TensorParallelLayout
 
@@ -122,9 +124,9 @@ def _agree_on_plan(model: nn.Module, tp_group: ParallelGroup, world_group: dist.
         error = caught
     found: Any = str(error) if plan is None else plan.describe()
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(next(model.parameters()).device)
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     gathered = [own.clone() for _ in range(dist.get_world_size(world_group))]
-    dist.all_gather(gathered, own, group=world_group)
+    dist.all_gather(gathered, own, group=control_group(world_group))
     by_rank: list[Any] = [found] * len(gathered)
     if not all(torch.equal(gathered[0], other) for other in gathered):
         dist.all_gather_object(by_rank, found, group=world_group)
@@ -156,10 +158,10 @@ def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
                     "build it outside of the context"
                 )
             if tensor.is_contiguous():
-                dist.broadcast(tensor.data, src=root, group=world_group)
+                dist.broadcast(tensor.data, src=root, group=control_group(world_group, tensor.device))
             else:
                 value = tensor.detach().contiguous()
-                dist.broadcast(value, src=root, group=world_group)
+                dist.broadcast(value, src=root, group=control_group(world_group, tensor.device))
                 tensor.copy_(value)
 
 
@@ -243,6 +245,9 @@ def _dropout_probabilities(model: nn.Module) -> Iterator[float]:
 
 def sync_rng(tp_group: ParallelGroup) -> None:
     """Start the common stream of random numbers alike on all ranks of the team."""
-    state: Tensor = torch.get_rng_state()
-    dist.broadcast(state, src=dist.get_global_rank(tp_group.process_group, 0), group=tp_group.process_group)
-    torch.set_rng_state(state)
+    host, accelerator = get_rng_state()
+    for state in (host, accelerator):
+        if state is not None:
+            group = control_group(tp_group.process_group)
+            dist.broadcast(state, src=dist.get_global_rank(group, 0), group=group)
+    set_rng_state((host, accelerator))

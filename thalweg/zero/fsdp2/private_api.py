@@ -11,20 +11,50 @@ and has no public form:
 * ``to_unsharded`` and ``reduce_unsharded_grads``: make those transitions outside of a forward pass.
 
 ``tests/dist/test_fsdp2_private_names.py`` says which of them a new torch has changed.
+
+torch 2.15 leaves the gradients that wait for their reduction where autograd puts them, in the unsharded parameter's
+``.grad``, kept wide by its ``grad_dtype``, and reduces units whose gradients differ in dtype.  Before, they moved to
+``unsharded_accumulated_grad`` after each pass, and a unit had one dtype.  Which of the two this torch does is seen
+from its class (``_GRADS_STAY_IN_PLACE``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+import copyreg
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partialmethod, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import RemovableHandle
 
+from thalweg.ops._torch_private import ALLCLOSE_CALL, ITEM_CALL
+from thalweg.utils.versions import TRIED_TORCH
+from thalweg.zero.plain_copy import ShardedStateDict, check_whole, copy_plain
 from thalweg.zero.tp_layout import DTensorLayout
+from thalweg.zero.whole_parameter import AutogradSide, WholeParameter
+
+# What sharding puts into modules, and a copy as a plain model leaves out.
+_ATTRIBUTES = ("_fsdp", "_is_fsdp_managed_module", "__composable_api")
+
+_GRADS_STAY_IN_PLACE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+# What is used of a group and of a parameter, there from the start.
+GROUP_NAMES = (
+    "fsdp_params", "is_sharded", "reduce_grads", "all_reduce_grads", "reshard_after_backward", "comm_ctx",
+    "_training_state", "_to_unsharded", "_to_sharded", "post_backward", "finalize_backward", "unshard",
+    "wait_for_unshard", "_all_gather_result",
+    "_set_unsharded_grad_dtypes" if _GRADS_STAY_IN_PLACE else "_init_mp_dtypes",
+)  # fmt: skip
+PARAM_NAMES = (
+    "sharded_param", "_module_info", "padded_sharded_param_size", "sharded_size", "_sharding_spec",
+    "_sharded_param_data", "to_sharded_dtensor", "_setattr_on_modules", "all_gather_outputs", "reset_sharded_param",
+    *(("_sharding_spec_by_dtype", "init_dtype_attrs") if _GRADS_STAY_IN_PLACE else ("unsharded_accumulated_grad",)),
+)  # fmt: skip
 
 
 class FSDPGroupHandle:
@@ -52,6 +82,24 @@ class FSDPGroupHandle:
         """Put the sharded parameters in place."""
         self._inner._to_sharded()
 
+    def keep_whole(self) -> list[WholeParameter]:
+        """Stay unsharded for good: from now on the modules hold these plain parameters, at all times."""
+        wholes = [param.keep_whole() for param in self.params]
+        if not self._inner.is_unsharded:
+            self._inner._to_unsharded()
+        self._inner._to_sharded = lambda: None
+        return wholes
+
+    def regather(self) -> None:
+        """Gather the shards anew, over what is unsharded; collective."""
+        type(self._inner)._to_sharded(self._inner)
+        self.gather()
+
+    def gather(self) -> None:
+        """Unshard, and wait for it; collective, unless it is unsharded."""
+        self._inner.unshard()
+        self._inner.wait_for_unshard()
+
     def set_backward_flags(self, reduce: bool, reshard: bool) -> None:
         """Whether the next backward reduces this unit's gradients and reshards its parameters."""
         self._inner.reduce_grads = reduce
@@ -61,7 +109,7 @@ class FSDPGroupHandle:
     def upcast_grads(self) -> None:
         """Add gradients that autograd did not bring here by itself to those kept in the reduction's dtype."""
         for param in self._inner.fsdp_params:
-            if not hasattr(param, "_unsharded_param"):
+            if _GRADS_STAY_IN_PLACE or not hasattr(param, "_unsharded_param"):
                 continue
             if param.unsharded_accumulated_grad is not None and param._unsharded_param.grad is not None:
                 param.unsharded_accumulated_grad += param._unsharded_param.grad
@@ -77,6 +125,10 @@ class FSDPGroupHandle:
         came with the last micro-batch alone has not.
         """
         inner = self._inner
+        if _GRADS_STAY_IN_PLACE:
+            if inner._reduce_dtype is None:
+                inner._reduce_dtype = reduce_dtype
+            return
         if inner._orig_dtype is None:
             inner._orig_dtype, inner._reduce_dtype = master_dtype, reduce_dtype
         one_dtype = len({param.sharded_param.dtype for param in inner.fsdp_params}) == 1
@@ -146,9 +198,19 @@ class FSDPGroupHandle:
         inner.unshard = unshard
 
     def add_reduction_hooks(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call these before and after a backward pass that has gone through this unit is reduced."""
+        """Call these before and after a backward pass that has gone through this unit is reduced.
+
+        Gradients on their way to the host have then arrived.
+        """
         self._has_reduction_hooks = True
-        self._wrap_post_backward(before, after)
+
+        def after_arrival() -> None:
+            for param in self._inner.fsdp_params:
+                if param.grad_offload_event is not None:
+                    param.grad_offload_event.synchronize()
+            after()
+
+        self._wrap_post_backward(before, after_arrival)
 
     def sync_unused_params(self, reduce_presence: Callable[[list[bool]], list[bool]]) -> None:
         """Before each reduction ask ``reduce_presence`` which parameters have a gradient anywhere, given which have one
@@ -161,7 +223,8 @@ class FSDPGroupHandle:
                 present = [_has_unsharded_grad(param) for param in trained]
                 for param, is_here, is_anywhere in zip(trained, present, reduce_presence(present), strict=True):
                     if is_anywhere and not is_here:
-                        param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+                        unsharded = param._unsharded_param
+                        unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
 
         self._wrap_post_backward(add_zeros)
 
@@ -190,14 +253,18 @@ class FSDPGroupHandle:
         self.set_backward_flags(True, True)
         self._inner.post_backward()
         self._inner.finalize_backward()
-        self._inner.comm_ctx.reduce_scatter_states.clear()
+        if hasattr(self._inner.comm_ctx, "reduce_scatter_states"):
+            self._inner.comm_ctx.reduce_scatter_states.clear()
+        else:  # torch 2.11 keeps one
+            self._inner.comm_ctx.reduce_scatter_state = None
         self._inner._training_state = type(self._inner._training_state).IDLE
         return True
 
     def clear_unsharded_grads(self) -> None:
         """Forget gradients that were kept unsharded."""
         for param in self._inner.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            if not _GRADS_STAY_IN_PLACE:
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
@@ -212,6 +279,24 @@ class FSDPParamHandle:
     def sharded_param(self) -> nn.Parameter:
         """The sharded parameter: a DTensor."""
         return self._inner.sharded_param
+
+    @property
+    def gathers_what_is_updated(self) -> bool:
+        """Whether FSDP2's gather reads the memory that the optimizer writes."""
+        inner = self._inner
+        local = inner.sharded_param._local_tensor
+        return inner._sharded_param_data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+
+    @property
+    def grad_owners(self) -> list[nn.Parameter]:
+        """The tensors whose ``.grad`` may hold gradients of this parameter."""
+        unsharded = getattr(self._inner, "_unsharded_param", None)
+        return [self.sharded_param] if unsharded is None else [self.sharded_param, unsharded]
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        """The parameter that the unit computes with; None before it is gathered for the first time."""
+        return getattr(self._inner, "_unsharded_param", None)
 
     @property
     def locations(self) -> list[tuple[nn.Module, str]]:
@@ -238,25 +323,81 @@ class FSDPParamHandle:
         requires_grad = inner.sharded_param.requires_grad
         spec = inner._sharding_spec
         if layout is not None:
-            meta_full = torch.empty(layout.shape, dtype=local.dtype, device="meta")
-            spec = DTensor.from_local(
-                local, layout.mesh, layout.placements, run_check=False, shape=meta_full.shape, stride=meta_full.stride()
-            )._spec
+            full = torch.empty(layout.shape, device="meta")
+            meta = spec.tensor_meta._replace(shape=full.shape, stride=full.stride(), dtype=local.dtype)
+            spec = type(spec)(layout.mesh, layout.placements, tensor_meta=meta)
         elif spec.tensor_meta.dtype != local.dtype:
             meta = spec.tensor_meta._replace(dtype=local.dtype)
             spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
         inner._sharding_spec = spec
+        if _GRADS_STAY_IN_PLACE:
+            inner._sharding_spec_by_dtype.clear()
         # FSDP2 hands gradients over in the dtype of what trained at first; torch takes those of ``local``'s.
         param_type = type(inner)
         inner.to_sharded_dtensor = lambda tensor: param_type.to_sharded_dtensor(inner, tensor.to(local.dtype))
         inner._sharded_param_data = padded_local.view(-1)
         inner.sharded_param = nn.Parameter(inner.to_sharded_dtensor(local), requires_grad=requires_grad)
         inner._setattr_on_modules(inner.sharded_param)
+        # Called after ``load_state_dict``, which a program may call while it shows the parameters whole.
+        original_reset = inner.reset_sharded_param
+
+        def reset_sharded_param() -> None:
+            if isinstance(inner.sharded_param, DTensor):
+                original_reset()
+
+        inner.reset_sharded_param = reset_sharded_param
+
+    def forward_hooks_to_unsharded(self) -> None:
+        """Let ``register_hook`` of the sharded parameter see the gradients that autograd makes, this rank's."""
+        inner, hooks = self._inner, OrderedDict[int, Callable[[Tensor], Tensor | None]]()
+        init_unsharded_param, is_attached = inner.init_unsharded_param, False
+
+        def run_hooks(grad: Tensor) -> Tensor:
+            for hook in list(hooks.values()):
+                changed = hook(grad)
+                grad = grad if changed is None else changed
+            return grad
+
+        def attach() -> None:
+            nonlocal is_attached
+            if hooks and not is_attached and hasattr(inner, "_unsharded_param"):
+                is_attached = True
+                inner._unsharded_param.register_hook(run_hooks)
+
+        def register_hook(hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+            handle = RemovableHandle(hooks)
+            hooks[handle.id] = hook
+            attach()
+            return handle
+
+        def init_and_attach() -> None:
+            init_unsharded_param()
+            attach()
+
+        inner.init_unsharded_param, inner.sharded_param.register_hook = init_and_attach, register_hook
 
     def set_unsharded_storage(self, unsharded: Tensor) -> None:
         """Make ``unsharded`` (the parameter's full shape, compute dtype) the unsharded parameter."""
         inner = self._inner
         inner._unsharded_param = nn.Parameter(unsharded, requires_grad=inner.sharded_param.requires_grad)
+        self.set_grad_dtype()
+
+    def set_grad_dtype(self) -> None:
+        """Let the unsharded parameter keep gradients in the reduction's dtype, once FSDP2 knows that."""
+        if _GRADS_STAY_IN_PLACE and hasattr(self._inner, "reduce_dtype") and hasattr(self._inner, "_unsharded_param"):
+            self._inner._unsharded_param.grad_dtype = self._inner.unsharded_grad_dtype
+
+    def keep_whole(self) -> WholeParameter:
+        """See the group's; what is unsharded now becomes the module's parameter."""
+        inner = self._inner
+        whole = WholeParameter(inner._unsharded_param.detach(), inner.sharded_param)
+        inner._setattr_on_modules(whole)
+        inner._unsharded_param = AutogradSide(whole)
+        self.set_grad_dtype()
+        # Nothing takes its place any more, and what ``module.to()`` has written is no new shard.
+        inner._setattr_on_modules = lambda param: None
+        inner.reset_sharded_param = lambda: None
+        return whole
 
 
 def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
@@ -272,6 +413,19 @@ def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
     return groups
 
 
+def check_private_names(groups: Sequence[FSDPGroupHandle]) -> None:
+    """Raise RuntimeError that names what this torch lacks, before a training run meets it."""
+    for group in groups[:1]:
+        inner = group._inner
+        lacking = [f"FSDPParamGroup.{name}" for name in GROUP_NAMES if not hasattr(inner, name)]
+        lacking += [f"FSDPParam.{name}" for name in PARAM_NAMES if not hasattr(inner.fsdp_params[0], name)]
+        if lacking:
+            raise RuntimeError(
+                f"torch {torch.__version__} has changed what Thalweg uses of FSDP2: {', '.join(lacking)} is gone. "
+                f"pip install torch=={TRIED_TORCH[1]}.0 (tried: {' to '.join(TRIED_TORCH)})"
+            )
+
+
 def lazy_init(root: Any, dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> None:
     """Make ``root`` the root now, not at its first forward, so that groups are final.
 
@@ -279,28 +433,84 @@ def lazy_init(root: Any, dtypes: tuple[torch.dtype, torch.dtype] | None = None) 
     """
     for module in [module for module in root.modules() if isinstance(module, FSDPModule)]:
         # Programs look models up by the name of their class (Hugging Face's loss tables, peft's targets).
-        module.__class__ = _name_as_wrapped(type(module))
+        module.__class__ = _name_as_wrapped(type(module), module is root)
     root._get_fsdp_state()._lazy_init()
-    # What transformers looks for: its ``generate`` then goes on until every rank has finished.
-    root._is_fsdp_managed_module = True  # type: ignore[attr-defined]
+    assert isinstance(root, nn.Module)
+    for group in get_fsdp_groups(root):
+        for param in group.params:
+            assert param.gathers_what_is_updated, f"FSDP2 has copied the shard of a parameter of {group.name!r}"
+            param.set_grad_dtype()
     if dtypes is not None:
-        assert isinstance(root, nn.Module)
         for group in get_fsdp_groups(root):
             group.support_unfreezing(*dtypes)
 
 
 @cache
-def _name_as_wrapped(fsdp_class: type) -> type:
-    """The class that ``fully_shard`` has made of a module's, under that one's name and not ``FSDP...``."""
+def _name_as_wrapped(fsdp_class: type, is_root: bool) -> type:
+    """The class that ``fully_shard`` has made of a module's, under that one's name and not ``FSDP...``, which copies
+    and saves as the plain model; see :mod:`thalweg.zero.plain_copy`."""
     wrapped: Any = next(base for base in fsdp_class.__mro__ if not issubclass(base, FSDPModule))
-    names = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__, "__doc__": wrapped.__doc__}
-    return type(wrapped.__name__, fsdp_class.__bases__, {**names, "__deepcopy__": fsdp_class.__dict__["__deepcopy__"]})
+    body: dict[str, Any] = {name: getattr(wrapped, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"__deepcopy__": partialmethod(copy_plain, left_out=_ATTRIBUTES), "__reduce_ex__": _reduce_plain}
+    if is_root:
+
+        def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            state = wrapped.state_dict(self, *args, **kwargs)
+            return ShardedStateDict(state) if any(isinstance(value, DTensor) for value in state.values()) else state
+
+        def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("state_dict") is None:
+                check_whole(self, "save_pretrained")
+            return wrapped.save_pretrained(self, *args, **kwargs)
+
+        body["state_dict"] = state_dict
+        if hasattr(wrapped, "save_pretrained"):
+            body["save_pretrained"] = wraps(wrapped.save_pretrained)(save_pretrained)
+    return type(wrapped.__name__, fsdp_class.__bases__, body)
 
 
-def reset_iteration_state(root: FSDPModule) -> None:
-    """Bring FSDP2 back to rest after a forward or backward that raised."""
-    if hasattr(root, "reset_iter_state"):  # torch 2.13
-        root.reset_iter_state()
+def mark_collective_forward(root: nn.Module) -> None:
+    """A forward pass of ``root`` needs all ranks: transformers' ``generate`` then goes on until every one has
+    finished."""
+    root._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
+    check_whole(module, "pickling the model")
+    plain = copy_plain(module, left_out=_ATTRIBUTES)
+    # The usual constructor insists on the object's present class; this one, as old as pickle, does not.
+    return copyreg._reconstructor, (type(plain), object, None), *plain.__reduce_ex__(2)[2:]  # type: ignore[attr-defined]
+
+
+def read_partial_scalars() -> None:
+    """From now on the number that is read from a DTensor (``item()``, ``float()``, ``bool()``, ``int()``) is that of
+    the whole tensor, put together from the ranks that have a part of it; collective.  torch gives this rank's part, in
+    silence: 1.82 for a norm of 2.57.  ``torch.allclose`` compares whole tensors; torch has no rule for it."""
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is not None:
+        handlers[ITEM_CALL] = handlers[ALLCLOSE_CALL] = _read_whole
+
+
+def _read_whole(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    whole = []
+    for arg in args:
+        if isinstance(arg, DTensor):
+            if not all(placement.is_replicate() for placement in arg.placements):
+                arg = arg.redistribute(placements=[Replicate()] * arg.device_mesh.ndim)
+            arg = arg.to_local()
+        whole.append(arg)
+    return operator(*whole, **kwargs)
+
+
+def reset_iteration_state(root: Any) -> None:
+    """Bring FSDP2 back to rest after a forward or backward that raised; gradients of earlier passes stay."""
+    if not hasattr(root, "reset_iter_state"):  # torch 2.13
+        return
+    params = [param for group in get_fsdp_groups(root) for param in group.params]
+    kept = [(tensor, tensor.grad) for param in params for tensor in param.grad_owners]
+    root.reset_iter_state()
+    for tensor, grad in kept:  # which torch 2.15 forgets
+        tensor.grad = grad
 
 
 def is_in_backward() -> bool:

@@ -17,7 +17,8 @@ shape in the compute dtype and stands for the unsharded parameter at all times:
 * ``wire``: several hosts or GPUs: there is none, FSDP2 gathers into memory of its own.
 
 Invariant: rows of a shared tensor are written by their owner alone, and only between the
-end of one backward pass on every rank and the barrier that opens the next forward pass.
+end of one backward pass on every rank and the barrier that opens the next forward pass (below stage 3: that ends the
+update).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thalweg.comm.collectives.shared_memory import SharedMemoryArena
+from thalweg.comm.collectives.shared_memory import CommError, SharedMemoryArena, hash_name
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, FSDPParamHandle
+from thalweg.zero.whole_parameter import WholeParameter
 
 StorageKind = Literal["shared", "private", "wire"]
 PassKind = Literal["an accumulation window", "an evaluation"]
@@ -105,22 +107,26 @@ class ShardStorage:
         arena: SharedMemoryArena | None,
         device: torch.device,
         separate_master: bool = False,
+        pin_shard: bool = False,
+        private_view: bool = False,
     ) -> ShardStorage:
         """A storage in the memory that ``storage_kind`` says.
 
-        ``separate_master``: the shard is kept beside its rows of the unsharded tensor, which others see rounded.
+        ``separate_master``: the shard is kept beside its rows of the unsharded tensor, which others see rounded;
+        ``pin_shard``: page-locked; FSDP2 would otherwise pin a copy, which updates write and gathers do not read;
+        ``private_view``: what a program writes to a shared unsharded tensor, its peers do not see.
         """
         if storage_kind == "shared":
             assert arena is not None
             offset = arena.reserve(spec.unsharded_bytes)
-            unsharded, local_rows = view_unsharded(spec, rank, arena, offset)
+            unsharded, local_rows = view_unsharded(spec, rank, arena, offset, private_view)
             padded_shape = (spec.num_shards * spec.rows_per_shard, *spec.shape[1:])
             padded_unsharded = arena.tensor(offset, padded_shape, spec.compute_dtype)
             if spec.master_dtype == spec.compute_dtype and not separate_master:
                 return cls(spec, rank, local_rows, unsharded, padded_unsharded=padded_unsharded)
             shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
             return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
-        shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
+        shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device, pin_memory=pin_shard)
         if storage_kind == "wire":
             return cls(spec, rank, shard)
         if spec.master_dtype == spec.compute_dtype:
@@ -170,11 +176,13 @@ class ShardStorage:
         return None if self._cast_dest is None else (self._cast_dest, self.shard)
 
 
-def view_unsharded(spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int) -> tuple[Tensor, Tensor]:
-    """The unsharded tensor at ``offset`` of the arena, and this rank's rows of it."""
+def view_unsharded(
+    spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int, private: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The unsharded tensor at ``offset`` of the arena, and this rank's rows of it, which its peers see."""
     row_bytes = prod(spec.padded_shape) * spec.compute_dtype.itemsize
     local_rows = arena.tensor(offset + rank * row_bytes, spec.padded_shape, spec.compute_dtype)
-    return arena.tensor(offset, spec.shape, spec.compute_dtype), local_rows
+    return arena.tensor(offset, spec.shape, spec.compute_dtype, private=private), local_rows
 
 
 def get_arena_bytes(specs: Iterable[ParamSpec]) -> int:
@@ -202,10 +210,10 @@ def refresh_unsharded(storages: Iterable[ShardStorage]) -> None:
 class ParameterStorage(Protocol):
     """Where the parameters of some units are between uses, and what brings them there and back.
 
-    ``resident_groups``: units that :meth:`unshard` must be called for where they are used by themselves.
+    ``groups``: the units; :meth:`unshard` is called for one that is used by itself.
     """
 
-    resident_groups: Sequence[FSDPGroupHandle] = ()
+    groups: Sequence[FSDPGroupHandle] = ()
 
     def before_forward(self) -> None:
         """A forward pass of the whole model begins: what is in memory all the time is made ready; collective."""
@@ -219,6 +227,18 @@ class ParameterStorage(Protocol):
     def after_update(self, units: Iterable[str] | None = None) -> None:
         """The shards of these units (None: of all) may have new values, and so may their compute copies on disk."""
 
+    def adopt_writes(self) -> None:
+        """What the program has written to whole parameters enters this rank's shards; no rank reads them now."""
+
+    def adopt_early(self) -> None:
+        """Updates come in the backward pass already."""
+
+    def sync(self) -> None:
+        """Adopt and publish what every rank has written; collective."""
+
+    def publish(self) -> None:
+        """Bring whole parameters up to date with the shards; collective, with nothing where there are none."""
+
     def close(self) -> None:
         """Give memory and disk back."""
 
@@ -227,12 +247,16 @@ class FSDPStorage(ParameterStorage):
     """Units that FSDP2 gathers into memory of its own, and frees."""
 
     def __init__(self, groups: Sequence[FSDPGroupHandle]) -> None:
-        self._groups = groups
+        self.groups = groups
+
+    def unshard(self, group: FSDPGroupHandle) -> None:
+        """Gather a unit that is used by itself."""
+        group.gather()
 
     def reshard(self, end_of: PassKind) -> None:
         """See the base; between evaluations FSDP2 keeps what it keeps."""
         if end_of == "an accumulation window":
-            for group in self._groups:
+            for group in self.groups:
                 group.to_sharded()
 
 
@@ -254,17 +278,17 @@ class ResidentStorage(ParameterStorage):
         """``refresh``: brings unsharded tensors up to date (a barrier follows before other ranks read them), by default
         on one host; ``log_gather``: around the barrier that stands for a gather, where ``refresh`` does not log what
         moves; ``on_update``: shards may have new values that no counter tells of."""
-        self.resident_groups, self._storages, self._refresh, self._on_update = groups, storages, refresh, on_update
+        self.groups, self._storages, self._refresh, self._on_update = groups, storages, refresh, on_update
         self._all_storages = [storage for group in groups for storage in storages[group.name]]
         self._arena, self._log_gather = arena, log_gather
 
     def before_forward(self) -> None:
         """Refresh all units at once."""
-        if not any(group.is_sharded for group in self.resident_groups):
+        if not any(group.is_sharded for group in self.groups):
             return
         self._refresh(self._all_storages)
         self._barrier("the start of a forward pass")
-        for group in self.resident_groups:
+        for group in self.groups:
             group.to_unsharded()
 
     def unshard(self, group: FSDPGroupHandle) -> None:
@@ -276,7 +300,7 @@ class ResidentStorage(ParameterStorage):
 
     def reshard(self, end_of: PassKind) -> None:
         """Put shards in place, and wait until all ranks have: rows may be written from then on."""
-        for group in self.resident_groups:
+        for group in self.groups:
             group.to_sharded()
         if self._arena is not None:
             self._arena.barrier(f"the end of {end_of}")
@@ -294,3 +318,119 @@ class ResidentStorage(ParameterStorage):
         if self._arena is not None:
             with self._log_gather():
                 self._arena.barrier(operation)
+
+
+class WholeStorage(ParameterStorage):
+    """Units whose modules hold whole plain parameters at all times (stages 0 to 2): see :mod:`..whole_parameter`.
+
+    They are gathered when an update has ended, not before the next forward pass.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FSDPGroupHandle],
+        storages: Mapping[str, Sequence[ShardStorage]],
+        refresh: Callable[[Iterable[ShardStorage]], None] | None = refresh_unsharded,
+        arena: SharedMemoryArena | None = None,
+        log_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
+        on_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See :class:`ResidentStorage`; ``refresh``: None where FSDP2 gathers over links."""
+        self.groups, self._refresh, self._on_update = groups, refresh, on_update
+        self._arena, self._log_gather = arena, log_gather
+        self._storages = [storage for group in groups for storage in storages[group.name]]
+        self._adopts_early = False
+        self._wholes: list[WholeParameter] = []
+        self._gather()
+        self._wholes = [whole for group in groups for whole in group.keep_whole()]
+        self._mark_published()
+
+    def before_forward(self) -> None:
+        """Where the first forward pass after an update finds that shards have changed (through the optimizer's
+        parameters, say), all ranks publish theirs.  What a program has written to whole parameters is in place: it
+        enters the shards when the window ends, or before if updates come in the backward pass."""
+        if self._adopts_early:
+            self.adopt_writes()
+        if not self._may_differ:
+            return
+        self._may_differ = False
+        for whole in self._wholes:
+            if whole.requires_grad != whole.sharded.requires_grad:  # thawed through the optimizer's parameter
+                whole.requires_grad_(whole.sharded.requires_grad)
+        if self._versions != [storage.version() for storage in self._storages]:
+            if self._arena is not None:
+                self._arena.checked_barrier("parameters changed between two updates")
+            self.adopt_writes()
+            self.publish()
+
+    def unshard(self, group: FSDPGroupHandle) -> None:
+        """See :meth:`before_forward`."""
+        self.before_forward()
+
+    def adopt_early(self) -> None:
+        """Updates come in the backward pass: what is written before it must enter the shards before it."""
+        self._adopts_early = True
+
+    def sync(self) -> None:
+        """See the base."""
+        self._meet("the reading of a model's state")
+        self.adopt_writes()
+        self.publish()
+
+    def reshard(self, end_of: PassKind) -> None:
+        """Wait until no rank computes with them any more: rows may be written from then on."""
+        if end_of == "an accumulation window":
+            self._meet(f"the end of {end_of}")
+
+    def _meet(self, operation: str) -> None:
+        """A barrier of ranks whose programs have written to the same parameters."""
+        if self._arena is None:
+            return
+        written = [index for index, whole in enumerate(self._wholes) if whole.has_own_values]
+        if not self._arena.agree(hash_name(str(written)) if written else 0, operation):
+            names = [self._storages[index].spec.name for index in written[:4]]
+            raise CommError(
+                f"rank {self._arena.rank} has written to {', '.join(names) or 'no parameter'} since the last update, "
+                "and another rank to others: every rank of a job must write the same to the same parameters"
+            )
+
+    def after_update(self, units: Iterable[str] | None = None) -> None:
+        """See the base."""
+        self._on_update()
+
+    @torch.no_grad()
+    def adopt_writes(self) -> None:
+        """See the base."""
+        for storage, whole in zip(self._storages, self._wholes, strict=True):
+            if whole.is_written:
+                if storage.shard.data_ptr() != whole.data_ptr():
+                    storage.load_full(whole.detach())
+                whole.mark_adopted()
+
+    def publish(self) -> None:
+        """See the base."""
+        self._gather()
+        self._mark_published()
+
+    def _gather(self) -> None:
+        if self._refresh is None:
+            for group in self.groups:
+                group.regather()
+        else:
+            self._refresh(self._storages)
+            if self._arena is not None:
+                if any(whole.has_own_values for whole in self._wholes):
+                    self._arena.drop_private_pages()
+                with self._log_gather():
+                    self._arena.barrier("the end of an update")
+
+    def _mark_published(self) -> None:
+        for whole in self._wholes:
+            whole.mark_published()
+        self._versions = [storage.version() for storage in self._storages]
+        self._may_differ = True
+
+    def close(self) -> None:
+        """Leave the arena."""
+        if self._arena is not None:
+            self._arena.close()

@@ -80,6 +80,12 @@ def shards_on_host(zero: ZeroOptimization, on_cpu: bool) -> bool:
     return not on_cpu and (zero.offload_param.device != "none" or zero.offload_optimizer.device != "none")
 
 
+def pins_shards(zero: ZeroOptimization) -> bool:
+    """Whether shards on the host are page-locked; a mapped shard cannot be, and need not: it is not what is copied."""
+    section = zero.offload_optimizer if zero.offload_param.device == "none" else zero.offload_param
+    return section.pin_memory and zero.offload_param.device != "nvme"
+
+
 def get_offload_messages(zero: ZeroOptimization, device: torch.device) -> dict[str, str]:
     """What the tiers come to on ``device``, where a user may think of something else."""
     messages = {}
@@ -355,7 +361,7 @@ class NvmeStorage(ParameterStorage):
     def __init__(
         self, groups: Sequence[FSDPGroupHandle], storages: Mapping[str, Sequence[ShardStorage]], paging: ParamPaging
     ) -> None:
-        self._groups, self.paging = groups, paging
+        self.groups, self.paging = groups, paging
         pager = paging.pager
         for group in groups:
             name, paged = group.name, [paging.storages[storage.spec.name] for storage in storages[group.name]]
@@ -365,13 +371,17 @@ class NvmeStorage(ParameterStorage):
             else:
                 group.use_pager(partial(pager.prefetch, name), acquire, release)
 
+    def unshard(self, group: FSDPGroupHandle) -> None:
+        """Bring a unit in that is used by itself."""
+        group.gather()
+
     def before_forward(self) -> None:
         """Nothing was read ahead across this point."""
         self.paging.pager.end_pass()
 
     def reshard(self, end_of: PassKind) -> None:
         """Put shards in place; what comes next begins anew."""
-        for group in self._groups:
+        for group in self.groups:
             group.to_sharded()
         self.paging.pager.end_pass()
 
