@@ -23,12 +23,13 @@ A config with faults: each of them on standard error, exit code 2.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     parser.add_argument(
-        "file", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input"
+        "file", nargs="?", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input"
     )
     parser.add_argument(
         "--world-size", type=_parse_num_ranks, metavar="N", help="ranks in all (else the launcher's, else 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the resolved config as one JSON object")
+    parser.add_argument("--reference", action="store_true", help="print every option there is, as Markdown")
 
 
 def _parse_num_ranks(text: str) -> int:
@@ -39,6 +40,14 @@ def _parse_num_ranks(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved config and return 0, or the problems on standard error and return 2."""
+    if args.reference:
+        from thalweg.config.reference import config_reference
+
+        print(config_reference(), end="")
+        return 0
+    if args.file is None:
+        print("thalweg config: name a FILE, - for standard input, or --reference", file=sys.stderr)
+        return 2
     ranks = args.world_size or read_rank_info(os.environ).world_size
     try:
         config = load_config(_read_source(args.file), world_size=ranks)

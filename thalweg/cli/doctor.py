@@ -25,9 +25,9 @@ from typing import Literal
 
 import thalweg
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
+from thalweg.utils.versions import python_version_problem, torch_version_problem
 
 _MIB, _GIB = 2**20, 2**30
-_TORCH_VERSIONS = ((2, 11), (2, 14))
 _EXTRAS = {
     "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
     "demo": ("tokenizers", "matplotlib"),
@@ -83,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_python() -> CheckResult:
     found = f"{platform.python_version()} at {sys.executable}"
-    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+    if not (problem := python_version_problem()):
         return CheckResult("python", "ok", found)
-    return CheckResult("python", "fail", found, "make an environment with Python 3.11, 3.12 or 3.13")
+    status = "warn" if "newer" in problem else "fail"
+    return CheckResult("python", status, f"{found}; {problem}", "make an environment with Python 3.11, 3.12 or 3.13")
 
 
 def _check_torch() -> CheckResult:
@@ -93,10 +94,9 @@ def _check_torch() -> CheckResult:
         import torch
     except (ImportError, OSError) as error:
         return CheckResult("torch", "fail", str(error).splitlines()[0], "pip install torch==2.13.0")
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if _TORCH_VERSIONS[0] <= version < _TORCH_VERSIONS[1]:
+    if not (problem := torch_version_problem(torch.__version__)):
         return CheckResult("torch", "ok", torch.__version__)
-    return CheckResult("torch", "fail", torch.__version__, "pip install torch==2.13.0 (2.11 to 2.13 are supported)")
+    return CheckResult("torch", "warn" if "newer" in problem else "fail", problem, "pip install torch==2.13.0")
 
 
 def _check_devices() -> CheckResult:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
@@ -30,6 +30,7 @@ from thalweg.config.schema.scheduler import SCHEDULES, UNUSABLE_SCHEDULES
 from thalweg.config.suggestions import closest_match, describe_type, paths_by_key, suggest_value
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+Translation = Callable[[dict[str, Any]], dict[str, Any]]
 _MAX_HINTS = 100  # faults for which the nearest key is looked up, which takes a millisecond each
 _DEFAULT_TYPES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
 _PARAM_SCHEMAS = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
@@ -69,14 +70,15 @@ class PartialConfig:
         return dataclasses.replace(problem, path=path, line=line)
 
 
-def load(source: ConfigSource = None, *, world_size: int | None = None) -> Config:
+def load(source: ConfigSource = None, *, world_size: int | None = None, translate: Translation | None = None) -> Config:
     """Read and check a config; ``"auto"`` stays in place.
 
     ``source``: a path to JSON (comments allowed), a mapping, JSON text, url-safe base64 of JSON,
     or ``None`` for the defaults.  With ``world_size`` the batch equation is checked as well.
+    ``translate`` makes the plain tree that was read into the one that is checked.
     Raises ``ConfigError``, whose ``problems`` are all faults at once.
     """
-    partial = read_partial_config(source)
+    partial = read_partial_config(source, translate)
     more = list(find_rule_violations(partial.config, partial.invalid_paths))
     if world_size is not None:
         more += find_batch_problems(partial.config, world_size, partial.invalid_paths)
@@ -87,19 +89,23 @@ def load(source: ConfigSource = None, *, world_size: int | None = None) -> Confi
 
 
 def load_config(
-    source: ConfigSource = None, *, world_size: int | None = None, model: ModelSize | None = None
+    source: ConfigSource = None,
+    *,
+    world_size: int | None = None,
+    model: ModelSize | None = None,
+    translate: Translation | None = None,
 ) -> Config:
     """``load`` and ``resolve`` in one, with the problems of both in one ``ConfigError``.
 
     ``world_size`` is the number of ranks in all (1 if not given).
     """
-    partial = read_partial_config(source)
+    partial = read_partial_config(source, translate)
     config, more = try_resolve(partial.config, 1 if world_size is None else world_size, model, partial.invalid_paths)
     partial.raise_if_any(more)
     return config
 
 
-def read_partial_config(source: ConfigSource) -> PartialConfig:
+def read_partial_config(source: ConfigSource, translate: Translation | None = None) -> PartialConfig:
     """Read as much of a config as can be read, with all faults of reading and of the schema."""
     if isinstance(source, Config):
         return PartialConfig(config=source)
@@ -107,7 +113,7 @@ def read_partial_config(source: ConfigSource) -> PartialConfig:
     partial = PartialConfig(problems=parsed.problems, lines=parsed.lines, label=label)
     if parsed.tree is None:
         return partial
-    tree, partial.aliases, alias_problems = apply_key_aliases(parsed.tree)
+    tree, partial.aliases, alias_problems = apply_key_aliases(translate(parsed.tree) if translate else parsed.tree)
     partial.problems += alias_problems
     user_set = frozenset(_leaf_paths(tree))
     unnamed = [block for block in _PARAM_SCHEMAS if _get_type(tree, block) == AUTO]

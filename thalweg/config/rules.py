@@ -44,6 +44,11 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", above_one, "1"),
     ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
     ("tiling.loss", bool, "false"),
+    (
+        "managed_gradient_accumulation",
+        lambda managed: not managed,
+        "true (windows of the program's own are not supported with pipeline parallelism)",
+    ),
 )
 RULES = (
     Rule(("bf16.enabled", "fp16.enabled"), _both_set, "false, because fp16.enabled is true; keep one of the two"),
@@ -84,16 +89,10 @@ RULES = (
             ("bf16", "bf16_optimizer_states"),
         )
     ),
-    *(
-        Rule(
-            (path, "gradient_allreduce_op"),
-            lambda asked, op: asked and op == "sum",
-            f'false, because gradient_allreduce_op is "sum", which {what}',
-        )
-        for path, what in (
-            ("prescale_gradients", "divides by nothing"),
-            ("token_weighted_loss", "is a mean over nothing"),
-        )
+    Rule(
+        ("token_weighted_loss", "gradient_allreduce_op"),
+        lambda asked, op: asked and op == "sum",
+        'false, because gradient_allreduce_op is "sum", which is a mean over nothing',
     ),
     Rule(
         ("scheduler.params.cycle_max_lr", "scheduler.params.cycle_min_lr"),

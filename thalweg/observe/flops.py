@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 
 class _ModelSize(Protocol):
     @property
@@ -44,3 +46,10 @@ def resident_mib(*, peak: bool = False) -> float:
             if row.startswith(key):
                 return int(row.split()[1]) / 1024
     return 0.0
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the most MiB that this process has held on ``device``; on the CPU, its resident memory's peak."""
+    if device.type == "cpu":
+        return resident_mib(peak=True)
+    return torch.accelerator.max_memory_allocated(device) / 2**20

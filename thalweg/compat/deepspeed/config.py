@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
-from thalweg.config import Config, load_config
+from thalweg.compat.deepspeed.logs import logger
+from thalweg.config import Config, ConfigError, load_config
 from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.load import read_partial_config
 from thalweg.config.reader import read_source
-from thalweg.config.schema.base import AUTO
+from thalweg.config.schema.base import AUTO, list_options
 from thalweg.config.schema.training import BF16, FP16
 from thalweg.config.schema.zero import OffloadOptimizer, OffloadParam
 
@@ -24,6 +28,51 @@ ADAM_OPTIMIZER, LAMB_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "lamb", "adagrad"
 LION_OPTIMIZER, MUON_OPTIMIZER = "lion", "muon"
 GRADIENT_CLIPPING = "gradient_clipping"
 GRADIENT_CLIPPING_DEFAULT = DEEPSPEED_DEFAULTS[GRADIENT_CLIPPING]
+
+
+class DeepSpeedConfigError(ConfigError, AssertionError):
+    """A config with problems; DeepSpeed asserts some of its rules."""
+
+
+@contextmanager
+def raising_deepspeed_errors() -> Iterator[None]:
+    """A config's problems as DeepSpeed's error."""
+    try:
+        yield
+    except ConfigError as error:
+        raise DeepSpeedConfigError(error.problems, error.source) from None
+
+
+def read_numbers_as_flags(tree: dict[str, Any]) -> dict[str, Any]:
+    """A config whose 1 and 0 are true and false, where they must be."""
+    tree = copy.deepcopy(tree)
+    for path, field in list_options(Config):
+        *keys, name = path.split(".")
+        block = tree
+        for key in keys:
+            below = block.get(key)
+            block = below if isinstance(below, dict) else {}
+        value = block.get(name)
+        if field.annotation is bool and type(value) is int and value in (0, 1):
+            block[name] = bool(value)
+    return tree
+
+
+def translate_config(tree: dict[str, Any]) -> dict[str, Any]:
+    """A config as DeepSpeed reads it: numbers as flags too, and what a stage has no use for, or stands nowhere, is
+    passed over."""
+    tree = read_numbers_as_flags(tree)
+    for key in [key for key in tree if "." in key]:  # TRL writes "zero_optimization.reduce_bucket_size" and the like
+        del tree[key]
+        logger.warning("%s is passed over: a key of a block is written within the block", key)
+    found = tree.get("zero_optimization")
+    zero = found if isinstance(found, dict) else {}
+    stage = zero.get("stage", 0)
+    for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
+        if isinstance(stage, int) and stage < least and isinstance(zero.get(name), dict):
+            del zero[name]
+            logger.warning("zero_optimization.%s does nothing at stage %d", name, stage)
+    return tree
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -57,15 +106,22 @@ class DeepSpeedZeroConfig:
     """
 
     def __init__(self, **keys: Any) -> None:
-        partial = read_partial_config({"zero_optimization": keys})
-        partial.raise_if_any([])
+        with raising_deepspeed_errors():
+            partial = read_partial_config({"zero_optimization": keys}, read_numbers_as_flags)
+            partial.raise_if_any([])
         self.resolved = partial.config.zero_optimization
+        named = {*keys, *self.resolved.model_fields_set}  # by older spellings too
+        self.given = {name for name in named if keys.get(name, True) is not None}
+        if self.resolved.stage == 3 and self.resolved.elastic_checkpoint:
+            logger.warning("elastic checkpointing is deprecated: every checkpoint loads at any number of ranks")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "resolved":
+        if name.startswith("__") or "given" not in vars(self):
             raise AttributeError(name)
+        if name == "leaf_module":
+            return SimpleNamespace(**{key: list(names) for key, names in dict(self.resolved.leaf_module).items()})
         value = getattr(self.resolved, name if hasattr(self.resolved, name) else f"stage3_{name}")
-        if name.startswith("offload_") and name not in self.resolved.model_fields_set:
+        if name.startswith("offload_") and name not in self.given:
             return None
         return self.resolved.stage == 3 if value == AUTO else value
 
@@ -79,7 +135,9 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict = dict(read_source(config)[0].tree or {})
-        self.resolved: Config = load_config(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        with raising_deepspeed_errors():
+            self.resolved: Config = load_config(config, world_size=world_size, translate=translate_config)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "resolved" not in vars(self):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thalweg
+from thalweg.compat.deepspeed.config import raising_deepspeed_errors, translate_config
 from thalweg.compat.deepspeed.live_engines import add_engine
+from thalweg.compat.deepspeed.param_views import show_ds_names
+from thalweg.compat.deepspeed.zero_optimizers import show_class
 from thalweg.config import Config, load
 from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.reader import read_source
@@ -39,6 +43,7 @@ from thalweg.utils.dtypes import parse_dtype
 # Methods of DeepSpeed's engine that say what the config says, and where it says so.
 CONFIG_GETTERS = {
     "steps_per_print": "steps_per_print",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "memory_breakdown": "memory_breakdown",
     "dump_state": "dump_state",
@@ -77,7 +82,7 @@ def _read_config(config: Config, path: str) -> Any:
 
 def _load_with_defaults(source: Any) -> Config:
     """The config of ``source``, with what DeepSpeed does where it says nothing."""
-    config = load(source)
+    config = load(source, translate=translate_config)
     unsaid = {path: value for path, value in DEEPSPEED_DEFAULTS.items() if path not in config.provenance.user_set}
     filled = replace_by_path(config, unsaid)
     assert isinstance(filled, Config)
@@ -108,7 +113,7 @@ def initialize(
         ValueError: no model, no config or two of them, an ``mpu``.
     """
     if model is None:
-        raise ValueError("initialize() needs a model: deepspeed.initialize(model=model, config=...)")
+        raise DeepSpeedUsageError("initialize() needs a model: deepspeed.initialize(model=model, config=...)")
     if mpu is not None:
         raise ValueError(
             "mpu= is not offered by Thalweg: the axes follow from the config "
@@ -122,22 +127,33 @@ def initialize(
     sources = [config, config_params, *(getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale"))]
     given = [source for source in sources if source]
     if not given:
-        raise ValueError("initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args")
-    engine, loader = build_engine(
-        DeepSpeedEngine,
-        _load_with_defaults(given[0]),
-        model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-    )
+        raise DeepSpeedUsageError(
+            "initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args"
+        )
+    with raising_deepspeed_errors():
+        engine, loader = build_engine(
+            DeepSpeedEngine,
+            _load_with_defaults(given[0]),
+            model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+        )
+    if engine.optimizer is not None:
+        show_class(engine.optimizer, engine.resolved_config)
+    if engine.zero_optimization_partition_weights():
+        show_ds_names(engine.module)
     engine.set_raw_config(given[0] if isinstance(given[0], Mapping) else read_source(given[0])[0].tree)
     add_engine(engine)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+class DeepSpeedUsageError(ValueError, AssertionError):
+    """A call that means nothing here, or not now: DeepSpeed asserts, Thalweg raises a ValueError."""
 
 
 class DeepSpeedEngine(Engine):
@@ -185,6 +201,25 @@ class DeepSpeedEngine(Engine):
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
         return super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=False, **options)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the micro-batch at hand is the window's last; None counts again."""
+        try:
+            super().set_gradient_accumulation_boundary(is_boundary)
+        except ValueError as error:
+            raise DeepSpeedUsageError(error) from None
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backward passes within once, at the end; one block to a step."""
+        if not self.resolved_config.managed_gradient_accumulation:
+            raise DeepSpeedUsageError(
+                "coalesce_grad_reduction() does not go with managed_gradient_accumulation: false, where step() says "
+                "when to reduce: leave it out"
+            )
+        with self.no_sync():
+            yield
+        self._components.sharded.finalize_grads()
 
     @property
     def lr_scheduler(self) -> Any:
@@ -283,6 +318,9 @@ class DeepSpeedEngine(Engine):
 
     zero_cpu_offload = zero_use_cpu_optimizer = zero_offload_optimizer
 
+    # Modules whose gradients are reduced sparse: all are reduced dense.
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+
     @property
     def mp_world_size(self) -> int:
         """Ranks that share a layer."""
@@ -316,7 +354,7 @@ class DeepSpeedEngine(Engine):
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, for a ``backward()`` of the program's own: Thalweg's hooks scale its gradients in fp16."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-            raise ValueError("scale() needs a scalar loss with a graph")
+            raise DeepSpeedUsageError("scale() needs a scalar tensor with a graph: the loss")
         self._require_optimizer()
         return loss
 
@@ -328,7 +366,13 @@ class DeepSpeedEngine(Engine):
     def __getattr__(self, name: str) -> Any:
         if name in CONFIG_GETTERS:
             return partial(_read_config, self.resolved_config, CONFIG_GETTERS[name])
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = vars(self)["_modules"].get("module")
+            if model is None or not hasattr(model, name):
+                raise
+            return getattr(model, name)  # DeepSpeed's engine has whatever its model has
 
     def allreduce_gradients(self, *_: Any, **__: Any) -> None:
         """Nothing to do: backward passes reduce what a step will need."""

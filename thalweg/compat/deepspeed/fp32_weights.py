@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
-from thalweg.zero.full_state_dict import load_full_state_dict
+from thalweg.zero.whole_parameter import WholeParameter
+from thalweg.zero.whole_tensors import load_full_state_dict
 
 _PREFIX = "model/"
 
@@ -29,8 +31,9 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """The plain model on the CPU with those weights, or an engine's model where it is, which stays usable."""
     state_dict = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if any(isinstance(parameter, DTensor | WholeParameter) for parameter in model.parameters()):
         load_full_state_dict(model, state_dict, strict=False)
     else:
-        model.cpu().load_state_dict(state_dict, strict=False)
+        plain = model if isinstance(model, FSDPModule) else model.cpu()  # gathered for now, or no engine's
+        plain.load_state_dict(state_dict, strict=False)
     return model

@@ -13,18 +13,17 @@ DEEPSPEED_VERSION = "0.19.8"
 _HERE, _PROGRAMS = "thalweg.compat.deepspeed", "thalweg.cli.other_programs"
 _SEQUENCE_PARALLEL = NotOffered('set "sequence_parallel_size" in the config; thalweg.initialize splits the attention')
 _TENSOR_PARALLEL = NotOffered('set "tensor_parallel": {"autotp_size": N} in the config; initialize splits the layers')
-_EVERY_LAYOUT = NotOffered("engine.load_checkpoint loads every checkpoint at every stage and number of ranks")
-_OPTIMIZER = "thalweg.optim.step:EngineOptimizer"
+_OPTIMIZERS = f"{_HERE}.zero_optimizers"
 _CONFIG = f"{_HERE}.config:DeepSpeedConfig"
 
 _ENGINE: Names = {name: f"{_HERE}.engine:{name}" for name in ("DeepSpeedEngine", "PipelineEngine")}
 _ZERO: Names = {
     "Init": f"{_HERE}.zero_params:DeepSpeedInit",
-    "GatheredParameters": "thalweg.zero.gathered_parameters:GatheredParameters",
+    "GatheredParameters": f"{_HERE}.param_views:DeepSpeedGatheredParameters",
     "register_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
     "unregister_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
     "MiCS_Init": f"{_HERE}.zero_params:DeepSpeedInit",
-    "unwrap_model_for_generation": f"{_HERE}.zero_params:unwrap_model_for_generation",
+    "unwrap_model_for_generation": f"{_HERE}.param_views:unwrap_model_for_generation",
     "ZeroParamStatus": f"{_HERE}.zero_params:ZeroParamStatus",
     "TiledLinear": NotOffered('set "tiling" in the config'),
 }
@@ -105,7 +104,7 @@ SURFACE: dict[str, Names] = {
         "PipelineModule": "thalweg.pipe:PipelineModule",
         "OnDevice": "thalweg.deferred_init.on_device:OnDevice",
         "DeepSpeedConfig": _CONFIG,
-        "DeepSpeedConfigError": "thalweg.config:ConfigError",
+        "DeepSpeedConfigError": f"{_HERE}.config:DeepSpeedConfigError",
         "DeepSpeedTransformerLayer": NotOffered("thalweg.nn.transformer has a transformer in plain PyTorch"),
         "DeepSpeedHybridEngine": NotOffered("engine.generate generates with the weights in training"),
     },
@@ -114,8 +113,8 @@ SURFACE: dict[str, Names] = {
         **_ACCELERATOR, "is_current_accelerator_supported": f"{_HERE}.runtime_utils:is_current_accelerator_supported",
     },
     "deepspeed.accelerator.real_accelerator": _ACCELERATOR,
-    "deepspeed.checkpoint": {"UNIVERSAL_CHECKPOINT_INFO": _EVERY_LAYOUT},
-    "deepspeed.checkpoint.ds_to_universal": {"main": _EVERY_LAYOUT, PROGRAM: _PROGRAMS},
+    "deepspeed.checkpoint": {"UNIVERSAL_CHECKPOINT_INFO": f"{_HERE}.universal:UNIVERSAL_CHECKPOINT_INFO"},
+    "deepspeed.checkpoint.ds_to_universal": {FALLBACK: f"{_HERE}.universal", PROGRAM: _PROGRAMS},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "thalweg.zero.whole_tensors:clone_tensors_for_torch_save",
         "get_model_ckpt_name_for_rank": NotOffered("thalweg.checkpoint.Checkpoint.open(DIR) reads tensors by name"),
@@ -130,11 +129,14 @@ SURFACE: dict[str, Names] = {
     },
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _MOE,
-    "deepspeed.moe.sharded_moe": dict.fromkeys(
-        ("TopKGate", "MOELayer", "top1gating", "top2gating", "topkgating", "_route_slots", "_sparse_encode",
-         "_sparse_decode"),
-        NotOffered("thalweg.moe.MoE has the gate: k, capacity_factor, drop_tokens and the rest are its arguments"),
-    ),
+    "deepspeed.moe.sharded_moe": {
+        FALLBACK: f"{_HERE}.gating",
+        "dist": "deepspeed.comm",
+        **dict.fromkeys(
+            ("TopKGate", "MOELayer", "_route_slots", "_sparse_encode", "_sparse_decode"),
+            NotOffered("thalweg.moe.MoE has the gate: k, capacity_factor, drop_tokens and the rest are its arguments"),
+        ),
+    },
     "deepspeed.moe.utils": _MOE,
     "deepspeed.module_inject": {},
     "deepspeed.module_inject.layers": dict.fromkeys(
@@ -164,16 +166,18 @@ SURFACE: dict[str, Names] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "deepspeed.runtime.base_optimizer": dict.fromkeys(("DeepSpeedOptimizer", "ZeROOptimizer"), _OPTIMIZER),
-    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": _OPTIMIZER},
+    "deepspeed.runtime.base_optimizer": {
+        name: f"{_OPTIMIZERS}:{name}" for name in ("DeepSpeedOptimizer", "ZeROOptimizer")
+    },
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": f"{_OPTIMIZERS}:BF16_Optimizer"},
     "deepspeed.runtime.fp16": {},
-    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": _OPTIMIZER},
-    "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": _OPTIMIZER},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": f"{_OPTIMIZERS}:FP16_Optimizer"},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": f"{_OPTIMIZERS}:FP16_Optimizer"},
     "deepspeed.runtime.constants": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.precision_config": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.dataloader": _LOADER,
     "deepspeed.runtime.config": {
-        FALLBACK: f"{_HERE}.config", "DeepSpeedConfigError": "thalweg.config:ConfigError",
+        FALLBACK: f"{_HERE}.config", "DeepSpeedConfigError": f"{_HERE}.config:DeepSpeedConfigError",
     },
     "deepspeed.runtime.engine": _ENGINE,
     "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
@@ -189,8 +193,12 @@ SURFACE: dict[str, Names] = {
     "deepspeed.runtime.zero.leaf_module_config": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.zero.offload_config": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.zero.partition_parameters": _PARTITION,
-    "deepspeed.runtime.zero.stage3": {**_ESTIMATES, "DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER},
-    "deepspeed.runtime.zero.stage_1_and_2": {**_ESTIMATES, "DeepSpeedZeroOptimizer": _OPTIMIZER},
+    "deepspeed.runtime.zero.stage3": {
+        **_ESTIMATES, "DeepSpeedZeroOptimizer_Stage3": f"{_OPTIMIZERS}:DeepSpeedZeroOptimizer_Stage3",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        **_ESTIMATES, "DeepSpeedZeroOptimizer": f"{_OPTIMIZERS}:DeepSpeedZeroOptimizer",
+    },
     "deepspeed.runtime.zero.tiling": _ZERO,
     "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": f"{_HERE}.zero_params:ZeRORuntimeException"},
     "deepspeed.sequence": {},

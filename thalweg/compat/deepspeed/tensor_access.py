@@ -6,17 +6,19 @@ from torch import Tensor
 
 from thalweg.compat.deepspeed.live_engines import live_engines
 from thalweg.zero.full_state_dict import write_to_shard
-from thalweg.zero.whole_tensors import gather_whole, to_local
+from thalweg.zero.whole_parameter import get_shard
+from thalweg.zero.whole_tensors import gather_master, gather_whole, set_master, to_local
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The whole master weight; collective."""
-    return gather_whole(param.detach()).float()
+    return gather_master(param).float()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Write the whole master weight; collective, the same value on every rank."""
-    _scatter_into(param, value)
+    _check_shape(param, value)
+    set_master(param, value)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -48,12 +50,13 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor:
     """This rank's part of the master weight, a copy."""
-    return to_local(param.detach()).float().clone()
+    return to_local(get_shard(param).detach()).float().clone()
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's part of the reduced gradient, a copy."""
-    return None if param.grad is None else to_local(param.grad).float().clone()
+    grad = get_shard(param).grad
+    return None if grad is None else to_local(grad).float().clone()
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -64,7 +67,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Write this rank's part of the master weight."""
-    to_local(param.detach()).copy_(value)
+    to_local(get_shard(param).detach()).copy_(value)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -73,13 +76,18 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 
 def _scatter_into(target: Tensor, value: Tensor) -> None:
+    _check_shape(target, value)
+    write_to_shard(target, value)
+
+
+def _check_shape(target: Tensor, value: Tensor) -> None:
     if value.shape != target.shape:
         raise ValueError(f"the value has the shape {tuple(value.shape)}, the parameter {tuple(target.shape)}")
-    write_to_shard(target, value)
 
 
 def _find_state(param: Tensor, key: str) -> Tensor | None:
     """A state of a parameter in the engine whose optimizer has it."""
+    param = get_shard(param)
     for engine in live_engines():
         if engine.optimizer is not None and param in engine.optimizer.state:
             return engine.optimizer.state[param].get(key)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from torch import nn
-
 from thalweg.deferred_init.context import Init
 from thalweg.parallel_dims import init_distributed
-from thalweg.zero.gathered_parameters import GatheredParameters
 
 
 class DeepSpeedInit(Init):
@@ -29,19 +25,11 @@ class ZeRORuntimeException(Exception):
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter is whole; Thalweg's are DTensors between the passes."""
+    """Whether a parameter is whole, see :mod:`.param_views`."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
-
-
-@contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The plain model with whole parameters, to generate with; collective."""
-    module = getattr(model, "module", model)
-    with GatheredParameters(list(module.parameters())):
-        yield module
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

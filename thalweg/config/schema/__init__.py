@@ -65,7 +65,7 @@ class Config(UNREAD_BLOCKS):
     gradient_clipping: NonNegativeFloat = 0.0
     prescale_gradients: bool = ignored(False, _SAYS_WHEN)
     gradient_predivide_factor: PositiveFloat = ignored(1.0, _SAYS_WHEN)
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = "mean"
     token_weighted_loss: bool = False
     communication_data_type: Dtype | None = None
     seq_parallel_communication_data_type: Dtype | None = ignored(
@@ -81,7 +81,7 @@ class Config(UNREAD_BLOCKS):
     dump_state: bool = False
     log_level: Annotated[LogLevel, LowerCase] | None = None
     vocabulary_size: PositiveInt | None = ignored(None, "was used for a warning about its divisor")
-    managed_gradient_accumulation: bool = unsupported(True, "set it to true")
+    managed_gradient_accumulation: bool = True
     zero_allow_untested_optimizer: bool = ignored(False, "every optimiser works at every stage")
     zero_force_ds_cpu_optimizer: bool = ignored(True, "torch's own fused kernels run on the CPU")
     disable_allgather: bool = ignored(False, ONLY_ALL_GATHER)

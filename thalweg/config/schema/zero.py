@@ -17,7 +17,6 @@ from thalweg.config.schema.base import (
     UnitFloat,
     coerce_int,
     ignored,
-    unsupported,
 )
 
 MAX_PARAMETERS = 2**63 - 1
@@ -103,7 +102,7 @@ class ZeroOptimization(Section):
     allgather_partitions: bool = ignored(True, ONLY_ALL_GATHER)
     allgather_bucket_size: NonNegativeInt = ignored(500_000_000, _FSDP_SIZES_BUFFERS)
     load_from_fp32_weights: bool = ignored(True, "checkpoints hold the master weights")
-    elastic_checkpoint: bool = unsupported(False, "remove it; every checkpoint loads at any world size")
+    elastic_checkpoint: bool = ignored(False, "every checkpoint loads at any world size")
     sub_group_size: NonNegativeInt = ignored(1_000_000_000, "the optimiser steps over all shards at once")
     round_robin_gradients: bool = ignored(False, _FSDP_SIZES_BUFFERS)
     stage3_prefetch_bucket_size: NonNegativeInt = ignored(50_000_000, "prefetch runs unit by unit")

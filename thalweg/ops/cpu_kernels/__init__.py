@@ -13,7 +13,7 @@ if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
     from thalweg.ops.cpu_kernels.assembler import ActivationBuffer, Instruction, KernelSet, allocate_rows, build_program
     from thalweg.ops.cpu_kernels.kv_layout import BLOCK_SIZE, BLOCKS_PER_STRIPE, KV_DTYPE_BYTES, AttentionShape
     from thalweg.ops.cpu_kernels.packing import WEIGHT_FORMATS, iter_packed_blocks, packed_nbytes, round_up
-    from thalweg.ops.cpu_kernels.program import MAX_THREADS, Program, openmp_available
+    from thalweg.ops.cpu_kernels.program import MAX_THREADS, Program, ThreadTuner, openmp_available
 
     _HAVE_LLVMLITE = True
 else:
@@ -21,8 +21,8 @@ else:
 
 __all__ = [
     "BLOCKS_PER_STRIPE", "BLOCK_SIZE", "KV_DTYPE_BYTES", "MAX_THREADS", "WEIGHT_FORMATS", "ActivationBuffer",
-    "AttentionShape", "Instruction", "KernelSet", "Program", "allocate_rows", "build_program", "iter_packed_blocks",
-    "packed_nbytes", "round_up", "unsupported_reason",
+    "AttentionShape", "Instruction", "KernelSet", "Program", "ThreadTuner", "allocate_rows", "build_program",
+    "iter_packed_blocks", "packed_nbytes", "round_up", "unsupported_reason",
 ]  # fmt: skip
 
 

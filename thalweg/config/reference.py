@@ -1,0 +1,82 @@
+"""The reference of all options, made from the schema: ``docs/config.md``."""
+
+from __future__ import annotations
+
+import json
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from thalweg.config.schema import Config
+from thalweg.config.schema.base import get_section_type, list_options
+from thalweg.config.support import get_support_status, ignored_options, is_under, unread_blocks, unsupported_options
+
+_INTRODUCTION = """# Every option of the config
+
+Made from the schema by `thalweg config --reference`; `thalweg config FILE` checks a file against it and says what each
+option resolves to. The keys are DeepSpeed's, and some of Thalweg's own.
+`"auto"` is taken everywhere. Keys called `_comment`, `//` or `#` are remarks.
+"""
+_TYPE_NAMES = {"int": "whole number", "float": "number", "str": "text", "bool": "true, false", "dict": "object"}
+
+
+def config_reference() -> str:
+    """Markdown: a table of options for each block."""
+    blocks: dict[str, list[str]] = {}
+    for path, field in list_options(Config):
+        block, _, name = path.rpartition(".")
+        if get_section_type(field.annotation) is not None and "[" not in path:
+            blocks.setdefault(path, [])
+            continue
+        if any(is_under(path, unread) for unread in unread_blocks(Config)):
+            continue
+        default = (
+            "required" if field.is_required() else f"`{_shown(field.default)}`" if field.default is not None else ""
+        )
+        cells = (f"`{name}`", _describe_type(field.annotation), default, _remark(path))
+        blocks.setdefault(block, []).append(f"| {' | '.join(cells)} |")
+    text = _INTRODUCTION
+    for block, rows in blocks.items():
+        if not rows:
+            continue
+        text += f"\n## {f'`{block}`' if block else 'The top level'}\n\n"
+        if about := _about(block):
+            text += f"{about}\n\n"
+        text += "\n".join(["| option | value | default | |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    unread = ", ".join(f"`{block}`" for block in unread_blocks(Config))
+    return (
+        f"{text}\n## Blocks that are not offered yet\n\nTheir keys are known, so that a misspelt one is found; "
+        f"switched on, each says what to do: {unread}.\n"
+    )
+
+
+def _about(block: str) -> str:
+    field = next((field for path, field in list_options(Config) if path == block), None)
+    section = None if field is None else get_section_type(field.annotation)
+    return "" if section is None else " ".join((section.__doc__ or "").split("\n\n")[0].replace("``", "`").split())
+
+
+def _remark(path: str) -> str:
+    status = get_support_status(path, Config)
+    if status == "no effect":
+        reason = next((why for option, why in ignored_options(Config).items() if is_under(path, option)), "")
+        return f"no effect: {reason}"
+    hint = unsupported_options(Config).get(path, ("", None))[0]
+    return f"not offered: {hint}" if status == "later" and hint else ""
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value if isinstance(value, int | float | str | bool | list | tuple | dict) else str(value))
+
+
+def _describe_type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe_type(arguments[0])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_describe_type(one) for one in arguments if one is not NoneType))
+    if origin is Literal:
+        return ", ".join(f"`{_shown(value)}`" for value in arguments)
+    if origin is tuple:
+        return f"list of {_describe_type(arguments[0])}" if arguments else "list"
+    name = getattr(origin or annotation, "__name__", "any")
+    return _TYPE_NAMES.get(name, "object" if isinstance(annotation, type) and name != "Any" else "any")
