@@ -6,23 +6,32 @@ It ties its life to the launcher's, takes its cores (CPUS is ``0,1;2,3``, one ru
 ``-``), and becomes TARGET as `python TARGET`, `python -m TARGET` or the program itself would be.  An exception
 that nobody catches is written to FOLDER instead of standard error: the launcher shows the first one.  The rank
 then ends within GRACE seconds, whatever its other threads do.
+
+The ranks of a host share one terminal or pipe, and `print("loss", 1.5)` is four writes there.  What Python code
+prints therefore goes out by whole lines, one rank at a time (:class:`_WholeLines`).
 """
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib.machinery
+import io
 import json
 import os
 import runpy
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
 from pathlib import Path
+from typing import Any
 
 PASS_LOCAL_RANK = "THALWEG_PASS_LOCAL_RANK"  # set: the program's first argument is --local_rank=N
 _PR_SET_PDEATHSIG = 1
+_MAX_HELD_BYTES = 1 << 20  # of one line
 _LAUNCHER_FILES = {__file__, "<frozen runpy>", runpy.__file__}
 
 
@@ -40,6 +49,9 @@ def main(argv: list[str]) -> int:
     if kind == "program":
         os.execvp(target, [target, *arguments])
     sys.argv = [target, *arguments]
+    output_lock = _OutputLock(Path(folder, "output.lock"))
+    sys.stdout = sys.__stdout__ = _by_lines(sys.stdout, output_lock)
+    sys.stderr = sys.__stderr__ = _by_lines(sys.stderr, output_lock)
     if sys.stderr is not None and not faulthandler.is_enabled():
         faulthandler.enable()  # a crash in compiled code leaves the Python stack behind
     try:
@@ -65,6 +77,74 @@ def _set_pdeathsig(launcher_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher_pid:  # it ended before the request was made
         os._exit(128 + signal.SIGKILL)
+
+
+class _OutputLock:
+    """Held by one thread of one rank of this host: a lock of the process's file, which a dead rank does not keep."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+        self._new_thread_lock()
+        os.register_at_fork(after_in_child=self._new_thread_lock)  # whoever held it is not in the child
+
+    def _new_thread_lock(self) -> None:
+        self._thread_lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._thread_lock.acquire()
+        with contextlib.suppress(OSError, ValueError):  # a program may close all files; its lines still come
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        self._thread_lock.release()
+
+
+class _WholeLines(io.FileIO):
+    """Holds a line until it is whole or flushed, then writes it while no other rank of this host writes.
+
+    A kernel takes a write of up to 4 KiB to a pipe as one, and may put others' between the parts of a longer one:
+    hence the lock.  What follows a carriage return is a progress bar and goes out at once.
+    """
+
+    def __init__(self, fd: int, lock: _OutputLock) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._lock, self._held = lock, bytearray()
+
+    def write(self, data: Any) -> int:
+        data = bytes(data)
+        with self._lock:
+            self._held += data
+            if b"\r" in data.rpartition(b"\n")[2] or len(self._held) > _MAX_HELD_BYTES:
+                self._write_held(len(self._held))
+            elif b"\n" in data:
+                self._write_held(self._held.rindex(b"\n") + 1)
+        return len(data)
+
+    def flush(self) -> None:
+        if self._held and not self.closed:
+            with self._lock:
+                self._write_held(len(self._held))
+        super().flush()
+
+    def _write_held(self, length: int) -> None:
+        output = memoryview(bytes(self._held[:length]))
+        del self._held[:length]
+        while output:
+            written = super().write(output)
+            if written is None:  # somebody made it non-blocking, and it is full
+                select.select([], [self], [])
+            output = output[written or 0 :]
+
+
+def _by_lines(stream: Any, lock: _OutputLock) -> Any:
+    """The same stream, line by line; None where it is closed."""
+    if stream is None:
+        return None
+    raw = _WholeLines(stream.fileno(), lock)
+    raw.name = stream.name
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)
 
 
 def _run_target(kind: str, target: str) -> None:

@@ -16,7 +16,7 @@ from thalweg.infer.types import Request as EngineRequest
 from thalweg.infer.types import RequestOutput
 from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
 from thalweg.serve.openai import requests as api
-from thalweg.serve.openai import responses
+from thalweg.serve.openai import responses, responses_api
 from thalweg.serve.openai.responses import AppState, SequenceResult
 from thalweg.serve.replicas.router import ReplicaRouter
 
@@ -62,7 +62,7 @@ def build_router_app(router: ReplicaRouter) -> FastAPI:
 
     for path in ("/v1/models", "/v1/models/{name:path}"):
         app.api_route(path, methods=_READ_METHODS)(forward)
-    openai = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+    openai = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
     for path in (*openai, "/tokenize", "/detokenize", "/mii/{name:path}"):
         app.post(path)(forward)
     return app
@@ -89,6 +89,12 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
         _require_model_kind(app_state, "chat", generative=True)
         request = api.parse_body(api.ChatRequest, await http_request.body())
         return await responses.ChatCompletion(app_state, request).respond(http_request.receive)
+
+    @app.post("/v1/responses")
+    async def responses_endpoint(http_request: Request) -> Response:
+        _require_model_kind(app_state, "chat", generative=True)
+        request = api.parse_body(responses_api.ResponsesRequest, await http_request.body())
+        return await responses_api.ResponsesAnswer(app_state, request).respond(http_request.receive)
 
     @app.post("/v1/embeddings")
     async def embeddings_endpoint(http_request: Request) -> Response:
@@ -122,6 +128,12 @@ def _new_app(pool: Any) -> FastAPI:
             raise Unhealthy(reason)
         return JSONResponse({"status": "ok", "replicas": len(pool.ready_replicas())})
 
+    @app.api_route("/v1/responses/{response_id:path}", methods=[*_READ_METHODS, "DELETE", "POST"])
+    async def stored_response(response_id: str) -> Response:
+        raise NotFound(
+            f"there is no response {response_id[:100]!r}: this server keeps none; send the earlier items as input", "id"
+        )
+
     @app.api_route("/version", methods=_READ_METHODS)
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -141,7 +153,8 @@ def _new_app(pool: Any) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def http_error(http_request: Request, error: HTTPException) -> Response:
         known_paths = (
-            "see /v1/models, /v1/completions, /v1/chat/completions, /v1/embeddings, /tokenize, /health, /metrics"
+            "see /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /tokenize, /health, "
+            "/metrics"
         )
         text = f"{http_request.method} {http_request.url.path[:200]}: {error.detail.lower()}; {known_paths}"
         body = ApiError(text, status=error.status_code).body()

@@ -72,7 +72,7 @@ def _process_logits(row: Tensor, sequence: Sequence) -> Tensor:
     p = sequence.params
     row = row.clone()
     if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
-        seen, counts = _token_history(sequence, row.shape[0])
+        seen, counts = _token_history(sequence, row)
         if p.repetition_penalty != 1:
             penalized = torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty)
             row = torch.where(seen, penalized, row)
@@ -88,12 +88,14 @@ def _process_logits(row: Tensor, sequence: Sequence) -> Tensor:
     return row
 
 
-def _token_history(sequence: Sequence, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _token_history(sequence: Sequence, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens there are, and how often each was generated: like ``row``, on its device."""
     if sequence.context_mask is None or sequence.output_token_counts is None:
-        sequence.context_mask = torch.zeros(vocab_size, dtype=torch.bool)
-        sequence.context_mask[torch.tensor(sequence.tokens)] = True
+        mask = torch.zeros(row.shape[0], dtype=torch.bool)
+        mask[torch.tensor(sequence.tokens)] = True
         output = torch.tensor(sequence.tokens[sequence.num_initial_tokens :], dtype=torch.int64)
-        sequence.output_token_counts = torch.bincount(output, minlength=vocab_size).float()
+        counts = torch.bincount(output, minlength=row.shape[0]).float()
+        sequence.context_mask, sequence.output_token_counts = mask.to(row.device), counts.to(row.device)
     return sequence.context_mask, sequence.output_token_counts
 
 

@@ -127,7 +127,7 @@ class GrammarState:
             mask[self._stop_ids] = True
         if not mask.any():
             raise GrammarError("the structure allows no further text, and the model has no end token")
-        logits.masked_fill_(~mask, -math.inf)
+        logits.masked_fill_(~mask.to(logits.device), -math.inf)
 
     def advance(self, token: int) -> None:
         """The sequence goes on with a token."""

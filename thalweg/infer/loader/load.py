@@ -74,8 +74,9 @@ def load_engine(
     ValueError where no runner can run the model as the options ask.
     """
     options = options or EngineConfig()
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {options.device}: torch sees no GPU here; leave it out for the processor")
+    kind, accelerator = torch.device(options.device).type, torch.accelerator.current_accelerator(check_available=True)
+    if kind != "cpu" and (accelerator is None or kind != accelerator.type):
+        raise ValueError(f"device {options.device}: torch sees no such device here; leave it out for the processor")
     if options.num_ranks > 1 and workers is None:
         return _load_with_workers(model, options, tokenizer, runner)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
@@ -339,8 +340,8 @@ def _num_kv_blocks(
             raise ValueError(f"kv_cache_bytes of {options.kv_cache_bytes} bytes does not hold a block ({per_block})")
         return blocks
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if torch.device(options.device).type == "cuda":
-        free = torch.cuda.mem_get_info(options.device)[0]
+    if torch.device(options.device).type != "cpu":
+        free = torch.accelerator.get_memory_info(torch.device(options.device))[0]
     free_blocks = int(free * _MEMORY_FRACTION) // (num_processes * per_block)
     return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))
 

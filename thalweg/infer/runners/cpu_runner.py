@@ -76,6 +76,7 @@ class CpuRunner(ModelRunner):
         self._row_lora_ids = program.input_lora_ids.numpy()
         self._np_encoder_inputs = [t.numpy() for t in program.encoder_inputs]
         self._body, self._head = program.build(program.body, program.head)
+        self._thread_tuner = cpu_kernels.ThreadTuner() if self.comm is None else None  # ranks have threads dealt out
         self._out, self._final, self._argmax_buffers = program.out, program.final, program.argmax_buffers
         self._page_warmer = program.page_warmer
         self._num_last_rows = 0
@@ -100,20 +101,31 @@ class CpuRunner(ModelRunner):
         """Return fp32 logits (len(batch.logit_indices), vocab), overwritten by the next run."""
         comm = self.comm
         self._prepare_inputs(batch)
-        self._weights.run(self._body, 0)
         self._num_last_rows = count = len(batch.logit_indices)
-        if comm is not None and not comm.is_last_stage:
-            comm.send_activations(self._out[: len(batch.tokens), : self.hidden_size])
-        elif count == 0:
-            self._weights.skip(len(self._body))
+        if self._thread_tuner is None:
+            self._run_programs(batch)
         else:
-            self._weights.run(self._head, len(self._body))
+            is_decode = count == len(batch.tokens) == len(batch.spans)
+            self._thread_tuner.run(count if is_decode else None, lambda threads: self._run_programs(batch, threads))
         logits = self._logits[:count, : self.vocab_size]
         if comm is not None:
             logits = comm.return_result(logits)
         if self._logit_softcap:
             logits = self._logit_softcap * torch.tanh(logits / self._logit_softcap)
         return logits
+
+    def _run_programs(self, batch: ModelInput, num_threads: int | None = None) -> None:
+        if num_threads is not None:
+            for program in (*self._body, *self._head):
+                program.num_threads = num_threads
+        comm = self.comm
+        self._weights.run(self._body, 0)
+        if comm is not None and not comm.is_last_stage:
+            comm.send_activations(self._out[: len(batch.tokens), : self.hidden_size])
+        elif not batch.logit_indices:
+            self._weights.skip(len(self._body))
+        else:
+            self._weights.run(self._head, len(self._body))
 
     def argmax(self) -> tuple[list[int], list[float]] | None:
         """Return the most likely token of each row of the last run, and its logit; None where another stage

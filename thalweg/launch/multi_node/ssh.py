@@ -4,7 +4,8 @@
              that command holds two paths and no word of the user's
     hello    every agent has checked the script, its devices and cores, and host 0 listens; the first
              complaint ends the job before a rank has started, with the host's name
-    meet     all learn where host 0 listens, and run; what their ranks write comes up the line as it is
+    meet     all learn where host 0 listens, and run; what their ranks write comes up the line, and goes on by
+             whole lines
     end      the agents agree among themselves on one report (``launch/rendezvous.py``); it is shown once
 
 The launcher's end is the agents' end (their line breaks), and a host whose line breaks ends the job.  ssh
@@ -18,13 +19,14 @@ import json
 import math
 import os
 import queue
+import select
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,6 +45,7 @@ SSH_COMMAND = (
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PACKAGE_PARENT = Path(__file__).parents[2]
 _KEEPALIVE_INTERVAL = 5.0
+_LINE_TIMEOUT = 0.2  # seconds for the rest of a line: a question and a progress bar have none
 _CHUNK_BYTES = 1 << 16
 _REPORT_TIMEOUT = 4.0  # seconds for the last reports, beyond the ranks' own grace
 
@@ -69,18 +72,55 @@ def remote_command(python: str, bootstrap: Path = _BOOTSTRAP) -> str:
     return f"exec {shlex.quote(python)} -u {shlex.quote(str(bootstrap))}"
 
 
-class RemoteNode:
-    """The line to one host's agent: a process, and threads that read from it into ``inbox``."""
+class _LineRelay:
+    """Passes on what one host writes to ``stream``, by whole lines: other hosts' come between them."""
 
-    def __init__(self, host: Host, command: Sequence[str], inbox: Inbox) -> None:
+    def __init__(self, pipe: Any, stream: TextIO, lock: threading.Lock) -> None:
+        self._pipe, self._stream, self._lock, self._held = pipe, stream, lock, b""
+
+    def read_chunks(self) -> Iterator[bytes]:
+        """Yield what comes; the beginning of a line is passed on when its end does not come."""
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        while True:
+            if self._held and not poll.poll(_LINE_TIMEOUT * 1000):
+                self._write(len(self._held))
+            if not (chunk := self._pipe.read(_CHUNK_BYTES)):
+                return
+            yield chunk
+
+    def pass_on(self, output: bytes, is_end: bool = False) -> None:
+        """Write the lines that are whole; with ``is_end`` what is left too."""
+        self._held += output
+        self._write(len(self._held) if is_end else max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1)
+
+    def _write(self, length: int) -> None:
+        if length:
+            with self._lock:
+                self._stream.buffer.write(self._held[:length])
+                self._stream.buffer.flush()
+            self._held = self._held[length:]
+
+
+class RemoteNode:
+    """The line to one host's agent: a process, and threads that read from it into ``inbox``.
+
+    ``output_lock`` is held while one of the hosts' lines is written here.
+    """
+
+    def __init__(self, host: Host, command: Sequence[str], inbox: Inbox, output_lock: threading.Lock) -> None:
         self.host, self._inbox = host, inbox
         self._is_up = False  # the agent has spoken: what comes now is its ranks'
         self._stderr_tail = b""
         # a session of its own: a terminal's ^C reaches the launcher, which passes it on in order
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.process: Any = subprocess.Popen(list(command), bufsize=0, start_new_session=True, **pipes)
-        for read in (self._read_stdout, self._read_stderr):
-            threading.Thread(target=read, daemon=True).start()
+        out, err = self.process.stdout, self.process.stderr
+        for read, relay in (
+            (self._read_stdout, _LineRelay(out, sys.stdout, output_lock)),
+            (self._read_stderr, _LineRelay(err, sys.stderr, output_lock)),
+        ):
+            threading.Thread(target=read, args=(relay,), daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Send one line; None is a mere sign of life."""
@@ -89,35 +129,35 @@ class RemoteNode:
             while text:
                 text = text[self.process.stdin.write(text) :]
 
-    def _read_stdout(self) -> None:
+    def _read_stdout(self, relay: _LineRelay) -> None:
         """Take the agent's messages out, pass on what lies between them."""
         pending = b""
-        while chunk := self.process.stdout.read(_CHUNK_BYTES):
+        for chunk in relay.read_chunks():
             pending += chunk
             while (start := pending.find(MARK)) >= 0 and (end := pending.find(b"\n", start)) >= 0:
-                self._pass_on(sys.stdout, pending[:start])
+                if self._is_up:
+                    relay.pass_on(pending[:start], is_end=True)
                 self._is_up = True
                 self._inbox.put((self, json.loads(pending[start + len(MARK) : end])))
                 pending = pending[end + 1 :]
             if start < 0:  # the chunk may end within a mark
                 start = pending.rfind(b"\0")
                 start = start if start >= 0 and MARK.startswith(pending[start:]) else len(pending)
-            self._pass_on(sys.stdout, pending[:start])
+            if self._is_up:
+                relay.pass_on(pending[:start])
             pending = pending[start:]
-        self._pass_on(sys.stdout, pending)
+        if self._is_up:
+            relay.pass_on(pending, is_end=True)
         self.process.wait()
         self._inbox.put((self, {"gone": self.process.returncode}))
 
-    def _read_stderr(self) -> None:
-        while chunk := self.process.stderr.read(_CHUNK_BYTES):
-            if not self._is_up:
+    def _read_stderr(self, relay: _LineRelay) -> None:
+        for chunk in relay.read_chunks():
+            if self._is_up:
+                relay.pass_on(chunk)
+            else:
                 self._stderr_tail = (self._stderr_tail + chunk)[-2000:]
-            self._pass_on(sys.stderr, chunk)
-
-    def _pass_on(self, stream: TextIO, output: bytes) -> None:
-        if self._is_up and output:
-            stream.buffer.write(output)
-            stream.buffer.flush()
+        relay.pass_on(b"", is_end=True)
 
     def failure_reason(self, code: int) -> str:
         """What is known about a line that broke."""
@@ -145,11 +185,11 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
     """
     inbox: Inbox = queue.Queue()
     nodes: list[RemoteNode] = []
-    close_timeout = 1.0
+    output_lock, close_timeout = threading.Lock(), 1.0
     with handle_signals(lambda number: inbox.put((None, {"signal": number}))):
         try:
             for node_rank, host in enumerate(job.hosts):
-                node = RemoteNode(host, _bootstrap_command(job, host), inbox)
+                node = RemoteNode(host, _bootstrap_command(job, host), inbox, output_lock)
                 nodes.append(node)
                 node.send(_job_message(job, node_rank, host))
             stop_signal, address = _wait_ready(job, nodes, inbox)

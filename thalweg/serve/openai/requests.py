@@ -51,18 +51,20 @@ _MAX_COUNTED_TOKENS = 1 << 20  # of one text that is only counted
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class _StrictModel(BaseModel):
+class StrictModel(BaseModel):
+    """Fields of a body: strict types, finite numbers, no other names."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_StrictModel):
+class StreamOptions(StrictModel):
     """``stream_options``."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class JsonSchema(_StrictModel):
+class JsonSchema(StrictModel):
     """``response_format.json_schema``."""
 
     name: str = "schema"
@@ -71,14 +73,14 @@ class JsonSchema(_StrictModel):
     strict: bool | None = None
 
 
-class ResponseFormat(_StrictModel):
+class ResponseFormat(StrictModel):
     """``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_StrictModel):
+class StructuredOutputs(StrictModel):
     """``structured_outputs``, as vLLM's clients send it: one of the four."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -87,7 +89,7 @@ class StructuredOutputs(_StrictModel):
     json_object: bool | None = None
 
 
-class SamplingFields(_StrictModel):
+class SamplingFields(StrictModel):
     """The fields that completions and chat share."""
 
     model: str | None = None
@@ -130,7 +132,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
 
 
-class ContentPart(_StrictModel):
+class ContentPart(StrictModel):
     """A part of a message's content; text alone is understood."""
 
     type: Literal["text", "refusal"]
@@ -138,7 +140,7 @@ class ContentPart(_StrictModel):
     refusal: str | None = None
 
 
-class FunctionDefinition(_StrictModel):
+class FunctionDefinition(StrictModel):
     """A function that the model may call."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -147,14 +149,14 @@ class FunctionDefinition(_StrictModel):
     strict: bool | None = None
 
 
-class Tool(_StrictModel):
+class Tool(StrictModel):
     """An entry of ``tools``."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class FunctionCall(_StrictModel):
+class FunctionCall(StrictModel):
     """The function of an earlier call."""
 
     name: str
@@ -163,7 +165,7 @@ class FunctionCall(_StrictModel):
     parsed_arguments: Any = None
 
 
-class ToolCall(_StrictModel):
+class ToolCall(StrictModel):
     """A call that the assistant made earlier."""
 
     id: str
@@ -173,7 +175,7 @@ class ToolCall(_StrictModel):
     index: int | None = None
 
 
-class ChatMessage(_StrictModel):
+class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -211,7 +213,7 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = False
 
 
-class EmbeddingRequest(_StrictModel):
+class EmbeddingRequest(StrictModel):
     """``/v1/embeddings``."""
 
     model: str | None = None
@@ -220,7 +222,7 @@ class EmbeddingRequest(_StrictModel):
     dimensions: int | None = Field(None, ge=1)
 
 
-class TokenizeRequest(_StrictModel):
+class TokenizeRequest(StrictModel):
     """``/tokenize``: a prompt, or a conversation as the chat template writes it."""
 
     model: str | None = None
@@ -233,14 +235,14 @@ class TokenizeRequest(_StrictModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_StrictModel):
+class DetokenizeRequest(StrictModel):
     """``/detokenize``."""
 
     model: str | None = None
     tokens: TokenIds
 
 
-class MiiRequest(_StrictModel):
+class MiiRequest(StrictModel):
     """``/mii/{deployment}``: DeepSpeed-MII's REST form."""
 
     prompts: str | list[str]

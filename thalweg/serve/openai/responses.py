@@ -26,7 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from thalweg.infer.types import ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
+from thalweg.infer.types import FinishReason, ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
 from thalweg.serve.errors import ApiError, BadRequest, ModelNotFound
 from thalweg.serve.openai import requests as api
 from thalweg.serve.openai.tools import ToolParser
@@ -74,7 +74,7 @@ class SequenceResult:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_tokens: int = 0
 
@@ -121,6 +121,8 @@ class Answer:
     """
 
     num_sequences: int
+    # What ends a stream.
+    end_marker = b"data: [DONE]\n\n"
 
     def __init__(self, app_state: AppState, stream: bool) -> None:
         self.app_state, self.streams, self.usage = app_state, stream, Usage()
@@ -141,6 +143,10 @@ class Answer:
         """Return the event after the last output, if there is to be one."""
         return None
 
+    def encode(self, item: dict[str, Any]) -> bytes:
+        """Return one event of a stream as bytes."""
+        return encode_sse(item)
+
     async def respond(self, receive: Receive) -> Response:
         """Generate and return the response; raises :class:`ApiError`, or ClientDisconnected."""
         pool = self.app_state.pool
@@ -148,7 +154,7 @@ class Answer:
         if self.streams:
             items = self.stream(outputs)
             first_item = await first_or_close(receive, items)
-            return SSEResponse(first_item, items, pool.metrics.count_cancelled, b"data: [DONE]\n\n")
+            return SSEResponse(first_item, items, pool.metrics.count_cancelled, self.end_marker, self.encode)
         return JSONResponse(self.body(await run_until_disconnect(receive, self._collect(outputs))))
 
     async def stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[dict[str, Any]]:
@@ -465,7 +471,7 @@ class SSEResponse(Response):
         items: AsyncGenerator[Any],
         on_disconnect: Callable[[], None],
         end_marker: bytes,
-        encode: Callable[[Any], bytes] = encode_sse,
+        encode: Callable[[Any], bytes],
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._first_item, self._items = first_item, items
