@@ -20,12 +20,14 @@ from tests import durations, harness
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("thalweg")
+    group.addoption("--device", choices=("cpu", "sim"), default="cpu", help="the device of ranks whose test names none")
     group.addoption("--check-durations", action="store_true", help="fail when a test file exceeds its budget")
     group.addoption("--save-durations", choices=("shared", "alone"), help="write this run's to tests/durations.json")
     group.addoption("--required-tools", default="", help="modules and commands that must be there, with commas")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    harness.set_default_device(config.getoption("--device"))
     if not hasattr(config, "workerinput"):  # of pytest-xdist: the workers' reports arrive at the main process
         config.pluginmanager.register(_RunReport(config))
 

@@ -124,7 +124,7 @@ def save_model(folder: Path) -> None:
 
 
 def request_files(stream: bool = False) -> dict[str, list[str]]:
-    """The functions that one chat request enters, by file."""
+    """The functions that one chat request enters, by file; by the runner that every processor has."""
     from tests.serve_support import run_server
     from thalweg.infer import EngineConfig, load_engine
     from thalweg.serve.openai.requests import ChatTokenizer, load_tokenizer
@@ -134,7 +134,8 @@ def request_files(stream: bool = False) -> dict[str, list[str]]:
         save_model(Path(folder))
 
         def load() -> Any:
-            return load_engine(folder, EngineConfig(dtype="fp32", max_num_seqs=4, kv_cache_bytes=2**22))
+            options = EngineConfig(dtype="fp32", max_num_seqs=4, kv_cache_bytes=2**22)
+            return load_engine(folder, options, runner="torch")
 
         def ask() -> None:
             if stream:

@@ -11,6 +11,8 @@ of a process group, and not two forks, the imports that only ranks make and the 
 tests such a rank puts back what ``_RankState`` lists, globals of modules and methods of classes among it.  What it
 cannot put back needs ranks of its own (``run_ranks(..., reuse=False)``): ranks that are to die, or that measure their
 memory, count their threads, open files or warnings.  Ranks of which one failed or hung are not used again.
+
+``run_ranks(..., device="sim")`` gives ranks whose accelerator is simulated (``tests/simdevice``), a device for each.
 """
 
 from __future__ import annotations
@@ -47,20 +49,36 @@ def run_ranks(
     timeout: float = 120.0,
     init: bool = True,
     reuse: bool | None = None,
+    device: str | None = None,
+    backend: str | None = None,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on forked ranks and return the results by rank.
 
-    ``init``: the ranks form the default process group first.  ``reuse``: take ranks that earlier tests left, and
-    leave them to later ones; None: what the test's module says.
+    ``init``: the ranks form the default process group first, of ``backend`` (by default of what serves the host's
+    tensors and the device's).  ``reuse``: take ranks that earlier tests left, and leave them to later ones; None: what
+    the test's module says.  ``device``: "cpu", or "sim" for a simulated accelerator of each rank's own; None: what the
+    option ``--device`` says.
     """
+    device = device or _pools.default_device
+    if device != "cpu":
+        from tests import simdevice
+
+        if (reason := simdevice.missing_tool()) is not None:
+            import pytest
+
+            pytest.skip(reason)
+        simdevice.build()
+    backend = backend or ("gloo" if device == "cpu" else f"cpu:gloo,{device}:simccl")
     timeout *= _TIMEOUT_FACTOR
     if (_pools.reuse_by_default if reuse is None else reuse) and init and world_size <= _MAX_REUSED_RANKS:
-        return _pools.run(fn, world_size, args, timeout)
+        return _pools.run(fn, world_size, device, backend, args, timeout)
     results = _context.Queue()
     with tempfile.TemporaryDirectory(prefix="thalweg-test-") as folder:
         store = str(Path(folder) / "store")
         processes = [
-            _context.Process(target=_rank_main, args=(fn, rank, world_size, store, init, results, args))
+            _context.Process(
+                target=_rank_main, args=(fn, rank, world_size, device, store, backend if init else None, results, args)
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -72,16 +90,23 @@ def run_ranks(
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, init: bool, results: Any, args: tuple
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    device: str,
+    store: str,
+    backend: str | None,
+    results: Any,
+    args: tuple,
 ) -> None:
-    _enter_rank(rank, world_size)
-    error, value = _run_on_rank(fn, rank, world_size, store, init, args)
+    _enter_rank(rank, world_size, device)
+    error, value = _run_on_rank(fn, rank, world_size, store, backend, args)
     results.put((rank, error, value))
     if error is not None:
         raise SystemExit(1)
 
 
-def _enter_rank(rank: int, world_size: int) -> None:
+def _enter_rank(rank: int, world_size: int, device: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
@@ -91,17 +116,22 @@ def _enter_rank(rank: int, world_size: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if device != "cpu":
+        from tests import simdevice
+
+        simdevice.register(num_devices=world_size)
+        torch.accelerator.set_device_index(rank)
 
 
 def _run_on_rank(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, init: bool, args: tuple
+    fn: Callable[..., Any], rank: int, world_size: int, store: str, backend: str | None, args: tuple
 ) -> tuple[str | None, Any]:
     """(traceback, None) or (None, what ``fn`` returns); no process group is left."""
     import torch.distributed as dist
 
     try:
-        if init:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        if backend:
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
             dist.barrier()  # one that ends at once would hang up on another that still connects
         return None, fn(rank, world_size, *args)
     except BaseException:
@@ -120,10 +150,11 @@ _METHODS = (FunctionType, classmethod, staticmethod, property)
 class _RankState:
     """What a test may change in its rank's process, and ``restore`` puts back."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         import numpy
         import torch
 
+        self.device = device
         self.environment, self.folder = dict(os.environ), os.getcwd()
         self.path, self.threads = list(sys.path), set(threading.enumerate())
         self.random, self.numpy = random.getstate(), numpy.random.get_state()
@@ -163,6 +194,10 @@ class _RankState:
         random.setstate(self.random)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
+        if self.device != "cpu":
+            from tests import simdevice
+
+            simdevice.restore(int(os.environ["RANK"]))
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -184,10 +219,10 @@ def _package_logger() -> Any:
     return logging.getLogger("thalweg")
 
 
-def _rank_loop(rank: int, world_size: int, jobs: Connection, results: Any) -> None:
+def _rank_loop(rank: int, world_size: int, device: str, jobs: Connection, results: Any) -> None:
     """Run one function after another until the test process closes the pipe."""
-    _enter_rank(rank, world_size)
-    state = _RankState()
+    _enter_rank(rank, world_size, device)
+    state = _RankState(device)
     while True:
         try:
             job = jobs.recv_bytes()
@@ -205,10 +240,10 @@ def _rank_loop(rank: int, world_size: int, jobs: Connection, results: Any) -> No
 
 def _run_job(job: bytes, rank: int, world_size: int) -> tuple[str | None, Any]:
     try:
-        fn, store, args = pickle.loads(job)
+        fn, store, backend, args = pickle.loads(job)
     except BaseException:
         return traceback.format_exc(), None
-    return _run_on_rank(fn, rank, world_size, store, True, args)
+    return _run_on_rank(fn, rank, world_size, store, backend, args)
 
 
 @dataclass
@@ -216,6 +251,7 @@ class _RankPool:
     """Forked ranks of one world that wait for their next function."""
 
     world_size: int
+    device: str
     processes: list[Any] = field(default_factory=list)
     jobs: list[Connection] = field(default_factory=list)
 
@@ -223,16 +259,17 @@ class _RankPool:
         self.results = _context.Queue()
         for rank in range(self.world_size):
             end, of_rank = _context.Pipe()
-            process = _context.Process(target=_rank_loop, args=(rank, self.world_size, of_rank, self.results))
+            args = (rank, self.world_size, self.device, of_rank, self.results)
+            process = _context.Process(target=_rank_loop, args=args)
             process.start()
             of_rank.close()
             self.processes.append(process)
             self.jobs.append(end)
 
-    def run(self, fn: Callable[..., Any], args: tuple, timeout: float) -> tuple[list[Any], bool]:
+    def run(self, fn: Callable[..., Any], backend: str, args: tuple, timeout: float) -> tuple[list[Any], bool]:
         """The results by rank, and whether the ranks can be used again."""
         with tempfile.TemporaryDirectory(prefix="thalweg-test-") as folder:
-            job = pickle.dumps((fn, str(Path(folder) / "store"), args))
+            job = pickle.dumps((fn, str(Path(folder) / "store"), backend, args))
             for connection in self.jobs:
                 connection.send_bytes(job)
             found = _collect_results(self.processes, self.results, self.world_size, timeout)
@@ -248,29 +285,31 @@ class _RankPool:
 
 
 class _Pools:
-    """The pools of this process, one for each world size."""
+    """The pools of this process, one for each world size and device."""
 
     def __init__(self) -> None:
-        self.reuse_by_default = False
-        self._by_world: dict[int, _RankPool] = {}
+        self.reuse_by_default, self.default_device = False, "cpu"
+        self._waiting: dict[tuple[int, str], _RankPool] = {}
 
-    def run(self, fn: Callable[..., Any], world_size: int, args: tuple, timeout: float) -> list[Any]:
-        pool = self._by_world.pop(world_size, None) or _RankPool(world_size)
+    def run(
+        self, fn: Callable[..., Any], world_size: int, device: str, backend: str, args: tuple, timeout: float
+    ) -> list[Any]:
+        pool = self._waiting.pop((world_size, device), None) or _RankPool(world_size, device)
         try:
-            results, reusable = pool.run(fn, args, timeout)
+            results, reusable = pool.run(fn, backend, args, timeout)
         except BaseException:
             _end(pool.processes)
             raise
         if reusable:
-            self._by_world[world_size] = pool
+            self._waiting[world_size, device] = pool
         else:
             pool.close()
         return results
 
     def close(self) -> None:
         """End all waiting ranks."""
-        for world_size in list(self._by_world):
-            self._by_world.pop(world_size).close()
+        while self._waiting:
+            self._waiting.popitem()[1].close()
 
 
 _pools = _Pools()
@@ -282,6 +321,11 @@ def enter_module(reuse_ranks: bool) -> None:
     """A test module begins: ranks of the one before end, and ``reuse_ranks`` is what ``run_ranks`` does by default."""
     _pools.close()
     _pools.reuse_by_default = reuse_ranks
+
+
+def set_default_device(device: str) -> None:
+    """What ``run_ranks`` gives a test that does not say where it runs."""
+    _pools.default_device = device
 
 
 def _end(processes: list[Any]) -> None:

@@ -70,7 +70,7 @@ _FIELDS = [
     "guided_choice",
     "priority",
 ]
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/toy", "/nothing")
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/mii/toy", "/nothing")
 
 
 def _random_text(rng: random.Random) -> str:

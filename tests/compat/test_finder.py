@@ -42,6 +42,19 @@ print(len(SURFACE))
     assert int(_run(code).stdout) == len(SURFACE)
 
 
+def test_the_same_paths_below_thalweg() -> None:
+    """As a program reads in which somebody has replaced deepspeed by thalweg."""
+    from thalweg.optim import lr_scheduler
+    from thalweg.runtime.lr_schedules import OneCycle, WarmupLR
+
+    assert (OneCycle, WarmupLR) == (lr_scheduler.OneCycle, lr_scheduler.WarmupLR)
+    for name in ("FusedAdam", "DeepSpeedCPUAdam"):
+        with pytest.raises(ImportError, match=rf"{name} is not needed.*torch.optim.AdamW.*config.*--as-deepspeed"):
+            exec(f"from thalweg.ops.adam import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'FusedEve'"):
+        exec("from thalweg.ops.adam import FusedEve")
+
+
 def test_opting_in_loads_nothing_and_says_nothing() -> None:
     code = """
 import sys, thalweg.compat.deepspeed

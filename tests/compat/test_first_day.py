@@ -30,7 +30,7 @@ IN_GATE = {
     "plain_loop": 2, "command_line": 1, "accumulation": 3, "client_scheduler": 0, "checkpoints": 3, "safe_access": 3,
     "gathered_parameters": 2, "external_parameter": 3, "leaf_modules": 3, "pipeline": 1, "moe": 2, "gan": 1,
     "collectives": 1, "engine_facts": 3, "batch_size_change": 0, "flops_profiler": 3, "on_device": 1, "fp16": 3,
-    "tensor_parallel": 0, "monitors": 0, "memory_estimates": 1, "plain_backward": 2,
+    "tensor_parallel": 0, "monitors": 0, "memory_estimates": 1, "plain_backward": 2, "own_windows": 1,
 }  # fmt: skip
 TOLERANCES = {"bf16": 3e-2, "sometimes_used": 3e-2, "fp16": 4e-3, "save_16bit_model": 3e-2}
 

@@ -171,6 +171,28 @@ def test_run_clm(stage: int, work: Path, tmp_path: Path) -> None:
     _assert_close(_history(ours, "loss"), losses)
 
 
+def _seq2seq_arguments(work: Path, output: Path) -> list[str]:
+    files = ["--train_file", str(work / "train.json"), "--validation_file", str(work / "valid.json")]
+    return ["--model_id", str(work / "t5"), *files, "--output_dir", str(output), "--epochs", "2"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(1, []), (2, ["--gradient_checkpointing"]), (3, []), (3, ["--generation_num_beams", "2"])],
+    ids=["1", "2 with recomputation", "3", "3 with beams"],
+)
+def test_flan_t5_generates_in_evaluation(stage: int, more: list[str], work: Path, tmp_path: Path) -> None:
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
+    _run_plain("run_seq2seq.py", tmp_path, "--use_cpu", *_seq2seq_arguments(work, plain), *more)
+    deepspeed = _under_deepspeed(tmp_path, stage, **({"optimizer": OPTIMIZER} if stage == 3 else {}))
+    _run_deepspeed("run_seq2seq.py", tmp_path, *_seq2seq_arguments(work, ours), *more, *deepspeed)
+    _assert_close(_history(ours, "loss"), _history(plain, "loss"))
+    for key in ("eval_recall", "eval_gen_len"):
+        assert _history(ours, key) == pytest.approx(_history(plain, key), abs=0.02), key
+    assert _evaluation(ours)["eval_loss"] == pytest.approx(_evaluation(plain)["eval_loss"], abs=TOLERANCE)
+    assert _evaluation(ours)["eval_recall"] == pytest.approx(_evaluation(plain)["eval_recall"], abs=0.02)
+
+
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,3 +41,49 @@ def test_a_config_that_says_nothing_clips_as_deepspeed_does() -> None:
     (found,) = run_ranks(_clipping, 1)
     assert [limit for limit, _ in found] == [1.0, 0.0, 0.25]
     assert [moved for _, moved in found] == pytest.approx([1.0, 200.0, 0.25], rel=1e-3)
+
+
+def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
+    from thalweg.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, DeepSpeedZeroConfig
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": 1,
+        "zero_optimization.reduce_bucket_size": 921.6,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "elastic_checkpoint": 1},
+    }
+    engine: Any = initialize(model=nn.Linear(2, 2), config=config)[0]
+    zero = engine.resolved_config.zero_optimization
+    found = {"offload": zero.offload_param.device, "untested": engine.resolved_config.zero_allow_untested_optimizer}
+    found["the user's own"] = engine.config == config
+    makers = (
+        lambda keys: initialize(model=nn.Linear(2, 2), config={"zero_optimization": keys}),
+        lambda keys: DeepSpeedConfig({"zero_optimization": keys}),
+        lambda keys: DeepSpeedZeroConfig(**keys),
+    )
+    for wrong in ({"stage": 9}, {"stage": 2, "offload_param": {"device": "cpu"}, "no_such_key": 1}):
+        for make in makers:
+            with pytest.raises(AssertionError) as caught:
+                make(wrong)
+            assert isinstance(caught.value, DeepSpeedConfigError) and len(caught.value.problems) == 1
+    shown = DeepSpeedZeroConfig(leaf_module={"classes": "my.Class"}, offload_param={})
+    found["leaf"], found["offload_param"] = shown.leaf_module.classes, shown.offload_param.device
+    found["optimizer"] = shown.offload_optimizer
+    assert DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer.device == "cpu", "the older spelling"
+    with engine.coalesce_grad_reduction():
+        for factor in (1.0, 2.0):
+            engine.backward(factor * (rank + 1) * engine(torch.ones(1, 2)).sum())
+    grads = engine.optimizer.averaged_gradients[0]
+    found["sum of two, mean over ranks"] = {float(value) for grad in grads for value in grad.flatten()}
+    engine.close()
+    return found
+
+
+def test_a_config_is_read_as_deepspeed_reads_it() -> None:
+    """1 is true, what a stage has no use for is passed over, and problems are DeepSpeed's error."""
+    for found in run_ranks(_as_deepspeed_reads, 2):
+        assert found == {
+            "offload": "none", "untested": True, "the user's own": True, "leaf": ["my.Class"],
+            "offload_param": "none", "optimizer": None, "sum of two, mean over ranks": {4.5},
+        }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -189,7 +190,11 @@ def _train(rank: int, world: int, folder: str, stage: int | None, options: dict[
         ours = {"deepspeed": write_config(folder, stage), "accelerator_config": {"use_configured_state": True}}
         options = {"per_device_train_batch_size": MICRO_BATCH, **ours, **options}
     trainer = _trainer(folder, **options)
-    trainer.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(warning.message) for warning in caught if "optimizer.step()" in str(warning.message)]
+    assert not said, "the schedule steps at its time"
     return _losses(trainer)
 
 

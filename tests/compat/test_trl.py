@@ -80,8 +80,11 @@ def _train(rank: int, world: int, folder: str, kind: str, stage: int | None) -> 
     return {key: [entry[key] for entry in log if key in entry] for key in ("loss", "rewards/margins", "entropy")}
 
 
-# At stage 3 TRL 1.16 asks each parameter of its fused LM head for `ds_status`, which Thalweg's do not have.
-@pytest.mark.parametrize(("kind", "stage"), [nightly("sft", 1), ("sft", 2), nightly("dpo", 1), nightly("dpo", 2)])
+# At stage 3 TRL asks the parameters of its fused LM head for `ds_status`.
+CASES = [nightly("sft", 1), nightly("sft", 2), ("sft", 3), nightly("dpo", 1), nightly("dpo", 2), nightly("dpo", 3)]
+
+
+@pytest.mark.parametrize(("kind", "stage"), CASES)
 def test_as_plain(kind: str, stage: int, tmp_path: Path) -> None:
     plain = run_ranks(_train, 1, str(tmp_path), kind, None)[0]
     assert len(plain["loss"]) == 8 and plain["loss"][-1] < plain["loss"][0] - 10 * TOLERANCE

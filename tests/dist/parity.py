@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dist.models import make_batch
+from thalweg.zero.whole_parameter import WholeParameter, get_shard
 
 MICRO_BATCH_SIZE = 2
 
@@ -136,9 +137,9 @@ def run_engine(
     engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=case.config())
     losses, gradients, position = [], None, 0
     for window in case.windows:
-        total = torch.zeros(())
+        total = torch.zeros((), device=engine.device)
         for i in range(window):
-            tokens, labels = make_batch(position + i, world * MICRO_BATCH_SIZE)
+            tokens, labels = (t.to(engine.device) for t in make_batch(position + i, world * MICRO_BATCH_SIZE))
             if window != case.accumulation:
                 engine.set_gradient_accumulation_boundary(i == window - 1)
             loss = engine(tokens[rank::world], labels[rank::world])
@@ -156,9 +157,12 @@ def run_engine(
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """The logical value of a parameter, gathered."""
-    value = parameter.detach()
-    return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+    """The logical value of a parameter, gathered, in the host's memory."""
+    value = get_shard(parameter).detach()
+    value = value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+    if isinstance(parameter, WholeParameter) and not parameter.is_written:
+        assert torch.equal(parameter.detach(), value.to(parameter.dtype)), "a program sees what is not trained"
+    return value.cpu()
 
 
 def bitwise_equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:

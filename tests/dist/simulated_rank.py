@@ -26,6 +26,7 @@ from thalweg.config import load, resolve
 from thalweg.parallel_dims import DATA_AXIS
 from thalweg.zero.options import build_shard_options, get_model_size
 from thalweg.zero.shard import shard_model
+from thalweg.zero.whole_parameter import named_shards
 
 
 @dataclass
@@ -58,8 +59,9 @@ def simulate_rank(
             loss = output if isinstance(output, Tensor) else output.loss
             loss.backward()
         sharded.finalize_grads()
+        sharded.publish_params()
         report = SimulatedRank()
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_shards(model):
             if isinstance(parameter, DTensor):
                 report.shard_shapes[name] = tuple(parameter.to_local().shape)
         kinds = ("all_gather", "reduce_scatter", "all_reduce")

@@ -14,6 +14,7 @@ from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.checkpoint import Checkpoint, CheckpointNotFoundError
+from thalweg.zero.whole_parameter import named_shards
 
 REUSE_RANKS = True
 
@@ -55,7 +56,7 @@ def steps(engine, rank: int, world: int, first: int, count: int) -> list[float]:
 
 def fingerprint(engine) -> dict[str, str]:
     found = {}
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    names = {parameter: name for name, parameter in named_shards(engine.module)}
     entries = [(name, parameter) for parameter, name in names.items()]
     for parameter, state in engine.optimizer.state.items():
         entries += [(f"{names[parameter]} {k}", v) for k, v in state.items() if isinstance(v, torch.Tensor)]

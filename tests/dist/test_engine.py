@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import ParityCase, full_tensor, run_engine, run_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
+from thalweg.zero.whole_parameter import get_shard
 
 REUSE_RANKS = True
 
@@ -226,8 +228,9 @@ def _dtypes(rank, world, stage, section, **expected):
         for key, value in entry.items()
         if key.startswith("exp_avg")
     }
-    masters = {p.dtype for p in engine.module.parameters()}
-    return seen[0], masters, grads, states
+    masters = {p.dtype for group in engine.optimizer.param_groups for p in group["params"]}
+    shown = {p.dtype for p in engine.module.parameters()}
+    return seen[0], masters, grads, states, shown
 
 
 @pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
@@ -241,7 +244,8 @@ def _dtypes(rank, world, stage, section, **expected):
     ],
 )
 def test_row17_live_tensors_have_the_dtypes_of_the_config(together, stage, section, compute, master):
-    for (weight, activation), masters, grads, states in together(_dtypes, 2):
+    for (weight, activation), masters, grads, states, shown in together(_dtypes, 2):
+        assert shown == {compute if stage < 3 else master}
         assert (weight, activation) == (compute, compute)
         assert masters == {master}
         assert grads == {master}
@@ -330,6 +334,72 @@ def test_one_rank_with_a_bad_gradient_skips_the_step_everywhere(together, stage,
         assert outcome == (True, True, True, 1, 3)
 
 
+# torch warns where a schedule steps before its optimizer; it does not here
+
+
+def _halve(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def _schedule_warnings(rank, world, way, more, folder):
+    """What torch says while a schedule steps at the right time, and the rate after three steps."""
+    import thalweg
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    section = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, **more}
+    if folder:
+        section["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    given = {}
+    if way in ("object", "kept by the user"):
+        kind = torch.optim.SGD if way == "object" else torch.optim.AdamW
+        given["optimizer"] = kind(net.parameters(), lr=1e-2)
+    else:
+        section |= ADAM
+    if way == "config":
+        section["scheduler"] = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        schedule = _halve(given["optimizer"]) if "optimizer" in given else None
+        given |= {"object": {"lr_scheduler": schedule}, "function": {"lr_scheduler": _halve}}.get(way, {})
+        engine, optimizer, _, own = thalweg.initialize(model=net, config=section, **given)
+        schedule = _halve(optimizer) if way in ("plain loop", "wrong order") else schedule
+        if way == "wrong order":
+            schedule.step()
+        for _ in range(3):
+            loss = engine(torch.ones(2, 8).to(net[0].weight.dtype)).float().square().mean()
+            if way == "plain loop":
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                engine.backward(loss)
+                engine.step()
+            if own is None:
+                schedule.step()
+    said = [str(warning.message) for warning in caught if "step()" in str(warning.message)]
+    return said, optimizer.param_groups[0]["lr"], engine.skipped_steps
+
+
+SCALED = {"fp16": {"enabled": True, "initial_scale_power": 32}}
+
+
+@pytest.mark.parametrize("way", ["config", "function", "object", "kept by the user", "plain loop"])
+def test_a_schedule_in_the_right_order_is_not_warned_of(way, tmp_path):
+    ((said, rate, _),) = run_ranks(_schedule_warnings, 1, way, {}, "")
+    assert (said, rate) == ([], 5e-3)
+    ((said, rate, skipped),) = run_ranks(_schedule_warnings, 1, way, SCALED, "")
+    assert (said, skipped) == ([], 3) and rate == (5e-3 if way in ("kept by the user", "plain loop") else 1e-2)
+    if way == "kept by the user":
+        ((said, rate, _),) = run_ranks(_schedule_warnings, 1, way, {}, str(tmp_path))
+        assert (said, rate) == ([], 5e-3)
+
+
+def test_a_schedule_that_steps_first_is_warned_of():
+    ((said, *_),) = run_ranks(_schedule_warnings, 1, "wrong order", {}, "")
+    assert said and "before `optimizer.step()`" in said[0]
+
+
 # Evaluation, no_sync, frozen parts
 
 
@@ -353,7 +423,10 @@ def _modes(rank, world, stage):
         optimizer.zero_grad()
     with torch.no_grad():
         loss, expected = engine(*mine(99, rank, world)), reference(*mine(99, rank, world))
-    sharded = all(isinstance(p, DTensor) for p in engine.module.parameters() if p.ndim)
+    trained = [get_shard(p) for p in engine.module.parameters() if p.ndim]
+    sharded = all(isinstance(p, DTensor) for p in trained) and (stage == 3) == all(
+        isinstance(p, DTensor) for p in engine.module.parameters() if p.ndim
+    )
     frozen = torch.equal(full_tensor(engine.module.frozen.weight), reference.frozen.weight)
     return distance(engine, reference), float((loss - expected).abs()), sharded, frozen
 
@@ -380,7 +453,10 @@ def _submodule(rank, world, stage):
         for name, parameter in engine.module.blocks[1].named_parameters():
             reference.blocks[1].get_parameter(name).copy_(full_tensor(parameter))
         expected = reference.blocks[1].bfloat16()(x.bfloat16())
-    return float((out.float() - expected.float()).abs().max())
+        # A layer that belongs to no unit but the root's, as the embedding of an encoder that `generate` calls.
+        embedded = engine.module.wte(torch.arange(4))
+        table = full_tensor(engine.module.wte.weight).bfloat16()
+    return max(float((out.float() - expected.float()).abs().max()), float((embedded - table[:4]).abs().max()))
 
 
 @pytest.mark.parametrize("stage", [0, nightly(1), 3])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
+from thalweg.zero.whole_parameter import get_shard
 
 REUSE_RANKS = True
 
@@ -252,7 +253,7 @@ def _edited(rank: int, world: int) -> list[list[float]]:
     dtype lie on a disk, all but ``p.data``, which no counter counts."""
     import thalweg
 
-    ways: list[Any] = [lambda p: p.mul_(1.5), lambda p: p.data.mul_(1.5), lambda p: p.to_local().mul_(1.5)]
+    ways: list[Any] = [lambda p: p.mul_(2.0), lambda p: p.data.mul_(2.0), lambda p: get_shard(p).to_local().mul_(2.0)]
     found = []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for place in ((3, "none", "none"), (0, "none", "none"), (3, "nvme", "nvme")):

@@ -10,35 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from tests.harness import run_ranks
 from thalweg.zero.fsdp2 import private_api
 
-GROUP = (
-    "fsdp_params",
-    "is_sharded",
-    "reduce_grads",
-    "all_reduce_grads",
-    "reshard_after_backward",
-    "comm_ctx",
-    "_training_state",
-    "_to_unsharded",
-    "_to_sharded",
-    "post_backward",
-    "_orig_dtype",
-    "_reduce_dtype",
-    "finalize_backward",
-)
-PARAM = (
-    "sharded_param",
-    "_module_info",
-    "padded_sharded_param_size",
-    "sharded_size",
-    "_sharding_spec",
-    "_sharded_param_data",
-    "to_sharded_dtensor",
-    "_setattr_on_modules",
-    "unsharded_accumulated_grad",
-    "all_gather_outputs",
-    "to_accumulated_grad_if_needed",
-)
-
 
 def _missing(rank, world):
     mesh = init_device_mesh("cpu", (world,))
@@ -46,9 +17,9 @@ def _missing(rank, world):
     fully_shard(model, mesh=mesh)
     private_api.lazy_init(model)
     (group,) = private_api.get_fsdp_groups(model)
-    inner = group._inner
-    missing = [f"FSDPParamGroup.{name}" for name in GROUP if not hasattr(inner, name)]
-    missing += [f"FSDPParam.{name}" for name in PARAM if not hasattr(inner.fsdp_params[0], name)]
+    private_api.check_private_names([group])
+    inner, missing = group._inner, []
+    missing += [name for name in ("_reduce_dtype",) if not hasattr(inner, name)]  # known once groups are final
     for kind in ("module", "param_name", "shared_modules", "shared_param_names"):
         if not hasattr(inner.fsdp_params[0]._module_info, kind):
             missing.append(f"ParamModuleInfo.{kind}")
@@ -69,3 +40,21 @@ def _missing(rank, world):
 
 def test_this_torch_has_the_names_that_are_used():
     assert run_ranks(_missing, 2) == [[], []]
+
+
+def _without_a_name(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    groups = private_api.get_fsdp_groups(model)
+    private_api.check_private_names(groups)
+    del groups[0]._inner.fsdp_params[0]._sharding_spec
+    try:
+        private_api.check_private_names(groups)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_torch_without_one_of_them_is_named_before_training():
+    (said,) = run_ranks(_without_a_name, 1)
+    assert f"torch {torch.__version__}" in said and "FSDPParam._sharding_spec is gone" in said and "2.15.0" in said

@@ -28,6 +28,7 @@ from tests import inspect
 from tests.dist.models import make_batch
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
+from thalweg.zero.whole_parameter import get_shard
 
 WORLDS, DTYPES = (2, 1), ("fp32", "bf16", "fp16")
 TIERS = ("none", "cpu", "nvme")
@@ -151,7 +152,7 @@ def _train(cell, dtype, rank, world, folder):
     moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
     if {_place(swaps, m) for m in moments} - {None} != {"nvme" if cell.state == "nvme" else "memory"}:
         wrong.append("state is elsewhere")
-    masters = {_place(swaps, p) for p in engine.module.parameters()} - {None}
+    masters = {_place(swaps, get_shard(p)) for p in engine.module.parameters()} - {None}
     below = cell.state == "nvme" and dtype != "fp32"  # fp32 masters go with the state
     if masters != {"nvme" if cell.params == "nvme" or below else "memory"}:
         wrong.append(f"parameters are in {masters}")

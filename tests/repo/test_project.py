@@ -68,8 +68,8 @@ def test_ci_makes_a_new_environment_and_runs_the_readmes_command() -> None:
 
 def test_project_metadata() -> None:
     assert PROJECT["name"] == "thalweg" and PROJECT["license"] == "Apache-2.0"
-    assert PROJECT["requires-python"] == ">=3.11,<3.14"
-    assert "torch>=2.11,<2.14" in PROJECT["dependencies"]
+    assert PROJECT["requires-python"] == ">=3.11"  # a newer one than tried is said, not refused
+    assert "torch>=2.11" in PROJECT["dependencies"]
     assert {re.split(r"[<>=\[]", item)[0] for item in PROJECT["dependencies"]} <= {
         "torch", "safetensors", "numpy", "pydantic", "tqdm", "rich",
     }  # fmt: skip

@@ -186,3 +186,33 @@ def test_the_export_beside_the_checkpoints_does_not_disturb_them(tmp_path):
     save_snapshot(tmp_path, "u", build_snapshot(small_model()), step=1, keep_latest_k=1)
     assert list_names(tmp_path) == {"u", "latest", "hf"}
     assert Path(tmp_path / "hf" / "model.safetensors").exists()
+
+
+def lora_model():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(build("gpt2", True), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+
+
+def test_lora_without_its_base_is_no_export(tmp_path: Path) -> None:
+    model = lora_model()
+    snapshot = build_snapshot(model, include_frozen=False)
+    save_snapshot(tmp_path / "c", "t", snapshot, step=0, io=NoFsyncFileSystem())
+    with pytest.raises(CheckpointMismatchError, match=r"without the layers.*save_pretrained.*merge_and_unload"):
+        export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_peft_models_weights_are_no_model_of_its_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the base's config.json from_pretrained would take them, and begin with random weights."""
+    model = lora_model()
+    save_16bit(model, tmp_path / "all", io=NoFsyncFileSystem())
+    assert "PEFT's names" in caplog.text and "merge_and_unload" in caplog.text
+    save_16bit(model, tmp_path / "trained", io=NoFsyncFileSystem(), include_frozen=False)
+    assert "without the layers" in caplog.text
+    save_snapshot(tmp_path / "c", "t", build_snapshot(model), step=0, io=NoFsyncFileSystem())
+    export_hf(Checkpoint.open(tmp_path / "c"), tmp_path / "exported")
+    for name in ("all", "trained", "exported"):
+        assert list_names(tmp_path / name) == {"model.safetensors"}
+    caplog.clear()
+    save_16bit(model.merge_and_unload(), tmp_path / "merged", io=NoFsyncFileSystem())
+    assert not caplog.text and (tmp_path / "merged" / "config.json").exists()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.utils import log
+from thalweg.utils import log, versions
 from thalweg.utils.env import RankInfo, read_rank_info
 
 TORCHRUN = {
@@ -203,3 +203,16 @@ def test_console_respects_the_program_and_knows_levels() -> None:
             log.enable_console("loud")
     finally:
         root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("2.10.0", "older"), ("2.11.0+cu130", ""), ("2.15.1", ""), ("2.16.0.dev20270101+cpu", "newer"), ("3.0", "newer")],
+)
+def test_a_newer_torch_than_tried_is_said(version: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert said in versions.torch_version_problem(version) and bool(said) == bool(
+        versions.torch_version_problem(version)
+    )
+    for _ in range(2):
+        versions.warn_of_untried_torch(version)
+    assert caplog.text.count("than the tried ones") == bool(said), "once"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,3 +227,24 @@ def test_no_more_threads_run_a_program_than_have_scratch_memory(monkeypatch: pyt
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     run(engine, {"a": SamplingParams(temperature=0, max_tokens=2)})
     assert used and max(used) <= cpu_kernels.MAX_THREADS
+
+
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
+@pytest.mark.parametrize("weight_format", ["fp32", "int8"])
+def test_the_number_of_threads_changes_no_bit(weight_format: str) -> None:
+    """It may change from step to step, as ThreadTuner does."""
+    outputs = []
+    for numbers in ([2], [1], [1, 2]):
+        options = replace(OPTIONS, quantization="int8") if weight_format == "int8" else OPTIONS
+        runner: Any = load_engine(tiny_decoder("llama"), options, runner="cpu")
+        turns, used = itertools.cycle(numbers), []
+
+        def compute(_: object, compute: Callable[[int], None], turns: Any = turns, used: list[int] = used) -> None:
+            used.append(next(turns))
+            compute(used[-1])
+
+        runner.runner._thread_tuner = SimpleNamespace(run=compute)
+        params = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+        outputs.append(run(runner, {"a": params, "b": params}))
+        assert set(used) == set(numbers)
+    assert outputs[0] == outputs[1] == outputs[2]

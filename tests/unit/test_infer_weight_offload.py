@@ -422,7 +422,7 @@ def test_init_inference_takes_deepspeeds_section(tmp_path: Path) -> None:
         given: Any
         for given in (model, tmp_path / "model"):
             engine = thalweg.init_inference(given, config=config, **extra)
-            assert engine.core is not None and 1 <= len(engine.core.runner.tables) < 10**4
+            assert engine.core is not None and 1 <= len(engine.core.runner.block_tables) < 10**4
             assert torch.equal(engine.generate(prompt, max_new_tokens=6, min_new_tokens=6), want)
             engine.close()
     with pytest.raises(ValueError, match="nvme_path"):

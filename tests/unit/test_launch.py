@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,3 +168,64 @@ def test_the_scripts_arguments_are_set_apart(arguments: list[str], mine: list[st
     parser = argparse.ArgumentParser(**run.PARSER_OPTIONS)
     run.add_arguments(parser)
     assert run.split_passthrough(parser, arguments) == (mine, script)
+
+
+WRITES_LINES = """
+import os, sys, time
+rank, folder = int(os.environ["RANK"]), sys.argv[1]
+open(f"{folder}/{rank}.up", "w").close()
+while len([name for name in os.listdir(folder) if name.endswith(".up")]) < 2:
+    time.sleep(0.001)
+for i in range(300):
+    print("rank", rank, "line", i, "abc" * (i * 37 % 4000), "end", file=sys.stderr if i % 3 == 0 else sys.stdout)
+"""
+
+
+def _start_rank(folder: Path, rank: int, script: str, output: int) -> subprocess.Popen:
+    worker = Path(run.__file__).parents[1] / "launch" / "worker.py"
+    (folder / "script.py").write_text(script)
+    arguments = [str(folder), str(os.getpid()), "1", "-", "script", str(folder / "script.py"), str(folder)]
+    return subprocess.Popen(
+        [sys.executable, "-u", str(worker), *arguments],
+        stdout=output, stderr=output, env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+    )  # fmt: skip
+
+
+def test_lines_of_two_ranks_are_whole(tmp_path: Path) -> None:
+    """Both streams of both ranks are one pipe; lines are longer than what a pipe takes as one."""
+    read_end, write_end = os.pipe()
+    ranks = [_start_rank(tmp_path, rank, WRITES_LINES, write_end) for rank in range(2)]
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as output:
+        lines = output.read().decode().split("\n")
+    assert [rank.wait(10) for rank in ranks] == [0, 0]
+    wanted = {f"rank {rank} line {i} {'abc' * (i * 37 % 4000)} end" for rank in range(2) for i in range(300)}
+    torn = [line[:60] for line in lines[:-1] if line not in wanted]
+    assert not torn and len(lines) == 601 and lines[-1] == "", (len(torn), torn[:3])
+
+
+def test_what_is_no_line_yet_comes_when_it_is_flushed(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+print("held", end=" ")
+os.write(1, b"|")
+print("asked", end="? ", flush=True)
+os.write(1, b"|")
+print("\\r 10%", end="")
+os.write(1, b"|")
+if os.fork() == 0:
+    print(" child", end="")
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+print("x" * 3_000_000, end="")
+os.write(1, b"|")
+print("last", end="")
+"""
+    read_end, write_end = os.pipe()
+    rank = _start_rank(tmp_path, 0, script, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as output:
+        text = output.read().decode()
+    assert rank.wait(10) == 0
+    assert text.replace("x" * 3_000_000, "X") == "|held asked? |\r 10%| childX|last"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import queue
 import subprocess
 import sys
 import threading
@@ -23,7 +25,7 @@ from thalweg.launch.cpu_affinity import CpuBinding
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, check_hostname, filter_hosts, read_hostfile
-from thalweg.launch.multi_node.ssh import remote_command
+from thalweg.launch.multi_node.ssh import RemoteNode, remote_command
 from thalweg.launch.multi_node.static_nodes import resolve_node
 from thalweg.launch.network import interface_for, local_address_for
 from thalweg.launch.rendezvous import (
@@ -446,3 +448,35 @@ def test_a_launcher_that_loses_its_line_says_where_to_look(fake_nodes: MakeNodes
 def test_the_interface_that_leads_to_an_address() -> None:
     assert interface_for("127.0.0.1") == "lo" and local_address_for("127.0.0.1") == "127.0.0.1"
     assert interface_for("no.such.host.invalid") is None
+
+
+SPEAKS_IN_PIECES = """
+import os, sys
+out = lambda text: os.write(1, text.encode())
+out('\\0thalweg-node-1 {"hello": 1}\\n')
+for i in range(400):
+    out(f"{sys.argv[1]} "); out("x" * (i % 50)); out(f" {i}\\n")
+out("asks"); sys.stdin.readline(); out(" on\\n")
+out('half\\0thalweg-node-1 {"ended": 0}\\n')
+"""
+
+
+def test_lines_of_two_hosts_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox: Any = queue.Queue()
+    lock, shown = threading.Lock(), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown))
+    nodes = [
+        RemoteNode(Host(name), [sys.executable, "-c", SPEAKS_IN_PIECES, name], inbox, lock) for name in ("one", "two")
+    ]
+    deadline = time.monotonic() + 20
+    while shown.getvalue().count(b"asks") < 2:  # a question comes, though its line has no end
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for node in nodes:
+        node.send(None)
+        node.close(10)
+    messages = [inbox.get(timeout=10)[1] for _ in range(6)]
+    assert sorted(map(str, messages)) == sorted(map(str, [{"hello": 1}, {"ended": 0}, {"gone": 0}] * 2))
+    lines = shown.getvalue().replace(b"asks", b"").replace(b"half", b"").decode().splitlines()
+    wanted = {f"{name} {'x' * (i % 50)} {i}" for name in ("one", "two") for i in range(400)} | {" on"}
+    assert not [line for line in lines if line not in wanted] and len(lines) == 802

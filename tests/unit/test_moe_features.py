@@ -30,15 +30,18 @@ def _layer(**options) -> MoE:
     return layer
 
 
-def _by_capacity(experts: list[list[int]], capacity: int) -> list[list[bool]]:
-    """First choices of all tokens in order, then second ones: taken while there is room."""
+def _by_capacity(experts: list[list[int]], capacity: int, probabilities: list[list[float]]) -> list[list[bool]]:
+    """First choices of all tokens in order, then second ones: taken while there is room.  With more than two a token
+    the most probable come first."""
     used: dict[int, int] = {}
     kept = [[False] * len(row) for row in experts]
-    for choice in range(len(experts[0])):
-        for token, row in enumerate(experts):
-            taken = used.get(row[choice], 0)
-            kept[token][choice] = taken < capacity
-            used[row[choice]] = taken + 1
+    order = [(choice, token) for choice in range(len(experts[0])) for token in range(len(experts))]
+    if len(experts[0]) > 2:
+        order.sort(key=lambda place: -probabilities[place[1]][place[0]])
+    for choice, token in order:
+        expert = experts[token][choice]
+        kept[token][choice] = used.get(expert, 0) < capacity
+        used[expert] = used.get(expert, 0) + 1
     return kept
 
 
@@ -51,7 +54,8 @@ def test_capacity_drops_in_order(tokens, k, factor, seed):
     for training, used in ((True, factor), (False, 2 * factor)):
         routing = route(logits, policy, training)
         capacity = max(math.ceil(k * tokens / 4 * used), 1)
-        assert routing.in_capacity.tolist() == _by_capacity(routing.experts.tolist(), capacity)
+        chosen = logits.softmax(-1).gather(1, routing.experts)
+        assert routing.in_capacity.tolist() == _by_capacity(routing.experts.tolist(), capacity, chosen.tolist())
         gates = logits.softmax(-1).gather(1, routing.experts) * routing.in_capacity
         if k > 1:
             gates = gates / gates.sum(1, keepdim=True).clamp(min=1e-9)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.serve.openai.requests import ChatTokenizer, load_tokenizer
 from thalweg.serve.replicas.pool import PoolLimits
 
-PATHS = ["/v1/completions", "/v1/chat/completions"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
 
 PROMPTS = [
     "import os",
@@ -168,6 +168,25 @@ def test_a_call_can_be_demanded(model: tuple[Path, Any, Any]) -> None:
         assert s.post("/v1/chat/completions", messages=messages, tool_choice="required")[0] == 400
 
 
+def test_responses_of_a_demanded_form(server: ServerThread) -> None:
+    """As OpenAI's client asks for an object of a class: the JSON schema is kept to, and the answer parsed."""
+    openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
+
+    class Depth(pydantic.BaseModel):
+        metres: Literal[1, 2, 30]
+        river: Literal["Aare", "Inn"]
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "toy", "input": "How deep?", "temperature": 0, "max_output_tokens": 80}
+    parsed = client.responses.parse(**asked, text_format=Depth)
+    assert parsed.output_parsed.metres in (1, 2, 30) and parsed.status == "completed"
+    assert parsed.text.format.type == "json_schema"
+    with client.responses.stream(**asked, text_format=Depth) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+    free = client.responses.create(**asked, extra_body={"stop": []})
+    assert "metres" not in free.output_text, "control: left free it writes something else"
+
+
 def test_shared_prefixes_hit_and_change_nothing(server: ServerThread, model: tuple[Path, Any, Any]) -> None:
     prompt = "the same long beginning of a prompt, word for word, " * 2
     first, second = (server.create_completion(prompt, max_tokens=12, temperature=0) for _ in range(2))
@@ -242,7 +261,7 @@ def test_row42_overload_completes_and_a_broken_engine_fails_health(
         def broken(*_: Any) -> Any:
             raise RuntimeError("the kernel broke")
 
-        monkeypatch.setattr(server.engines[0].runner, "run", broken)
+        server.engines[0].runner.run = broken  # for good: an engine that is lost is emptied
         with ThreadPoolExecutor(1) as client:  # its request has not begun: it waits for the next engine
             late = client.submit(server.create_completion, **body)
             until(lambda: server.request("GET", "/health")[0] == 503)

@@ -23,7 +23,7 @@ from tests.serve_fuzz import BAD_BODIES, bad_body, bad_bytes
 from tests.serve_support import ServerThread, run_toy_server
 from thalweg.serve.http.guard import HardenedProtocol
 
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/mii/toy"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/mii/toy"]
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,21 @@ def clipping() -> Report:
     return {"losses": losses, "norms": norms, "clipping": 0.1}
 
 
+def own_windows() -> Report:
+    net, losses, rows = make_net(), [], batches()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0)
+    for size in (2, 3, 1):
+        for _ in range(size):
+            x, y = next(iter(rows))
+            loss = mse_loss(net(x), y)
+            (loss / size).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    report = {"losses": losses, "applied": [True] * 3, "samples": [2 * ROWS, 5 * ROWS, 6 * ROWS], "managed": False}
+    return {**report, "steps": 3, "micro": 6, "refused": True}
+
+
 def accumulation() -> Report:
     return {
         "losses": _train(accumulation=2),

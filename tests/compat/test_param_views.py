@@ -1,0 +1,184 @@
+"""What DeepSpeed's engine shows at stage 3, on Thalweg's parameters and optimizer; the gates as functions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import run_ranks
+
+REUSE_RANKS = True
+
+
+class _Net(nn.Module):
+    """Reads what its parameters say of themselves within the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.note = "of the model"
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        weight: Any = self.blocks[1].weight
+        self.seen.append((weight.ds_status.name, weight.ds_id, tuple(weight.ds_shape)))
+        return x
+
+
+def _engine(stage: int = 3, **sections: Any) -> Any:
+    from thalweg.compat.deepspeed.engine import initialize
+
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    return initialize(model=_Net() if stage == 3 else nn.Linear(5, 5), config=config | sections)[0]
+
+
+def _views(rank: int, world: int) -> dict[str, Any]:
+    from thalweg.compat.deepspeed.param_views import DeepSpeedGatheredParameters
+    from thalweg.compat.deepspeed.zero_params import ZeroParamStatus
+
+    torch.manual_seed(0)
+    whole = _Net()
+    engine = _engine()
+    params = dict(engine.module.named_parameters())
+    weight: Any = params["blocks.1.weight"]
+    found: dict[str, Any] = {
+        "ids": len({p.ds_id for p in params.values()}) == len(params),
+        "shape": (tuple(weight.ds_shape), weight.ds_numel, weight.partition_numel()),
+        "status": weight.ds_status is ZeroParamStatus.NOT_AVAILABLE,
+        "summary": weight.ds_summary()["status"],
+        "of the model": engine.note,
+    }
+    engine.backward(engine(torch.ones(1, 5)).sum())
+    found["within"] = engine.module.seen == [("AVAILABLE", weight.ds_id, (5, 5))]
+    found["after"] = weight.ds_status.name
+    with DeepSpeedGatheredParameters(weight):
+        found["gathered"] = (weight.ds_status.name, tuple(weight.shape), tuple(weight.ds_shape))
+        found["same values"] = torch.equal(weight, whole.state_dict()["blocks.1.weight"])
+    # What is written to this rank's part counts.
+    weight.ds_tensor.fill_(rank)
+    handle = weight.all_gather_coalesced([weight])
+    handle.wait()
+    found["written"] = weight.detach().mean(1).tolist()
+    found["close"] = torch.allclose(weight, weight.detach().clone())
+    with torch.no_grad():
+        weight.mul_(2).add_(1)
+    weight.partition(has_been_updated=True)
+    found["kept"] = (weight.ds_status.name, weight.ds_tensor.unique().tolist())
+    found["compared"] = torch.allclose(weight, weight), torch.allclose(weight, params["blocks.0.weight"])
+    found["copied"] = copy.deepcopy(weight).ds_status if hasattr(copy.deepcopy(weight), "ds_id") else "a plain DTensor"
+    engine.step()
+    engine.close()
+    return found
+
+
+def test_parameters_at_stage_3_answer_as_deepspeeds_do() -> None:
+    for rank, found in enumerate(run_ranks(_views, 2)):
+        rows = 3 if rank == 0 else 2
+        assert found == {
+            "ids": True, "shape": ((5, 5), 25, rows * 5), "status": True, "summary": "NOT_AVAILABLE",
+            "of the model": "of the model", "within": True, "after": "NOT_AVAILABLE",
+            "gathered": ("AVAILABLE", (5, 5), (5, 5)), "same values": True,
+            "written": [0.0] * 3 + [1.0] * 2, "close": True,
+            "kept": ("NOT_AVAILABLE", [2.0 * rank + 1]), "compared": (True, False), "copied": "a plain DTensor",
+        }  # fmt: skip
+
+
+def _load_gathered(rank: int, world: int) -> list[float]:
+    import thalweg
+
+    engine = _engine()
+    with thalweg.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        if rank == 0:
+            state = {name: torch.full_like(value, 3.0) for name, value in engine.module.state_dict().items()}
+            engine.module.load_state_dict(state)
+    result = [float(value.mean()) for value in engine.state_dict().values()]
+    engine.close()
+    return result
+
+
+def test_a_state_dict_is_loaded_into_gathered_parameters() -> None:
+    """As DeepSpeed's documentation loads a checkpoint at stage 3: on one rank, in GatheredParameters."""
+    assert run_ranks(_load_gathered, 2) == [[3.0] * 4] * 2
+
+
+CLASSES = {(0, ""): "AdamW", (0, "bf16"): "BF16_Optimizer", (0, "fp16"): "FP16_Optimizer",
+           (2, ""): "DeepSpeedZeroOptimizer", (3, "bf16"): "DeepSpeedZeroOptimizer_Stage3"}  # fmt: skip
+
+
+def _optimizers(rank: int, world: int) -> dict[Any, Any]:
+    from thalweg.compat.deepspeed import zero_optimizers
+    from thalweg.optim.step import EngineOptimizer
+
+    found: dict[Any, Any] = {}
+    for stage, dtype in CLASSES:
+        engine = _engine(stage, **({dtype: {"enabled": True}} if dtype else {}))
+        found[stage, dtype] = type(engine.optimizer).__name__
+        assert isinstance(engine.optimizer, type(engine.optimizer.inner) if not (stage or dtype) else EngineOptimizer)
+        assert isinstance(engine.optimizer, zero_optimizers.ZeROOptimizer) == (stage > 0 or dtype == "bf16")
+        if stage:
+            engine.backward(engine(torch.ones(1, 5, dtype=engine.get_data_types()[0])).sum())
+            (grads,) = engine.optimizer.averaged_gradients.values()
+            name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+            masters = getattr(engine.optimizer, name)
+            assert [grad.shape for grad in grads] == [master.shape for master in masters]
+            masters[0].zero_()
+            first = next(iter(engine.state_dict().values()))
+            found["written", stage] = bool((first == 0).all())
+        engine.close()
+    return found
+
+
+def test_an_optimizer_is_of_the_class_that_deepspeed_takes() -> None:
+    for found in run_ranks(_optimizers, 2):
+        assert found == {**CLASSES, ("written", 2): True, ("written", 3): True}
+
+
+LOGITS = torch.tensor([[2.0, 0.0, 1.0], [2.1, 0.1, 1.0], [2.2, 0.3, 0.0], [0.0, 0.2, 3.0]])
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_the_gate_of_k_experts_keeps_what_its_policy_says(policy: str) -> None:
+    """Expert 0 is chosen by tokens 0, 1, 2 and has room for two of them."""
+    from thalweg.compat.deepspeed.gating import topkgating
+
+    loss, combine, mask, counts = topkgating(LOGITS, 1, 1.0, 0, drop_policy=policy)
+    assert counts.tolist() == [3, 0, 1] and combine.shape == (4, 3, 2) and mask.dtype == torch.bool
+    kept = {"probs": [1, 2], "position": [0, 1]}[policy]
+    assert mask[:, 0].any(-1).nonzero().flatten().tolist() == kept
+    assert [int(mask[token, 0].nonzero()) for token in kept] == [0, 1], "places in the buffer follow the tokens"
+    assert float(combine[3, 2].sum()) == 1.0 and 1.0 < float(loss) < 3.0
+    with pytest.raises(ValueError, match="drop_policy"):
+        topkgating(LOGITS, 1, 1.0, 0, drop_policy="none")
+
+
+def test_sparse_routes_say_what_the_dense_gate_says() -> None:
+    from thalweg.compat.deepspeed.gating import top1gating, top2gating, topkgating
+
+    gates: list[Callable[[bool], Any]] = [
+        lambda sparse: top1gating(LOGITS, 1.0, 0, use_rts=False, sparse_routes=sparse),
+        lambda sparse: top2gating(LOGITS, 0.5, 0, top2_2nd_expert_sampling=False, sparse_routes=sparse),
+        lambda sparse: topkgating(LOGITS, 2, 0.5, 0, sparse_routes=sparse),
+    ]
+    for gate in gates:
+        dense, sparse = gate(False), gate(True)
+        _, capacity, num_experts, experts, places, weights, counts = sparse
+        rebuilt = torch.zeros(len(LOGITS), num_experts, int(capacity))
+        for route in zip(experts.tolist(), places.tolist(), weights.tolist(), strict=True):
+            for token, (expert, place, weight) in enumerate(zip(*route, strict=True)):
+                if expert >= 0:
+                    rebuilt[token, expert, place] += weight
+        torch.testing.assert_close(rebuilt, dense[1])
+        assert torch.equal(counts, dense[3]) and 0 < int(dense[2].sum()) < 8

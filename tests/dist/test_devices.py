@@ -1,0 +1,386 @@
+"""What trains on the CPU trains on an accelerator, to the same numbers; on a simulated one (``tests/simdevice``)."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from contextlib import ExitStack
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
+from tests.dist.parity import MICRO_BATCH_SIZE, ParityCase, ragged_windows, run_engine
+from tests.harness import run_ranks
+
+REUSE_RANKS = True
+STAGES = (0, 1, 2, 3)
+
+Outcome = tuple[list[float], list[numpy.ndarray]]
+
+
+def _offload(stage: int, optimizer: str = "none", param: str = "none", **options: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if optimizer != "none":
+        zero["offload_optimizer"] = {"device": optimizer, "nvme_path": ".", **options}
+    if param != "none":
+        zero["offload_param"] = {"device": param, "nvme_path": ".", "max_in_cpu": 0, "buffer_count": 2, **options}
+    return {"zero_optimization": zero}
+
+
+WINDOWS: dict[str, Any] = {"windows": ragged_windows(2, 4), "accumulation": 2, "clip": 0.05}
+
+CASES: dict[str, ParityCase] = {
+    **{f"stage {stage}": ParityCase(stage, **WINDOWS) for stage in STAGES},
+    **{f"bf16 at stage {stage}": ParityCase(stage, "bf16", **WINDOWS) for stage in (0, 3)},
+    "optimizer on the host": ParityCase(2, extra=_offload(2, "cpu"), **WINDOWS),
+    "both on the host": ParityCase(3, extra=_offload(3, "cpu", "cpu"), **WINDOWS),
+    "optimizer on NVMe": ParityCase(2, extra=_offload(2, "nvme"), **WINDOWS),
+    "both on NVMe": ParityCase(3, extra=_offload(3, "nvme", "nvme"), **WINDOWS),
+    "odd shapes": ParityCase(3, extra=_offload(3, "cpu"), **WINDOWS),
+    "momentum on the host": ParityCase(
+        2, extra=_offload(2, "cpu"), optimizer="SGD", params={"lr": 0.1, "momentum": 0.9}, **WINDOWS
+    ),
+}
+ALL_CASES: dict[str, ParityCase] = {
+    f"stage {stage}, {dtype}, windows of {accumulation}, clip {clip}, offload {optimizer} {param} pinned {pinned}": (
+        ParityCase(
+            stage,
+            dtype,
+            windows=ragged_windows(accumulation, 4),
+            accumulation=accumulation,
+            clip=clip,
+            extra=_offload(stage, optimizer, param, pin_memory=pinned),
+        )
+    )
+    for stage in STAGES
+    for dtype in ("fp32", "bf16", "fp16")
+    for accumulation in (1, 3)
+    for clip in (0.0, 0.05)
+    for optimizer in (("none", "cpu", "nvme") if stage else ("none",))
+    for param in (("none", "cpu", "nvme") if stage == 3 else ("none",))
+    for pinned in ((True, False) if "cpu" in (optimizer, param) else (True,))
+}
+
+
+def _train(rank: int, world: int, cases: dict[str, ParityCase], late: bool) -> dict[str, Outcome]:
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if late:
+            from tests.simdevice import late_work
+
+            stack.enter_context(late_work())
+        for name, case in cases.items():
+            torch.manual_seed(0)
+            zero = copy.deepcopy(case.config()["zero_optimization"])
+            for section in zero.values():
+                if isinstance(section, dict):
+                    section["nvme_path"] = folder
+            model = OddShapesModel() if name.startswith("odd") else tiny_gpt()
+            outcome = run_engine(model, case.with_(extra={**case.extra, "zero_optimization": zero}), rank, world)
+            outcomes[name] = outcome.losses, [p.detach().double().numpy() for p in outcome.parameters]
+    return outcomes
+
+
+LOSS_TOLERANCE, PARAM_TOLERANCE = 1e-6, 2e-5  # the order in which ranks' gradients are added up
+
+
+def _differences(cases: dict[str, ParityCase], host: dict[str, Outcome], device: dict[str, Outcome]) -> list[str]:
+    found = []
+    for name in cases:
+        (host_losses, host_params), (losses, params) = host[name], device[name]
+        loss = max(abs(a - b) for a, b in zip(host_losses, losses, strict=True))
+        param = max(float(numpy.abs(a - b).max()) for a, b in zip(host_params, params, strict=True))
+        if not (loss <= LOSS_TOLERANCE and param <= PARAM_TOLERANCE):
+            found.append(f"{name}: losses differ by {loss:.1e}, parameters by {param:.1e}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_host() -> dict[str, Outcome]:
+    """What the CPU makes of the cases."""
+    return run_ranks(_train, 2, CASES, False, device="cpu")[0]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
+def test_a_device_trains_as_the_cpu_does(on_host, late):
+    """``late``: no result is used before what makes it has been waited for, and no memory is given back too early."""
+    for outcomes in run_ranks(_train, 2, CASES, late, device="sim"):
+        assert _differences(CASES, on_host, outcomes) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_tier_on_a_device_trains_as_the_cpu_does(world):
+    cases = {**ALL_CASES, **{f"odd {name}": case for name, case in CASES.items()}}
+    host = run_ranks(_train, world, cases, False, device="cpu", timeout=600)[0]
+    for late in (False, True):
+        for outcomes in run_ranks(_train, world, cases, late, device="sim", timeout=900):
+            assert _differences(cases, host, outcomes) == []
+
+
+# ---- what the audit of device paths found -----------------------------------------------------------
+
+
+def _recompute(rank: int, world: int) -> dict[str, tuple[list[float], float]]:
+    from tests.simdevice import late_work
+    from thalweg.activation_checkpointing import offloaded_forward
+
+    offloaded_forward.MIN_OFFLOAD_BYTES = 1
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, late_work():
+        for name, section in {
+            "kept": {"policy": "none"},
+            "recomputed": {"policy": "full"},
+            "on the host": {"policy": "full", "offload": "cpu"},
+            "on NVMe": {"policy": "full", "offload": "nvme"},
+        }.items():
+            torch.manual_seed(5)
+            extra = {"activation_checkpointing": section, "memory": {"nvme_path": folder}, "seed": 3}
+            outcome = run_engine(tiny_gpt(dropout=0.2), ParityCase(windows=(1,) * 3, extra=extra), rank, world)
+            found[name] = outcome.losses, float(sum(p.double().sum() for p in outcome.parameters))
+    return found
+
+
+def test_recomputation_draws_the_same_dropout_wherever_inputs_wait():
+    """W4: inputs that are put away are no arguments any more, by which torch finds whose random numbers to keep."""
+    found = run_ranks(_recompute, 1, device="sim")[0]
+    assert all(outcome == found["kept"] for outcome in found.values()), found
+
+
+def _tensor_parallel_dropout(rank: int, world: int) -> list[list[float]]:
+    from thalweg.parallel.comm_group import ParallelGroup
+    from thalweg.parallel.tensor.tensor_parallel import sync_rng
+
+    group = ParallelGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    group.has_dropout = True
+    torch.manual_seed(100 + rank)
+    sync_rng(group)
+    x, masks = torch.ones(64, device="sim"), []
+    for switch in (lambda: None, group.use_local_rng, group.use_shared_rng):
+        switch()
+        masks.append(torch.nn.functional.dropout(x).tolist())
+    return masks
+
+
+@pytest.mark.parametrize("backend", [None, "simccl"])
+def test_dropout_of_split_layers_differs_and_of_whole_ones_agrees(backend):
+    """W5: the device's generator, not the host's alone."""
+    (before, inside, after), (other_before, other_inside, other_after) = run_ranks(
+        _tensor_parallel_dropout, 2, device="sim", backend=backend
+    )
+    assert before == other_before and after == other_after and before != after
+    assert inside != other_inside
+
+
+def _save_and_resume(rank: int, world: int, folder: str, optimizer: str) -> tuple[list[float], list[float]]:
+    import thalweg
+
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+        "csv_monitor": {"enabled": True, "output_path": f"{folder}/log", "job_name": "a"},
+        "activation_checkpointing": {"policy": "none"},
+    }
+
+    def steps(engine: Any, first: int, count: int) -> list[float]:
+        losses = []
+        for step in range(first, first + count):
+            tokens, labels = (t.to(engine.device) for t in make_batch(step, world * MICRO_BATCH_SIZE))
+            loss = engine(tokens[rank::world], labels[rank::world])
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    def initialize(seed: int) -> Any:
+        return thalweg.initialize(model=tiny_gpt(seed, dropout=0.1), config=config)[0]
+
+    engine = initialize(0)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(f"{folder}/{optimizer}")
+    wanted = steps(engine, 2, 2)
+    engine.close()
+    torch.manual_seed(99)
+    engine = initialize(1)
+    engine.load_checkpoint(f"{folder}/{optimizer}")
+    found = steps(engine, 2, 2)
+    engine.close()
+    return wanted, found
+
+
+@pytest.mark.parametrize("backend", [None, "simccl"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_a_checkpoint_goes_on_to_the_bit(tmp_path, optimizer, backend):
+    """C6: Muon's part that Adam updates; C3 (``simccl``): a user's group that takes the device's tensors alone.  The
+    dropout of the device goes on as well."""
+    for wanted, found in run_ranks(_save_and_resume, 2, str(tmp_path), optimizer, device="sim", backend=backend):
+        assert wanted == found
+
+
+def _device_alone(rank: int, world: int) -> list[list[float]]:
+    losses = []
+    sections = ({"tensor_parallel": {"autotp_size": 2}}, {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}})
+    for section in sections:
+        import thalweg
+
+        config = {
+            "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            **section,
+        }
+        engine, *_ = thalweg.initialize(model=tiny_gpt(), config=config)
+        found = []
+        for step in range(2):
+            batches = [make_batch(step + i, MICRO_BATCH_SIZE) for i in range(2 if "pipeline" in section else 1)]
+            if "pipeline" in section:
+                found.append(float(engine.train_batch(iter(batches))))
+                continue
+            loss = engine(*(t.to(engine.device) for t in batches[0]))
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        engine.close()
+        losses.append(found)
+    return losses
+
+
+def test_tensor_ranks_and_pipelines_need_no_host_backend():
+    """C3: what is not the device's goes over a gloo group of its own."""
+    alone = run_ranks(_device_alone, 2, device="sim", backend="simccl")
+    assert alone == run_ranks(_device_alone, 2, device="sim")
+
+
+def _all_reduce_hook(rank: int, world: int) -> list[float]:
+    from tests.simdevice import late_work
+    from thalweg.comm.collectives.wire import WireAllReduce
+    from thalweg.zero.collectives import reduce_held
+
+    sim = torch.get_device_module("sim")
+    with late_work():
+        reduce_scatter_stream, all_reduce_stream = sim.Stream(), sim.Stream()
+        with sim.stream(reduce_scatter_stream):
+            output = torch.full((4,), rank + 1.0, device="sim")
+        all_reduce_stream.wait_stream(reduce_scatter_stream)
+        with sim.stream(all_reduce_stream):
+            reduce_held(WireAllReduce(dist.group.WORLD, "unit"), output)  # type: ignore[arg-type]
+            cast = output.double()
+        del output
+        reduce_scatter_stream.synchronize()  # where the next unit would take the memory
+        return cast.cpu().tolist() if all_reduce_stream.synchronize() is None else []
+
+
+def test_what_the_all_reduce_stream_reads_is_not_given_away():
+    """W2."""
+    for mean in run_ranks(_all_reduce_hook, 2, device="sim"):
+        assert mean == [1.5] * 4
+
+
+def _too_few_devices(rank: int, world: int) -> list[str]:
+    from thalweg.device import pick_device
+
+    messages = [str(pick_device(0))]
+    try:
+        pick_device(5)
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_a_rank_without_a_device_of_its_own_is_refused_with_the_cure():
+    """C5."""
+    device, message = run_ranks(_too_few_devices, 1, device="sim")[0]
+    assert device == "sim:0"
+    assert "local rank 5 has no sim device of its own" in message and "Start at most 1 ranks" in message
+
+
+def _preflight(rank: int, world: int) -> dict[str, Any]:
+    import thalweg
+    from thalweg.config import load
+    from thalweg.plan.preflight import PredictedOutOfMemoryError
+    from thalweg.plan.runtime import find_memory_limit
+
+    found: dict[str, Any] = {}
+    on_host = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    for name, zero, memory in (
+        ("too large for the device", {"stage": 2}, {"device_limit": "2MiB"}),
+        ("rests on the host", on_host, {"device_limit": "2MiB"}),
+        ("too large for the host", on_host, {"host_limit": "2MiB"}),
+    ):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": zero,
+            "memory": memory,
+        }
+        try:
+            thalweg.initialize(model=torch.nn.Linear(700, 700), config=config)[0].close()
+            found[name] = "accepted"
+        except PredictedOutOfMemoryError as error:
+            found[name] = str(error)
+    torch.accelerator.empty_cache()
+    _, total = torch.accelerator.get_memory_info()
+    there = torch.zeros(1 << 20, device="sim")
+    found["counted once"] = find_memory_limit(load({}), there.device, 1, 0) == total
+    return found
+
+
+def test_preflight_counts_what_rests_on_the_host_there():
+    """C1."""
+    (found,) = run_ranks(_preflight, 1, device="sim")
+    assert "this job does not fit" in found["too large for the device"]
+    assert found["rests on the host"] == "accepted"
+    assert "this job does not fit" in found["too large for the host"]
+    assert found["counted once"]
+
+
+def _deterministic(rank: int, world: int) -> str | None:
+    import os
+
+    import thalweg
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "deterministic": True}
+    thalweg.initialize(model=torch.nn.Linear(4, 4), config=config)[0].close()
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+def test_deterministic_products_have_their_workspace():
+    """C9."""
+    assert run_ranks(_deterministic, 1, device="sim") == [":4096:8"]
+
+
+def _observed(rank: int, world: int, folder: str) -> dict[str, Any]:
+    import json
+    from pathlib import Path
+
+    import thalweg
+    from tests import simdevice
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD"},
+        "wall_clock_breakdown": True,
+        "jsonl_monitor": {"enabled": True, "output_path": folder, "job_name": "a"},
+    }
+    engine, *_ = thalweg.initialize(model=torch.nn.Linear(512, 512), config=config)
+    simdevice.reset_counts()
+    engine.backward(engine(torch.ones(1, 512, device=engine.device)).sum())
+    engine.step()
+    waits = simdevice.num_syncs()[1].get("device", 0)
+    peak = torch.accelerator.max_memory_allocated() / 2**20
+    engine.close()
+    (path,) = Path(folder).rglob("*.jsonl")
+    record = json.loads(path.read_text().splitlines()[-1])
+    return {"waits": waits, "peak": peak, "record": record}
+
+
+def test_phases_and_memory_are_the_devices(tmp_path):
+    """W7: the host's clock around a phase waits for the device, and memory is the device's."""
+    (found,) = run_ranks(_observed, 1, str(tmp_path), device="sim")
+    assert found["waits"] >= 6, "both edges of forward, backward and step"
+    shown = [value for key, value in found["record"].items() if "memory" in key]
+    assert shown == [pytest.approx(found["peak"], rel=0.05)], found["record"]

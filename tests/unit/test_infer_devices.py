@@ -1,0 +1,74 @@
+"""Inference on an accelerator gives what it gives on the CPU; on a simulated one (``tests/simdevice``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+
+pytest.importorskip("transformers")
+REUSE_RANKS = True
+
+
+def _letters() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+
+
+def _generate(rank: int, world: int, device: str) -> dict[str, list[int]]:
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.infer import EngineConfig, Request, SamplingParams, StructuredOutput, load_engine
+
+    model = tiny_decoder("llama", vocab_size=300)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 256
+    options = EngineConfig(device=device, dtype="fp32", max_num_seqs=8, max_model_len=100)
+    engine = load_engine(model, options, _letters(), runner="torch")
+    requests = {
+        "greedy": {"temperature": 0},
+        "penalties": {"temperature": 0, "repetition_penalty": 1.7, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+        "bias": {"temperature": 0, "logit_bias": {7: 3.0}, "min_tokens": 4},
+        "sampled": {"temperature": 0.9, "top_p": 0.8, "seed": 3, "repetition_penalty": 1.2},
+        "structure": {"temperature": 0, "structure": StructuredOutput(choices=("yes", "no"))},
+    }
+    for name, fields in requests.items():
+        engine.add(Request(name, [1, 2, 3], SamplingParams(**{"max_tokens": 8, **fields})))
+    found: dict[str, list[int]] = {name: [] for name in requests}
+    while engine.has_work():
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    return found
+
+
+def test_penalties_biases_and_structures_on_a_device():
+    """C4: what is known of a request's tokens is kept where the logits are."""
+    pytest.importorskip("llguidance")
+    (host,) = run_ranks(_generate, 1, "cpu", device="cpu")
+    (device,) = run_ranks(_generate, 1, "sim", device="sim")
+    assert device == host
+    assert host["penalties"] != host["greedy"] != host["bias"]
+
+
+def _refused(rank: int, world: int) -> str:
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.infer import EngineConfig, load_engine
+
+    try:
+        load_engine(tiny_decoder("llama"), EngineConfig(device="cuda"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_device_that_is_not_there_is_refused():
+    assert "device cuda: torch sees no such device here" in run_ranks(_refused, 1, device="sim")[0]
