@@ -55,7 +55,7 @@ test: $(TEST_STAMP)
 # Each other Python and torch has an environment of its own, which stays.
 OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13; do \
 	$$p -c '' 2>/dev/null && test "$$($$p -V)" != "$$($(PYTHON) -V)" && echo $$p; done)
-OTHER_TORCHES ?= 2.11.0 2.12.0
+OTHER_TORCHES ?= 2.11.0 2.12.0 2.14.0 2.15.0
 
 nightly: $(TEST_STAMP)
 	@$(call two_phases,)
