@@ -7,6 +7,7 @@
 #   make fast            the tests of the gate without the slow ones
 #   make durations       tests/durations.json from a run of the gate's tests
 #   make lint            ruff and pyright
+#   make gpu             twenty checks of a machine with a GPU, in about ten minutes, with the Python that has its torch
 #   make bench-peers     an environment of its own with the systems Thalweg is measured against
 #
 # VENV=DIR puts the environment elsewhere; ARGS="..." is passed on (`make demo ARGS="--steps 20"`);
@@ -26,7 +27,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test nightly fast durations lint format clean
+.PHONY: demo test nightly fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -74,6 +75,9 @@ lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --threads 2 --pythonpath $(VENV)/bin/python
+
+gpu:
+	$(PYTHON) bench/gpu/run.py $(ARGS)
 
 format: $(TEST_STAMP)
 	$(VENV)/bin/ruff check --fix .

@@ -20,7 +20,7 @@ from tests import durations, harness
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("thalweg")
-    group.addoption("--device", choices=("cpu", "sim"), default="cpu", help="the device of ranks whose test names none")
+    group.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help="the device of ranks")
     group.addoption("--check-durations", action="store_true", help="fail when a test file exceeds its budget")
     group.addoption("--save-durations", choices=("shared", "alone"), help="write this run's to tests/durations.json")
     group.addoption("--required-tools", default="", help="modules and commands that must be there, with commas")
