@@ -66,7 +66,7 @@ def test_every_check_leaves_its_line_and_a_run_goes_on(run, monkeypatch, tmp_pat
 def test_the_page_says_what_has_run_where(run, tmp_path):
     page, results = tmp_path / "devices.md", tmp_path / "gpu"
     results.mkdir()
-    page.write_text("# Devices\n\n<!-- from results/gpu -->\nold\n<!-- end -->\nthe rest\n")
+    page.write_text("# Devices\n\n<!-- from results/gpu -->\nstale\n<!-- end -->\nthe rest\n")
     run.write_page(page, results)
     assert "On no GPU yet" in page.read_text()
     (results / "a.jsonl").write_text('{"check": 1, "name": "NVIDIA A", "outcome": "passed"}\n')
@@ -74,7 +74,7 @@ def test_the_page_says_what_has_run_where(run, tmp_path):
         run.write_page(page, results)
         text = page.read_text()
         assert "| 1 | holds | passed |" in text and "| 2 | fails | not run |" in text and "NVIDIA A" in text
-        assert text.startswith("# Devices\n\n<!--") and text.endswith("the rest\n") and "old" not in text
+        assert text.startswith("# Devices\n\n<!--") and text.endswith("the rest\n") and "stale" not in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
