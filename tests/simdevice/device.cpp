@@ -728,6 +728,9 @@ void Queue::push(std::function<void()> work) {
 
 void Queue::run_until(int64_t number) {
   if (done >= number) return;
+  // Another thread that runs this queue may need the interpreter to let a tensor go (torch.Event.query keeps it).
+  std::optional<pybind11::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) no_gil.emplace();
   std::lock_guard<std::recursive_mutex> running(run_mutex_);
   while (done < number && !is_idle()) {
     std::function<void()> work;
