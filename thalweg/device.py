@@ -197,6 +197,15 @@ def synchronize(device: torch.device | None = None) -> None:
         torch.accelerator.synchronize(device)
 
 
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, in the order of its stream: the host does not wait for an accelerator.
+
+    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one."""
+    if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def lock_pages(memory: Tensor) -> bool:
     """Page-lock host memory where it lies, so that copies to and from the device need no host; whether it worked.
 

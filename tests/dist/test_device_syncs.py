@@ -269,6 +269,34 @@ def test_the_ledger_has_what_fsdp2_moves_on_a_device(stage):
             assert found["reduce_scatter"] == (nbytes, nbytes // 2) and found["all_reduce"] == (0, 0)
 
 
+# ---- copies -----------------------------------------------------------------------------------------
+
+
+def _copies(rank: int, world: int, folder: str) -> dict[str, dict[str, int]]:
+    from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
+    from thalweg.data.batches import to_device
+
+    x = torch.randn(64, 1024, device="sim")
+    device, saver = x.device, NvmeActivationOffloader(folder)
+    kept: list[Any] = []
+    found = {
+        "batch": _count_syncs(lambda: to_device({"x": torch.ones(3), "y": [torch.ones(2)]}, device)),
+        "first": _count_syncs(lambda: kept.append(saver.save(x + 1))),
+        "next": _count_syncs(lambda: kept.append(saver.save(x + 2))),
+        "fetched": _count_syncs(lambda: kept.append([one.fetch() for one in reversed(kept)])),
+    }
+    assert all(torch.equal(y.cpu(), (x + i).cpu()) for i, y in zip((2, 1), kept.pop(), strict=True))
+    kept.clear()
+    saver.close()
+    return found
+
+
+def test_copies_go_through_page_locked_memory(tmp_path):
+    """S10: a batch waits for nothing; an activation that leaves for the disk is waited for when the next one leaves."""
+    (found,) = run_ranks(_copies, 1, str(tmp_path), device="sim")
+    assert found == {"batch": {}, "first": {}, "next": {"event": 1}, "fetched": {"event": 1}}
+
+
 # ---- other optimizers, experts, sequences -----------------------------------------------------------
 
 

@@ -614,7 +614,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
     (to ? host_alias(target) : target).copy_(from ? host_alias(self) : self);
     return target;
   }
-  // Pageable memory is staged before the call returns; pinned memory is read or written when the copy's turn comes.
+  // Pageable memory is staged before the call returns, for which a driver may wait for the stream; pinned memory is read or
+  // written when the copy's turn comes.
+  if (to && !is_pinned) count_sync("copy of pageable memory");
   auto source = from ? host_alias(self) : is_pinned ? self : self.clone();
   auto alias = to ? host_alias(target) : target;
   queue.push([source, alias] {

@@ -292,7 +292,8 @@ def _syncs(rank: int, world: int) -> None:
     causes = {"item": 1, "copy to the host": 1, "aten::nonzero": 2}  # a mask's places too
     assert simdevice.num_syncs() == (4, causes), simdevice.num_syncs()
     torch.repeat_interleave(counts)
-    assert simdevice.num_syncs()[0] == 5
+    torch.ones(3).to("sim", non_blocking=True)
+    assert simdevice.num_syncs()[0] == 6
 
 
 def test_host_syncs_and_launches_are_counted():
