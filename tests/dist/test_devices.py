@@ -344,6 +344,29 @@ def test_every_stage_resumes_on_a_device_as_the_cpu_trains(tmp_path):
     _check_jobs(_all_resumed_jobs(), tmp_path, (None,))
 
 
+def _split_communicators(rank: int, world: int) -> list[int]:
+    """How often torch would have split the job's communicator, for groups of some ranks and for one of all."""
+    from torch.distributed import distributed_c10d
+
+    from thalweg.parallel_dims import new_subgroup
+
+    counts, splits = [], list[object]()
+    distributed_c10d._get_split_source = lambda group: splits.append(group)
+    group = dist.group.WORLD
+    assert group is not None
+    group.bound_device_id = torch.device("sim", rank)
+    for make in (lambda: new_subgroup([rank], group), lambda: new_subgroup(range(world), group), dist.new_group):
+        make()
+        counts.append(len(splits))
+    assert group.bound_device_id == torch.device("sim", rank)
+    return counts
+
+
+def test_groups_of_some_ranks_need_no_other_rank_of_the_job():
+    """M1: of a job that names its device (``device_id=``) NCCL would wait for all of them."""
+    assert run_ranks(_split_communicators, 2, device="sim") == [[0, 0, 1]] * 2
+
+
 def _all_reduce_hook(rank: int, world: int) -> list[float]:
     from tests.simdevice import late_work
     from thalweg.comm.collectives.wire import WireAllReduce
