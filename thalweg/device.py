@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ def pick_device(local_rank: int = 0) -> torch.device:
     Raises:
         ValueError: there are fewer accelerators than ranks on this host.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    kind = current_accelerator().type
+    if kind == "cpu":
         return torch.device("cpu")
-    count, kind = torch.accelerator.device_count(), accelerator.type
+    count = torch.accelerator.device_count()
     if local_rank >= count and not _may_share(kind, count):
         raise ValueError(
             f"local rank {local_rank} has no {kind} device of its own: this process sees {count}, and collectives "
@@ -45,6 +46,16 @@ def _may_share(kind: str, count: int) -> bool:
     if count == 1 and given and "," not in given:
         return True
     return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
+
+
+def current_accelerator() -> torch.device:
+    """The accelerator of this process, whichever kind; the CPU where there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def communication_backend(device_type: str) -> str:
+    """What collectives of such a device's tensors run on by default."""
+    return "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
 
 
 RngState = tuple[Tensor, Tensor | None]
@@ -75,8 +86,8 @@ def seed_rng(seed: int) -> None:
 
 def _accelerator_in_use() -> Any:
     """``torch.cuda`` or what stands for it, if this process has begun to use its device."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    accelerator = current_accelerator()
+    if accelerator.type == "cpu":
         return None
     module: Any = torch.get_device_module(accelerator)
     return module if getattr(module, "is_initialized", lambda: True)() else None
@@ -180,7 +191,36 @@ class MallocThreadCache:
             free(chunk)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for queued work, where the device queues any."""
-    if device.type != "cpu":
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for queued work, where the device queues any; None: for that of this process's accelerator."""
+    if (device is None and _accelerator_in_use() is not None) or (device is not None and device.type != "cpu"):
         torch.accelerator.synchronize(device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, in the order of its stream: the host does not wait for an accelerator.
+
+    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one."""
+    if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def lock_pages(memory: Tensor) -> bool:
+    """Page-lock host memory where it lies, so that copies to and from the device need no host; whether it worked.
+
+    Of all accelerators torch offers this for CUDA alone."""
+    if current_accelerator().type != "cuda":
+        return False
+    runtime: Any = torch.cuda.cudart()
+    try:
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    except RuntimeError:
+        return False
+
+
+def unlock_pages(memory: Tensor) -> None:
+    """Undo :func:`lock_pages`."""
+    runtime: Any = torch.cuda.cudart()
+    with suppress(RuntimeError):
+        runtime.cudaHostUnregister(memory.data_ptr())
