@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,6 +47,34 @@ def _may_share(kind: str, count: int) -> bool:
     if count == 1 and given and "," not in given:
         return True
     return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
+
+
+def resolve_device(name: str | torch.device = "auto") -> torch.device:
+    """The device of this name, with its index; ``auto``: the accelerator where there is one, else the CPU.
+
+    A kind without an index means this local rank's own device under a launcher, else the current one.
+
+    Raises:
+        ValueError: torch sees no such device here, or this rank has none of its own.
+    """
+    if str(name) == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto" and accelerator is None:
+        return torch.device("cpu")
+    device = accelerator if name == "auto" else torch.device(name)
+    assert device is not None
+    if device.type == "cpu":
+        return device
+    count = 0 if accelerator is None or device.type != accelerator.type else torch.accelerator.device_count()
+    if count == 0 or (device.index or 0) >= count:
+        found = f"{count} of that kind" if count else "no such device"
+        raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
+    if device.index is not None:
+        return device
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
+        return pick_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 RngState = tuple[Tensor, Tensor | None]
@@ -184,3 +214,15 @@ def synchronize(device: torch.device) -> None:
     """Wait for queued work, where the device queues any."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for."""
+    flat = pin(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])))
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Return a host tensor in memory that the accelerator reads by itself; where both share theirs, the tensor."""
+    return tensor if torch.accelerator.current_accelerator() == torch.device("mps") else tensor.pin_memory()

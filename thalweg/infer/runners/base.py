@@ -7,13 +7,14 @@ that come with each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
@@ -72,7 +73,8 @@ class RunnerRequest:
     config: EngineConfig
     max_model_len: int
     num_slots: int = 0
-    num_blocks: int = 0
+    # KV blocks, or what counts them once the weights are where they stay.
+    num_blocks: int | Callable[[], int] = 0
     lora: LoraManager | None = None
     # Where the packed weights are, unless in memory.
     weights: WeightStore | None = None
@@ -90,9 +92,14 @@ class RunnerRequest:
         return get_kv_cache_dtype(self.config)
 
     @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return resolve_device(self.config.device)
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the model runs on the processor."""
-        return torch.device(self.config.device).type == "cpu"
+        return self.device.type == "cpu"
 
     @property
     def max_encoder_tokens(self) -> int:
