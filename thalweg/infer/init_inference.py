@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import DEEPSPEED_IGNORED_KEYS, EngineConfig, engine_options, from_deepspeed_config
 from thalweg.infer.diffusion import DiffusionEngine, is_pipeline, load_pipeline, parse_options
 from thalweg.infer.engine.engine import LLMEngine
@@ -127,6 +128,7 @@ def init_inference(
     ``config``: DeepSpeed's keys, as a dict or a JSON file; keywords go over it.  ``dtype``: by default the
     model's own; ``torch.int8`` (or ``"int8"``, ``"int4"``) quantises the weights of linear layers.  Also
     ``max_out_tokens`` (prompt and output together), ``quant``, and :class:`EngineConfig`'s options by any name.
+    ``device``: by default a live model's own; of a directory, the accelerator where there is one.
 
     ``zero`` with stage 3 and ``offload_param`` offloads the weights (ZeRO-Inference): ``device`` ``cpu`` or
     ``nvme``, ``nvme_path``, and ``buffer_count`` times ``buffer_size``, which bounds the bytes in memory.  A
@@ -157,7 +159,12 @@ def init_inference(
     weights_id = model_path = None
     if isinstance(model, str | Path):
         model_path = model
-        load_config = EngineConfig(trust_remote_code=bool(options.get("trust_remote_code", False)))
+        device = str(resolve_device(options.get("device", "auto")))
+        options["device"] = device
+        # Weights that are packed or offloaded come to the device from the host; else the engine uses the module's own.
+        if options.get("quantization") or options.get("weight_offload"):
+            device = "cpu"
+        load_config = EngineConfig(trust_remote_code=bool(options.get("trust_remote_code", False)), device=device)
         tokenizer = tokenizer or load_tokenizer(model, load_config)
         if options.get("weight_offload"):
             model, weights_id = load_mmapped(model, load_config)
@@ -170,7 +177,7 @@ def init_inference(
 def _complete_config(options: dict[str, Any], model: nn.Module) -> EngineConfig:
     """Return the config of a live model: its own dtype and device, and with offload a batch for throughput."""
     first = next(model.parameters(), None)
-    options.setdefault("device", "cpu" if first is None else str(first.device))
+    options["device"] = str(resolve_device(options.get("device", "cpu" if first is None else str(first.device))))
     if "dtype" not in options:
         options["dtype"] = dtype_name(torch.float32 if first is None else first.dtype)
     elif options["dtype"] != "auto":

@@ -539,7 +539,7 @@ class _Step:
 class TorchRunner(TorchLayers, ModelRunner):
     """Runs a :class:`DecoderSpec`, or with a ``comm`` a shard of one."""
 
-    block_size = 16
+    block_size = base.BLOCK_SIZE
 
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
