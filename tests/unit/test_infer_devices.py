@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from tests.harness import run_ranks
+from thalweg.infer import StructuredOutput
 
 pytest.importorskip("transformers")
 REUSE_RANKS = True
@@ -56,6 +58,49 @@ def test_penalties_biases_and_structures_on_a_device():
     (device,) = run_ranks(_generate, 1, "sim", device="sim")
     assert device == host
     assert host["penalties"] != host["greedy"] != host["bias"]
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.7, "frequency_penalty": 0.2},
+    "nucleus": {"temperature": 0.9, "top_p": 0.8, "seed": 3},
+    "top_k": {"temperature": 0.9, "top_k": 20, "min_p": 0.02, "seed": 4},
+    "bias": {"temperature": 0.7, "logit_bias": {7: 3.0}, "min_tokens": 30, "seed": 5},
+    "structure": {"temperature": 0, "structure": StructuredOutput(regex="[a-z ]{300}")},
+}
+
+
+def _count_syncs(rank: int, world: int, family: str, num_sequences: int) -> tuple[dict[str, int], float]:
+    """Decode sequences of all kinds for four steps; return the syncs of all, and the launches of one."""
+    from tests import simdevice
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+
+    model = tiny_decoder(family, vocab_size=300)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 256
+    options = EngineConfig(dtype="fp32", max_num_seqs=32, max_model_len=200, max_num_batched_tokens=2000)
+    engine = load_engine(model, options, _letters())
+    assert engine.runner.device.type == "sim", "the accelerator is the default where there is one"
+    for number, kind in zip(range(num_sequences), itertools.cycle(SAMPLING.values()), strict=False):
+        prompt = [(7 * i + number) % 256 for i in range(1 + 3 * number)]
+        engine.add(Request(str(number), prompt, SamplingParams(max_tokens=40, ignore_eos=True, **kind)))
+    for _ in range(3):  # prompts, and what is made once
+        engine.step()
+    assert engine.stats().running == num_sequences
+    simdevice.reset_counts()
+    for _ in range(4):
+        engine.step()
+    assert engine.stats().running == num_sequences
+    return simdevice.num_syncs()[1], simdevice.num_launches() / 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", pytest.param("mixtral", marks=pytest.mark.nightly)])
+def test_a_decoding_step_waits_once_for_the_device(family: str):
+    """S8: for the tokens, whatever the 32 sequences ask for; and no kernel is launched for each sequence."""
+    pytest.importorskip("llguidance")
+    ((syncs, launches),) = run_ranks(_count_syncs, 1, family, 32, device="sim")
+    assert syncs == {"copy to the host": 4}
+    assert run_ranks(_count_syncs, 1, family, 12, device="sim") == [(syncs, launches)]
 
 
 def _refused(rank: int, world: int) -> str:

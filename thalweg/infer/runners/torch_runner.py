@@ -442,7 +442,7 @@ class TorchLayers:
         """Return the stack's input."""
         x = F.embedding(tokens, self._on_device(d.embed))
         if d.embed_scale != 1.0:
-            x = x * torch.tensor(d.embed_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(d.embed_scale, dtype=x.dtype).item()  # rounded as the model rounds it
         if d.position_embeddings is not None:
             x = x + self._on_device(d.position_embeddings)[positions]
         return self._norm(d.embed_norm, x)
