@@ -103,6 +103,83 @@ def test_a_decoding_step_waits_once_for_the_device(family: str):
     assert run_ranks(_count_syncs, 1, family, 12, device="sim") == [(syncs, launches)]
 
 
+PROMPTS = [[(7 * i + 31 * n) % 131 for i in range(n)] for n in (3, 17, 40, 1, 70)]
+
+
+def _scores(rank: int, world: int, family: str, device: str, options: dict[str, Any]) -> list[Any]:
+    """Tokens of several prompts together, in pieces, and the log-probabilities of one's."""
+    from tests.unit import infer_models
+    from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+
+    seq2seq = family in infer_models.SEQ2SEQ_CONFIGS
+    model = infer_models.tiny_encoder(family) if seq2seq else infer_models.tiny_decoder(family)
+    sizes = {"max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 30}
+    options = {"dtype": "fp32", "device": device, **sizes, **options}
+    draft = infer_models.tiny_decoder(family, seed=1) if options.pop("draft", False) else None
+    if quantized := options.pop("quantized_weights", None):
+        _round_weights(model, quantized)
+    engine = load_engine(model, EngineConfig(**options), draft_model=draft)
+    for number, prompt in enumerate(PROMPTS):
+        adapter = ("a", None)[number % 2] if options.get("lora_adapters") else None
+        params = SamplingParams(temperature=0, max_tokens=9, logprobs=0, prompt_logprobs=None if seq2seq else 0)
+        engine.add(Request(str(number), prompt, params, adapter=adapter))
+    found: dict[str, list[Any]] = {str(number): [] for number in range(len(PROMPTS))}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+            scored = [*(output.prompt_logprobs or ()), *(output.logprobs or ())]
+            found[output.request_id] += [(x.token_id, x.logprob) for x in scored if x is not None]
+    if options.get("num_speculative_tokens"):
+        assert engine.stats().accepted_tokens > 0
+    engine.close()
+    return list(found.values())
+
+
+def _round_weights(model: Any, weight_format: str) -> None:
+    """Give linear layers the numbers that a packed weight stands for."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = module.weight.data
+            if weight_format == "int8":
+                scale = weight.abs().amax(1, keepdim=True) / 127
+                module.weight.data = (weight / scale).round() * scale
+            else:
+                groups = weight.unflatten(1, (-1, 32))
+                low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+                scale = ((high - low) / 15).bfloat16().float()
+                numbers = ((groups - low) / scale).round().clamp(0, 15)
+                module.weight.data = ((numbers - 8) * scale + (low + 8 * scale).bfloat16().float()).flatten(1)
+
+
+def _assert_equal(device: list[Any], host: list[Any], tolerance: float = 1e-5) -> None:
+    for mine, expected in zip(device, host, strict=True):
+        assert [token for token, _ in mine] == [token for token, _ in expected]
+        assert [score for _, score in mine] == pytest.approx([score for _, score in expected], abs=tolerance)
+
+
+FAMILIES = ["llama", "gpt2", "gemma2", "t5", "mixtral"]
+MORE = ["bloom", "mistral_window", "qwen2_moe", "falcon40", "gpt_neox", "cohere", "phi", "flan_t5", "olmo2", "bart"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(x, marks=pytest.mark.nightly) for x in MORE)])
+def test_families_give_on_a_device_what_they_give_on_the_host(family: str):
+    (host,) = run_ranks(_scores, 1, family, "cpu", {}, device="cpu")
+    (device,) = run_ranks(_scores, 1, family, "sim", {}, device="sim")
+    _assert_equal(device, host)
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_packed_weights_on_a_device_are_those_numbers(weight_format: str):
+    """W6: they were left as they are; what is expected has the rounded weights in fp32."""
+    cache = {"kv_cache_dtype": "fp32"}
+    (host,) = run_ranks(_scores, 1, "llama", "cpu", {"quantized_weights": weight_format, **cache}, device="cpu")
+    (device,) = run_ranks(_scores, 1, "llama", "sim", {"quantization": weight_format, **cache}, device="sim")
+    (unrounded,) = run_ranks(_scores, 1, "llama", "cpu", {}, device="cpu")
+    _assert_equal(device, host, 1e-4)
+    with pytest.raises(AssertionError):  # negative control
+        _assert_equal(device, unrounded, 1e-4)
+
+
 def _refused(rank: int, world: int) -> str:
     from tests.unit.infer_models import tiny_decoder
     from thalweg.infer import EngineConfig, load_engine

@@ -30,7 +30,7 @@ class QuantizedLinear(nn.Module):
         like: Any = layer.weight
         target = like.device if device is None else device
         bias = None if described.bias is None else described.bias.to(target)
-        self._linear: Any = pack_linear(described.weight.to(target), bias, weight_format)
+        self._linear: Any = pack_linear(described.weight.to(target), bias, weight_format, like.dtype)
         self.weight = like.detach().new_empty(0)
         self.bias = None
 
@@ -86,27 +86,29 @@ def copy_to(model: Any, device: torch.device, weight_format: str | None = None) 
     return copy.deepcopy(clone, moved | {id(t): t.to(device) for t in clone.buffers()})
 
 
-def linear_packer(weight_format: str, device: torch.device) -> Callable[[LinearSpec], Callable[[Tensor], Tensor]]:
-    """Return what packs a described layer on a device in a format: fp32, bf16, fp16, int8, int4."""
+def linear_packer(
+    weight_format: str, device: torch.device, dtype: torch.dtype
+) -> Callable[[LinearSpec], Callable[[Tensor], Tensor]]:
+    """Return what packs a described layer in a format (fp32, bf16, fp16, int8, int4) on a device, for rows in ``dtype``
+    there."""
 
     def pack(layer: LinearSpec) -> Callable[[Tensor], Tensor]:
         if layer.out_features == 0:  # a rank without a part of a small vocabulary
             return lambda x: x[:, :0]
-        return pack_linear(
-            layer.weight.to(device), None if layer.bias is None else layer.bias.to(device), weight_format
-        )
+        bias = None if layer.bias is None else layer.bias.to(device)
+        return pack_linear(layer.weight.to(device), bias, weight_format, dtype)
 
     return pack
 
 
-def quantize_experts(decoder: DecoderSpec, weight_format: str, device: torch.device) -> DecoderSpec:
+def quantize_experts(decoder: DecoderSpec, weight_format: str, device: torch.device, dtype: torch.dtype) -> DecoderSpec:
     """Return the decoder with the experts' weights packed, for int8 and int4; other formats as they are.
 
     The packed ones alone are held then, so that a loaded model's own may be dropped.
     """
     if weight_format not in ("int8", "int4"):
         return decoder
-    pack = linear_packer(weight_format, device)
+    pack = linear_packer(weight_format, device, dtype)
 
     def quantize(m: MoESpec) -> MoESpec:
         packed_experts = [(pack(LinearSpec(up)), pack(LinearSpec(down))) for up, down in zip(m.up, m.down, strict=True)]

@@ -167,7 +167,7 @@ class TorchLayers:
         self._cache_weights = cache_weights and request.config.weight_offload is None
         has_packed = request.on_cpu or request.config.quantization is not None
         self._packs = dtype is None and has_packed and request.config.weight_offload is None
-        packer = linear_packer(request.weight_format, self.device) if self._packs else None
+        packer = linear_packer(request.weight_format, self.device, self.dtype) if self._packs else None
         self._make_linear: Callable[[LinearSpec], Callable[[Tensor], Tensor]] = packer or self._plain_linear
         self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
         self._device_tensors: dict[int, Tensor] = {}
@@ -555,7 +555,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
         self.decoder = request.spec
         if self._packs:
-            self.decoder = quantize_experts(request.spec, request.weight_format, self.device)
+            self.decoder = quantize_experts(request.spec, request.weight_format, self.device, self.dtype)
         self.comm, self.num_slots = request.comm, request.num_slots
         self._kv_cache_dtype = request.kv_cache_dtype if dtype is None else "auto"
         # As of the last step that changed them: a token in the middle of a block goes on in the last one.
