@@ -110,7 +110,10 @@ def _scores(rank: int, world: int, family: str, device: str, options: dict[str, 
     """Tokens of several prompts together, in pieces, and the log-probabilities of one's."""
     from tests.unit import infer_models
     from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+    from thalweg.infer.quantization import modules
 
+    # The host multiplies by the operator that the device has, not by oneDNN's.
+    modules.pack_linear = lambda weight, bias, *_: lambda x: torch.nn.functional.linear(x, weight, bias)
     seq2seq = family in infer_models.SEQ2SEQ_CONFIGS
     model = infer_models.tiny_encoder(family) if seq2seq else infer_models.tiny_decoder(family)
     sizes = {"max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 30}
@@ -118,7 +121,8 @@ def _scores(rank: int, world: int, family: str, device: str, options: dict[str, 
     draft = infer_models.tiny_decoder(family, seed=1) if options.pop("draft", False) else None
     if quantized := options.pop("quantized_weights", None):
         _round_weights(model, quantized)
-    engine = load_engine(model, EngineConfig(**options), draft_model=draft)
+    runner = None if family in UNDESCRIBED else "torch"
+    engine = load_engine(model, EngineConfig(**options), draft_model=draft, runner=runner)
     for number, prompt in enumerate(PROMPTS):
         adapter = ("a", None)[number % 2] if options.get("lora_adapters") else None
         params = SamplingParams(temperature=0, max_tokens=9, logprobs=0, prompt_logprobs=None if seq2seq else 0)
@@ -158,14 +162,18 @@ def _assert_equal(device: list[Any], host: list[Any], tolerance: float = 1e-5) -
 
 
 FAMILIES = ["llama", "gpt2", "gemma2", "t5", "mixtral"]
-MORE = ["bloom", "mistral_window", "qwen2_moe", "falcon40", "gpt_neox", "cohere", "phi", "flan_t5", "olmo2", "bart"]
+UNDESCRIBED = ["olmo2", "bart"]
+MORE = ["bloom", "mistral_window", "qwen2_moe", "falcon40", "gpt_neox", "cohere", "phi", "flan_t5", *UNDESCRIBED]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(x, marks=pytest.mark.nightly) for x in MORE)])
 def test_families_give_on_a_device_what_they_give_on_the_host(family: str):
     (host,) = run_ranks(_scores, 1, family, "cpu", {}, device="cpu")
     (device,) = run_ranks(_scores, 1, family, "sim", {}, device="sim")
-    _assert_equal(device, host)
+    if family in ("mixtral", "qwen2_moe"):  # on a device all experts compute a few tokens, on the host theirs alone
+        _assert_equal(device, host)
+    else:
+        assert device == host
 
 
 @pytest.mark.parametrize("weight_format", ["int8", "int4"])
