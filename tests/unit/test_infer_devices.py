@@ -188,6 +188,38 @@ def test_packed_weights_on_a_device_are_those_numbers(weight_format: str):
         _assert_equal(device, unrounded, 1e-4)
 
 
+def _generate_on_ranks(rank: int, world: int, family: str, degrees: dict[str, int]) -> tuple[Any, ...]:
+    import thalweg
+    from tests import simdevice
+    from tests.unit.infer_models import tiny_decoder
+
+    engine = thalweg.init_inference(tiny_decoder(family), degrees, dtype="fp32", device="auto")
+    assert engine.options.device == f"sim:{rank}"
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    engine.generate(ids, max_new_tokens=2, do_sample=False)
+    simdevice.reset_counts()
+    got = engine.generate(ids, max_new_tokens=9, do_sample=False)
+    syncs = simdevice.num_syncs()[1]
+    expected = engine.module.generate(ids, max_new_tokens=9, do_sample=False)
+    engine.close()
+    return torch.equal(got, expected), syncs
+
+
+DEGREES = [
+    ("llama", {"tensor_parallel_size": 2}),
+    pytest.param("gpt2", {"pipeline_parallel_size": 2}, marks=pytest.mark.nightly),
+    pytest.param("mixtral", {"expert_parallel_size": 2}, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("family", "degrees"), DEGREES)
+def test_ranks_meet_on_their_devices(family: str, degrees: dict[str, int]):
+    """S9: nothing of a step passes through the host but rank 0's tokens."""
+    results = run_ranks(_generate_on_ranks, 2, family, degrees, device="sim")
+    assert [equal for equal, _ in results] == [True, True]
+    assert [syncs for _, syncs in results] == [{"copy to the host": 9}, {}]
+
+
 def _refused(rank: int, world: int) -> str:
     from tests.unit.infer_models import tiny_decoder
     from thalweg.infer import EngineConfig, load_engine

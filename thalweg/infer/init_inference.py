@@ -68,7 +68,7 @@ class InferenceEngine(nn.Module):
         num_ranks = self.options.num_ranks
         if not is_launched(num_ranks):
             return spawn_workers(model_path, self.options) if num_ranks > 1 and model_path is not None else None
-        group = join_launched_group(num_ranks)
+        group = join_launched_group(self.options)
         if group.rank == 0:
             return group
         self._worker_loop = start_worker(build_decoder_spec(self.module), group, self.options.device)

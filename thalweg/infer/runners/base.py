@@ -215,5 +215,5 @@ def count_kv_blocks(
             linears = [x for x, _ in all_linears(draft_spec, "bf16")]
             free -= compute_size * (draft_spec.embed.numel() + sum(x.out_features * x.in_features for x in linears))
         usable = _DEVICE_MEMORY_FRACTION * free
-    free_blocks = int(usable) // (num_processes * per_block)
+    free_blocks = int(usable) // max(num_processes * per_block, 1)  # a rank with experts alone has none
     return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))

@@ -597,7 +597,7 @@ class TorchRunner(TorchLayers, ModelRunner):
             logits = self._logits(x, batch, step)
         else:
             comm.send_activations(x)
-            logits = torch.empty(len(batch.logit_indices), d.vocab_size)
+            logits = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
         if comm is not None:
             logits = comm.return_result(logits)
         if d.logit_softcap:
@@ -606,7 +606,7 @@ class TorchRunner(TorchLayers, ModelRunner):
 
     def _logits(self, x: Tensor, batch: ModelInput, step: _Step) -> Tensor:
         if len(batch.logit_indices) == 0:
-            return torch.empty(0, self.decoder.vocab_size)
+            return torch.empty(0, self.decoder.vocab_size, device=self.device)
         if step.logit_indices is not None:
             x, self.lora_rows = x.index_select(0, step.logit_indices), step.logit_lora_rows
         logits = self._linear(self.decoder.lm_head, self._norm(self.decoder.final_norm, x)).float()
@@ -668,7 +668,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         if self.comm is None or self.comm.is_first_stage:
             x = self._embed(d, step.tokens, step.positions)
         else:
-            x = self.comm.receive_activations(len(step.tokens)).to(self.device, self.dtype)
+            x = self.comm.receive_activations(len(step.tokens), self.device).to(self.dtype)
         for index, layer in enumerate(d.layers):
             normed, residual = self._norm(layer.attn_norm, x), x
             attended = self._attention(layer.attention, index, normed, step)
