@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,12 +114,13 @@ def _scores(rank: int, world: int, family: str, device: str, options: dict[str, 
     from thalweg.infer.quantization import modules
 
     # The host multiplies by the operator that the device has, not by oneDNN's.
-    modules.pack_linear = lambda weight, bias, *_: lambda x: torch.nn.functional.linear(x, weight, bias)
+    if device == "cpu":
+        modules.pack_linear = lambda weight, bias, *_: lambda x: torch.nn.functional.linear(x, weight, bias)
     seq2seq = family in infer_models.SEQ2SEQ_CONFIGS
     model = infer_models.tiny_encoder(family) if seq2seq else infer_models.tiny_decoder(family)
     sizes = {"max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 30}
     options = {"dtype": "fp32", "device": device, **sizes, **options}
-    draft = infer_models.tiny_decoder(family, seed=1) if options.pop("draft", False) else None
+    draft = infer_models.tiny_decoder(family) if options.pop("draft", False) else None
     if quantized := options.pop("quantized_weights", None):
         _round_weights(model, quantized)
     runner = None if family in UNDESCRIBED else "torch"
@@ -188,6 +190,142 @@ def test_packed_weights_on_a_device_are_those_numbers(weight_format: str):
         _assert_equal(device, unrounded, 1e-4)
 
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "lookup": {"num_speculative_tokens": 3},
+    "draft": {"draft": True, "num_speculative_tokens": 2},
+    "cache int8": {"kv_cache_dtype": "int8"},
+    "cache fp8": {"kv_cache_dtype": "fp8"},
+    "adapters": {"adapters": True},
+}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    ["lookup", "adapters", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("draft", "cache int8", "cache fp8"))],
+)
+def test_features_give_on_a_device_what_they_give_on_the_host(feature: str, tmp_path: Path):
+    options = dict(FEATURES[feature])
+    if options.pop("adapters", False):
+        peft = pytest.importorskip("peft")
+        from tests.unit.infer_models import tiny_decoder
+
+        made = peft.get_peft_model(tiny_decoder("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+        torch.manual_seed(0)
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn_like(parameter) * 0.2
+        made.save_pretrained(tmp_path)
+        options["lora_adapters"] = {"a": str(tmp_path)}
+    (host,) = run_ranks(_scores, 1, "llama", "cpu", options, device="cpu")
+    (device,) = run_ranks(_scores, 1, "llama", "sim", options, device="sim")
+    assert device == host
+    if feature == "adapters":  # negative control
+        (plain,) = run_ranks(_scores, 1, "llama", "sim", {}, device="sim")
+        assert [x == y for x, y in zip(device, plain, strict=True)] == [False, True, False, True, False]
+
+
+def _shared_prefix(rank: int, world: int, device: str) -> tuple[list[Any], int]:
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+
+    options = EngineConfig(device=device, dtype="fp32", max_num_seqs=2, max_model_len=128)
+    engine = load_engine(tiny_decoder("llama"), options, runner="torch")
+    found = []
+    for number in range(3):
+        prompt = [*range(40), number]
+        engine.add(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=6)))
+        while engine.has_work():
+            found += [output.token_ids for output in engine.step()]
+    return found, engine.stats().cached_tokens
+
+
+def test_prefixes_are_found_again_on_a_device():
+    (host,) = run_ranks(_shared_prefix, 1, "cpu", device="cpu")
+    (device,) = run_ranks(_shared_prefix, 1, "sim", device="sim")
+    assert device == host and device[1] == 64
+
+
+def _memory(rank: int, world: int, live: bool) -> dict[str, int]:
+    """Bytes on the device of a model's weights, and of its cache, against what there is."""
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.infer import EngineConfig, load_engine
+
+    shape = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "tie_word_embeddings": True}
+    model = tiny_decoder("llama", **shape)
+    if live:
+        model.to("sim")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    before = torch.accelerator.memory_allocated()
+    options = EngineConfig(dtype="fp32", max_num_seqs=1 << 20, max_model_len=256, max_num_batched_tokens=64)
+    engine = load_engine(model, options)
+    _, total = torch.accelerator.get_memory_info()
+    cache = sum(x._rows.nbytes for x in engine.runner._keys + engine.runner._values)
+    used = torch.accelerator.memory_allocated() - cache
+    return {"weights": weights, "added": used - before, "cache": cache, "rest": total - used}
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_weights_are_on_a_device_once_and_the_cache_takes_most_of_the_rest(live: bool):
+    """S8: queries, keys and values were stacked beside the model's own, and the cache took a quarter."""
+    (found,) = run_ranks(_memory, 1, live, device="sim")
+    slack = 0.02 * found["weights"] + (1 << 16)
+    assert abs(found["added"] - (0 if live else found["weights"])) < slack
+    assert 0.5 * found["rest"] < found["cache"] <= 0.9 * found["rest"]
+
+
+def _offloaded(rank: int, world: int, device: str, offload: str) -> tuple[list[Any], int]:
+    from contextlib import ExitStack
+
+    from tests.unit.infer_models import greedy_generate, tiny_decoder
+    from thalweg.infer import EngineConfig, load_engine
+
+    options = EngineConfig(device=device, dtype="fp32", max_num_seqs=4, max_model_len=96, weight_offload=offload)
+    with ExitStack() as stack:
+        if device == "sim":
+            from tests.simdevice import late_work, num_syncs, reset_counts
+
+            stack.enter_context(late_work())
+        engine = load_engine(tiny_decoder("llama", tie_word_embeddings=False), options, runner="torch")
+        found = greedy_generate(engine, PROMPTS[:3], 6)
+        syncs = 0
+        if device == "sim":
+            reset_counts()
+            greedy_generate(engine, [[1, 2, 3]], 5)
+            syncs = num_syncs()[0]
+        engine.close()
+        return found, syncs
+
+
+@pytest.mark.parametrize("offload", ["cpu", pytest.param("nvme", marks=pytest.mark.nightly)])
+def test_weights_from_the_host_come_while_others_are_used(offload: str):
+    """S10: copies on a stream of their own that run only where something waits for them, and no waiting of the host."""
+    (host,) = run_ranks(_offloaded, 1, "cpu", "cpu", device="cpu")
+    (device,) = run_ranks(_offloaded, 1, "sim", offload, device="sim")
+    assert device == (host[0], 5)
+
+
+def _modules_offloaded(rank: int, world: int, offload: str, folder: str) -> list[bool]:
+    from tests.simdevice import late_work
+    from thalweg.infer.offload.module_offload import ModuleOffloader
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to("sim")
+    x = torch.randn(3, 64).to("sim")
+    expected = model(x).cpu()
+    with late_work():
+        offloader = ModuleOffloader(
+            [model], offload_device=offload, device="sim", folder=folder, max_bytes=4 * 4 * 64 * 65
+        )
+        equal = [torch.equal(model(x).cpu(), expected) for _ in range(3)]
+        offloader.close()
+        return [*equal, torch.equal(model(x).cpu(), expected)]
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_modules_weights_come_while_others_are_used(offload: str, tmp_path: Path):
+    assert run_ranks(_modules_offloaded, 1, offload, str(tmp_path), device="sim") == [[True] * 4]
+
+
 def _generate_on_ranks(rank: int, world: int, family: str, degrees: dict[str, int]) -> tuple[Any, ...]:
     import thalweg
     from tests import simdevice
@@ -218,6 +356,26 @@ def test_ranks_meet_on_their_devices(family: str, degrees: dict[str, int]):
     results = run_ranks(_generate_on_ranks, 2, family, degrees, device="sim")
     assert [equal for equal, _ in results] == [True, True]
     assert [syncs for _, syncs in results] == [{"copy to the host": 9}, {}]
+
+
+def _placements(rank: int, world: int) -> list[str]:
+    from thalweg.infer import EngineConfig
+    from thalweg.serve.replicas.launcher import _device_of_replica
+
+    found = [_device_of_replica(EngineConfig(), index, 2) for index in range(2)]
+    found += [_device_of_replica(EngineConfig(device=device), 1, 2) for device in ("sim:0", "cpu")]
+    try:
+        _device_of_replica(EngineConfig(tensor_parallel_size=2), 0, 2)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_each_replica_has_devices_of_its_own():
+    """S9: all of them took the first."""
+    *devices, error = run_ranks(_placements, 2, device="sim")[0]
+    assert devices == ["sim:0", "sim:1", "sim:0", "cpu"]
+    assert "2 replicas of 2 ranks need 4 sim devices" in error and "give --replicas 1" in error
 
 
 def _refused(rank: int, world: int) -> str:

@@ -75,8 +75,7 @@ class EngineConfig:
     )
     quantization: str | None = _option(
         None,
-        "pack the weights of linear layers at load (int4: groups of 32, the head in int8); on an accelerator they"
-        " are computed with in dtype",
+        "pack the weights of linear layers at load (int4: groups of 32, the head in int8)",
         choices=(None, "int8", "int4"),
     )
     max_model_len: int | None = _option(

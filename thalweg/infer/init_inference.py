@@ -147,8 +147,9 @@ def init_inference(
     options = from_deepspeed_config(settings)
     if is_pipeline(model):
         arguments = parse_options(options, DEEPSPEED_IGNORED_KEYS)
-        live = load_pipeline(model, arguments.get("dtype")) if isinstance(model, str | Path) else model
-        return DiffusionEngine(live, **arguments)
+        if not isinstance(model, str | Path):
+            return DiffusionEngine(model, **arguments)
+        return DiffusionEngine(load_pipeline(model, arguments.get("dtype")), **{"device": "auto", **arguments})
     known = {option.name for option in engine_options()}
     if unknown := [key for key in options if key not in known | DEEPSPEED_IGNORED_KEYS]:
         raise ValueError(

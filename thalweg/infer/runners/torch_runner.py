@@ -165,6 +165,11 @@ class TorchLayers:
         self.dtype, self.device = dtype or get_compute_dtype(request.config), request.device
         self.max_length = request.max_model_len
         self._cache_weights = cache_weights and request.config.weight_offload is None
+        self._weight_ring: Any = None
+        if dtype is None and request.config.weight_offload is not None and not request.on_cpu:
+            from thalweg.infer.offload.weight_ring import DeviceWeightRing
+
+            self._weight_ring = DeviceWeightRing(self.device, self.dtype, request.config.weight_offload == "cpu")
         has_packed = request.on_cpu or request.config.quantization is not None
         self._packs = dtype is None and has_packed and request.config.weight_offload is None
         packer = linear_packer(request.weight_format, self.device, self.dtype) if self._packs else None
@@ -219,6 +224,8 @@ class TorchLayers:
         return y
 
     def _base_linear(self, layer: LinearSpec, x: Tensor) -> Tensor:
+        if self._weight_ring is not None:
+            return F.linear(x, *self._weight_ring.get(layer))
         if not self._cache_weights:
             return self._make_linear(layer)(x)
         if id(layer) not in self._linears:
@@ -475,6 +482,8 @@ class TorchLayers:
 
     def close(self) -> None:
         """Drop the weights."""
+        if self._weight_ring is not None:
+            self._weight_ring.close()
         self._linears.clear()
         self._device_tensors.clear()
         self._shared_tensors.clear()
