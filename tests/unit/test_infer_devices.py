@@ -304,26 +304,36 @@ def test_weights_from_the_host_come_while_others_are_used(offload: str):
     assert device == (host[0], 5)
 
 
-def _modules_offloaded(rank: int, world: int, offload: str, folder: str) -> list[bool]:
+def _layers_offloaded(rank: int, world: int, offload: str, folder: str) -> list[bool]:
+    """By a ring, and by modules; what is computed is late as well as what is copied."""
     from tests.simdevice import late_work
+    from thalweg.infer.models.spec import LinearSpec
     from thalweg.infer.offload.module_offload import ModuleOffloader
+    from thalweg.infer.offload.weight_ring import DeviceWeightRing
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to("sim")
     x = torch.randn(3, 64).to("sim")
     expected = model(x).cpu()
-    with late_work():
+    layers = [LinearSpec(layer.weight.detach().cpu(), layer.bias.detach().cpu()) for layer in model]
+    with late_work(), torch.no_grad(), torch.Stream("sim"):
+        ring, equal = DeviceWeightRing(torch.device("sim:0"), torch.float32, offload == "cpu"), []
+        for _ in range(3):
+            y = x
+            for layer in layers:
+                y = torch.nn.functional.linear(y, *ring.get(layer))
+            equal.append(torch.equal(y.cpu(), expected))
         offloader = ModuleOffloader(
             [model], offload_device=offload, device="sim", folder=folder, max_bytes=4 * 4 * 64 * 65
         )
-        equal = [torch.equal(model(x).cpu(), expected) for _ in range(3)]
+        equal += [torch.equal(model(x).cpu(), expected) for _ in range(3)]
         offloader.close()
         return [*equal, torch.equal(model(x).cpu(), expected)]
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
-def test_modules_weights_come_while_others_are_used(offload: str, tmp_path: Path):
-    assert run_ranks(_modules_offloaded, 1, offload, str(tmp_path), device="sim") == [[True] * 4]
+def test_layers_weights_come_while_others_are_used(offload: str, tmp_path: Path):
+    assert run_ranks(_layers_offloaded, 1, offload, str(tmp_path), device="sim") == [[True] * 7]
 
 
 def _generate_on_ranks(rank: int, world: int, family: str, degrees: dict[str, int]) -> tuple[Any, ...]:

@@ -94,13 +94,18 @@ def sample(logits: Tensor, rows: AbstractSequence[SampledRow], argmax: ArgmaxRes
             output.failures[x.row] = error
     indices = drawn = processed_logits = None
     if processed:
-        (indices,) = _to_device([np.array([x.row for x in processed])], logits.device)
-        processed_logits = _process_logits(logits.index_select(0, indices), processed, masks)
+        processed_logits = logits
+        if len(processed) < len(logits):
+            (indices,) = _to_device([np.array([x.row for x in processed])], logits.device)
+            processed_logits = logits.index_select(0, indices)
+        processed_logits = _process_logits(processed_logits, processed, masks)
         drawn = _draw(processed_logits, processed)
     if argmax is None:
         values, tokens = logits.max(dim=1)
-        if indices is not None and drawn is not None:
-            tokens = tokens.index_copy(0, indices, drawn)
+        argmax = (tokens.tolist(), values.tolist()) if logits.device.type == "cpu" else None
+    if argmax is None:
+        if drawn is not None:
+            tokens = drawn if indices is None else tokens.index_copy(0, indices, drawn)
         of_rows = torch.where(values.isfinite(), tokens, _NOT_FINITE).tolist()
     else:
         of_rows = list(argmax[0])
@@ -164,31 +169,30 @@ def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def _process_logits(x: Tensor, rows: AbstractSequence[SampledRow], masks: dict[int, np.ndarray]) -> Tensor:
-    """Apply what changes the logits (rows, vocab) themselves, which are ours; ``masks``: of grammars, by row."""
+    """Apply what changes the logits (rows, vocab) themselves, to a copy; ``masks``: of grammars, by row."""
     vocab_size, device = x.shape[1], x.device
     penalized = [(n, row) for n, row in enumerate(rows) if _is_penalized(row.sequence.params)]
     if penalized:
         every = len(penalized) == len(rows)
         (indices,) = _to_device([np.array([n for n, _ in penalized])], device)
         changed = _penalize(x if every else x.index_select(0, indices), [row for _, row in penalized])
-        x = changed if every else x.index_copy_(0, indices, changed)
+        x = changed if every else x.index_copy(0, indices, changed)
     if any(row.sequence.params.logit_bias for row in rows):
         biases = [(n, *item) for n, row in enumerate(rows) for item in row.sequence.params.logit_bias.items()]
         (indices,) = _to_device([np.array([n * vocab_size + token for n, token, _ in biases])], device)
         (values,) = _to_device([np.array([value for _, _, value in biases], np.float32)], device)
-        x.view(-1).index_add_(0, indices, values)
+        x = x.view(-1).index_add(0, indices, values).view_as(x)
     if masks:
         masked = [n for n, row in enumerate(rows) if row.row in masks]
         (indices,) = _to_device([np.array(masked)], device)
         (bits,) = _to_device([np.stack([masks[rows[n].row] for n in masked])], device)
         allowed = (bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
         allowed = allowed.flatten(1)[:, :vocab_size].bool()
-        x.index_copy_(0, indices, x.index_select(0, indices).masked_fill_(~allowed, -math.inf))
+        x = x.index_copy(0, indices, x.index_select(0, indices).masked_fill_(~allowed, -math.inf))
     too_short = [(n, s) for n, s in enumerate(rows) if s.num_generated_tokens < s.sequence.params.min_tokens]
     if stops := [n * vocab_size + token for n, row in too_short for token in row.sequence.stop_ids]:
         (indices,) = _to_device([np.array(stops)], device)
-        without_stops = x.clone()
-        without_stops.view(-1).index_fill_(0, indices, -math.inf)
+        without_stops = x.view(-1).index_fill(0, indices, -math.inf).view_as(x)
         # A structure may allow nothing but the end.
         x = torch.where(without_stops.amax(1, keepdim=True) > -math.inf, without_stops, x)
     return x
@@ -242,7 +246,7 @@ def _draw(x: Tensor, rows: AbstractSequence[SampledRow], with_all: bool = False)
         warmth = [(max(p.temperature, _MIN_TEMPERATURE), p.top_p, p.min_p) for p in params]
         floats.append(np.array(warmth, np.float32))
     on_device, floats_on_device = _to_device(ints, x.device), _to_device(floats, x.device)
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=x.device)
+    parts = []
     for group, (kind, num_candidates) in enumerate(members):
         indices, draws, top_k = on_device[3 * group : 3 * group + 3]
         logits = x if len(members) == 1 else x.index_select(0, indices)
@@ -255,8 +259,11 @@ def _draw(x: Tensor, rows: AbstractSequence[SampledRow], with_all: bool = False)
                 found = _draw_from(logits, draws)
             else:
                 found = _draw_from_top(logits, draws, num_candidates, kind == "top_k", top_k[:, None], top_p, min_p)
-        tokens = found if len(members) == 1 else tokens.index_copy_(0, indices, found)
-    return tokens
+        parts.append(found)
+    if len(parts) == 1:
+        return parts[0]
+    (places,) = _to_device([np.argsort([n for own in members.values() for n in own])], x.device)
+    return torch.cat(parts).index_select(0, places)
 
 
 def _candidates(p: SamplingParams, vocab_size: int, with_all: bool) -> tuple[str, int]:
