@@ -178,13 +178,16 @@ def test_families_give_on_a_device_what_they_give_on_the_host(family: str):
         assert device == host
 
 
-@pytest.mark.parametrize("weight_format", ["int8", "int4"])
-def test_packed_weights_on_a_device_are_those_numbers(weight_format: str):
+PACKED = [("llama", "int8"), ("llama", "int4"), pytest.param("olmo2", "int8", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize(("family", "weight_format"), PACKED)
+def test_packed_weights_on_a_device_are_those_numbers(family: str, weight_format: str):
     """W6: they were left as they are; what is expected has the rounded weights in fp32."""
-    cache = {"kv_cache_dtype": "fp32"}
-    (host,) = run_ranks(_scores, 1, "llama", "cpu", {"quantized_weights": weight_format, **cache}, device="cpu")
-    (device,) = run_ranks(_scores, 1, "llama", "sim", {"quantization": weight_format, **cache}, device="sim")
-    (unrounded,) = run_ranks(_scores, 1, "llama", "cpu", {}, device="cpu")
+    cache = {} if family in UNDESCRIBED else {"kv_cache_dtype": "fp32"}
+    (host,) = run_ranks(_scores, 1, family, "cpu", {"quantized_weights": weight_format, **cache}, device="cpu")
+    (device,) = run_ranks(_scores, 1, family, "sim", {"quantization": weight_format, **cache}, device="sim")
+    (unrounded,) = run_ranks(_scores, 1, family, "cpu", {}, device="cpu")
     _assert_equal(device, host, 1e-4)
     with pytest.raises(AssertionError):  # negative control
         _assert_equal(device, unrounded, 1e-4)
@@ -322,11 +325,15 @@ def _layers_offloaded(rank: int, world: int, offload: str, folder: str) -> list[
             y = x
             for layer in layers:
                 y = torch.nn.functional.linear(y, *ring.get(layer))
+            ring._stream.synchronize()  # copies may run ahead of the products, whose weights are gone by now
             equal.append(torch.equal(y.cpu(), expected))
         offloader = ModuleOffloader(
             [model], offload_device=offload, device="sim", folder=folder, max_bytes=4 * 4 * 64 * 65
         )
-        equal += [torch.equal(model(x).cpu(), expected) for _ in range(3)]
+        for _ in range(3):
+            y = model(x)
+            offloader._copy_stream.synchronize()
+            equal.append(torch.equal(y.cpu(), expected))
         offloader.close()
         return [*equal, torch.equal(model(x).cpu(), expected)]
 
@@ -366,6 +373,116 @@ def test_ranks_meet_on_their_devices(family: str, degrees: dict[str, int]):
     results = run_ranks(_generate_on_ranks, 2, family, degrees, device="sim")
     assert [equal for equal, _ in results] == [True, True]
     assert [syncs for _, syncs in results] == [{"copy to the host": 9}, {}]
+
+
+def _from_a_folder(rank: int, world: int, folder: str) -> list[Any]:
+    """What a directory gives by ``init_inference`` and ``pipeline``, without a word of devices."""
+    import thalweg
+    from tests.unit.infer_models import tiny_decoder
+
+    tiny_decoder("llama", hidden_size=256, intermediate_size=512, vocab_size=1024).save_pretrained(folder)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    found: list[Any] = []
+    for fields in ({}, {"dtype": "int8"}):
+        before = torch.accelerator.memory_allocated()
+        engine = thalweg.init_inference(folder, {"max_out_tokens": 64, "max_batch": 2}, **fields)
+        cache = sum(x._rows.nbytes for x in engine.core.runner._keys + engine.core.runner._values)
+        used = torch.accelerator.memory_allocated() - before - cache
+        found.append((engine.options.device, used / sum(p.nbytes for p in engine.module.parameters()) < 1.1))
+        tokens = engine.generate(ids, max_new_tokens=5, do_sample=False)
+        found.append(tokens.tolist())
+        if not fields:
+            assert torch.equal(engine(ids.to("sim")).logits[0, -1].argmax().cpu(), tokens[0, 4])
+        engine.close()
+        del engine
+    pipe = thalweg.pipeline(folder, max_length=64)
+    found.append(pipe.engine.runner.device.type)
+    pipe.destroy()
+    return found
+
+
+def test_a_directory_goes_to_the_accelerator(tmp_path: Path):
+    """W6: it always ran on the processor."""
+    plain, tokens, packed, rounded, device = run_ranks(_from_a_folder, 1, str(tmp_path), device="sim")[0]
+    assert plain == packed == ("sim:0", True) and device == "sim"
+    assert len(tokens[0]) == len(rounded[0]) == 9
+
+
+def _resolved(rank: int, world: int) -> list[str]:
+    import os
+
+    from thalweg.device import resolve_device
+
+    found = [str(resolve_device(name)) for name in ("auto", "sim", "sim:0", "cpu")]
+    for name, local_rank in (("sim:5", "0"), ("auto", "5")):
+        os.environ["LOCAL_RANK"] = local_rank
+        try:
+            resolve_device(name)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_rank_has_its_own_device_or_is_refused():
+    *devices, missing, shared = run_ranks(_resolved, 2, device="sim")[1]
+    assert devices == ["sim:1", "sim:1", "sim:0", "cpu"]
+    assert "device sim:5: torch sees 2 of that kind here" in missing
+    assert "local rank 5 has no sim device of its own" in shared
+
+
+def _spawn(rank: int, world: int, folder: str) -> list[Any]:
+    """Two ranks of which the second is started by the first, in a process that registers the device first."""
+    import os
+
+    from tests.unit.infer_models import greedy_generate, tiny_decoder
+    from thalweg.infer import EngineConfig, load_engine
+
+    if rank:
+        return []
+    model = tiny_decoder("llama")
+    model.save_pretrained(Path(folder) / "model")
+    root = Path(__file__).resolve().parents[2]
+    Path(folder, "sitecustomize.py").write_text("from tests import simdevice\nsimdevice.register(num_devices=2)\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(root), os.environ.get("PYTHONPATH", "")])
+    options = {"dtype": "fp32", "max_num_seqs": 4, "max_model_len": 96}
+    engine = load_engine(Path(folder) / "model", EngineConfig(tensor_parallel_size=2, device="sim:0", **options))
+    found = greedy_generate(engine, PROMPTS[:3], 6)
+    engine.close()
+    expected = greedy_generate(
+        load_engine(model, EngineConfig(device="cpu", **options), runner="torch"), PROMPTS[:3], 6
+    )
+    try:
+        load_engine(Path(folder) / "model", EngineConfig(tensor_parallel_size=2, device="sim:1", **options))
+    except ValueError as error:
+        return [found == expected, str(error)]
+    return []
+
+
+@pytest.mark.nightly
+def test_ranks_that_are_started_here_have_the_next_devices(tmp_path: Path):
+    equal, error = run_ranks(_spawn, 2, str(tmp_path), device="sim", reuse=False)[0]
+    assert equal and "from sim:1 on, and torch sees 2 devices" in error
+
+
+def _embed(rank: int, world: int, device: str, family: str) -> list[Any]:
+    from tests.unit import infer_models
+    from thalweg.infer import EngineConfig, load_engine
+    from thalweg.infer.quantization import modules
+
+    if device == "cpu":
+        modules.pack_linear = lambda weight, bias, *_: lambda x: torch.nn.functional.linear(x, weight, bias)
+    model = infer_models.tiny_encoder(family)
+    engine = load_engine(
+        model, EngineConfig(device=device, dtype="fp32"), runner=None if family == "mpnet" else "torch"
+    )
+    return engine.embed([[3, 4, 5], list(range(40)), [7], list(range(2, 25))]).tolist()
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("roberta", "mpnet"))]
+)
+def test_embeddings_have_the_hosts_bits_on_a_device(family: str):
+    assert run_ranks(_embed, 1, "sim", family, device="sim") == run_ranks(_embed, 1, "cpu", family, device="cpu")
 
 
 def _placements(rank: int, world: int) -> list[str]:
