@@ -76,7 +76,7 @@ class _PendingFetch:
 
     buffer: Tensor
     future: IoFuture | None = None
-    event: Any = None
+    event: torch.Event | None = None
 
     def wait(self, device: torch.device, copy_stream: torch.Stream | None) -> Tensor:
         """Return them on the device, for what its current stream computes from here on."""
@@ -84,18 +84,18 @@ class _PendingFetch:
             self.future.wait()
         if copy_stream is None:
             return self.buffer
-        if self.event is None:  # out of the file, into pinned memory
-            self.copy(device, copy_stream)
+        ready = self.event or self.copy(device, copy_stream)  # the latter out of the file, by way of pinned memory
         stream = torch.accelerator.current_stream(device)
-        stream.wait_event(self.event)
+        stream.wait_event(ready)
         self.buffer.record_stream(stream)
         return self.buffer
 
-    def copy(self, device: torch.device, copy_stream: torch.Stream) -> None:
-        """Begin to copy pinned bytes to the device."""
+    def copy(self, device: torch.device, copy_stream: torch.Stream) -> torch.Event:
+        """Begin to copy pinned bytes to the device; return what says that they are there."""
         with copy_stream:
             self.buffer = self.buffer.to(device, non_blocking=True)
             self.event = copy_stream.record_event()
+        return self.event
 
 
 class ModuleOffloader:

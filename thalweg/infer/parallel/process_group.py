@@ -294,7 +294,7 @@ def _make_device_group(store: Store, device: torch.device, rank: int, num_ranks:
     timeout = timedelta(seconds=_JOIN_TIMEOUT_S)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, num_ranks, timeout)
-    fields: Any = distributed_c10d._DistributedBackendOptions()
+    fields: Any = distributed_c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateImportUsage]
     fields.store, fields.group_rank, fields.group_size, fields.timeout = store, rank, num_ranks, timeout
     return plugin.creator_fn(fields, None)
 

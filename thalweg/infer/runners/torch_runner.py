@@ -215,10 +215,10 @@ class TorchLayers:
 
     def _linear(self, layer: LinearSpec, x: Tensor) -> Tensor:
         y = self._base_linear(layer, x)
-        lora_weights = None if self._lora is None else self._lora.weights_for(layer)
-        for number, rows in self.lora_rows.items() if lora_weights is not None else ():
-            pair = lora_weights[number]
-            if pair is not None:
+        lora_weights = self._lora.weights_for(layer) if self._lora is not None and self.lora_rows else None
+        for number, pair in enumerate(lora_weights or ()):
+            rows = self.lora_rows.get(number)
+            if pair is not None and rows is not None:
                 down, up = (self._on_device(half) for half in pair)
                 y.index_add_(0, rows, (x.index_select(0, rows) @ down.t() @ up).to(y.dtype))
         return y
