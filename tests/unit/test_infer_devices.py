@@ -79,9 +79,8 @@ def _count_syncs(rank: int, world: int, family: str, num_sequences: int) -> tupl
 
     model = tiny_decoder(family, vocab_size=300)
     model.config.eos_token_id = model.generation_config.eos_token_id = 256
-    options = EngineConfig(dtype="fp32", max_num_seqs=32, max_model_len=200, max_num_batched_tokens=2000)
-    engine = load_engine(model, options, _letters())
-    assert engine.runner.device.type == "sim", "the accelerator is the default where there is one"
+    sizes = {"max_num_seqs": 32, "max_model_len": 200, "max_num_batched_tokens": 2000}
+    engine = load_engine(model, EngineConfig(dtype="fp32", device="sim", **sizes), _letters())
     for number, kind in zip(range(num_sequences), itertools.cycle(SAMPLING.values()), strict=False):
         prompt = [(7 * i + number) % 256 for i in range(1 + 3 * number)]
         engine.add(Request(str(number), prompt, SamplingParams(max_tokens=40, ignore_eos=True, **kind)))
@@ -259,8 +258,8 @@ def _memory(rank: int, world: int, live: bool) -> dict[str, int]:
         model.to("sim")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     before = torch.accelerator.memory_allocated()
-    options = EngineConfig(dtype="fp32", max_num_seqs=1 << 20, max_model_len=256, max_num_batched_tokens=64)
-    engine = load_engine(model, options)
+    sizes = {"max_num_seqs": 1 << 20, "max_model_len": 256, "max_num_batched_tokens": 64}
+    engine = load_engine(model, EngineConfig(dtype="fp32", device="auto" if live else "sim", **sizes))
     _, total = torch.accelerator.get_memory_info()
     cache = sum(x._rows.nbytes for x in engine.runner._keys + engine.runner._values)
     used = torch.accelerator.memory_allocated() - cache

@@ -116,7 +116,9 @@ class EngineConfig:
         {}, "directories of LoRA adapters (peft's format) by the names that requests give", metavar="NAME=DIR"
     )
     device: str = _option(
-        "auto", "where the model runs, as torch names it; auto: the accelerator where there is one", metavar="DEVICE"
+        "auto",
+        "where the model runs, as torch names it; auto: the accelerator where there is one, a live model where it is",
+        metavar="DEVICE",
     )
     trust_remote_code: bool = _option(False, "run the modelling code of the model's directory")
     weight_offload: str | None = _option(

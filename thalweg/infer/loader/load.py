@@ -106,11 +106,11 @@ def load_engine(
 
 
 def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
-    """Return the options with the device that they mean: with ``auto``, a live model's where it is on one already."""
-    device = options.device
+    """Return the options with the device that they mean: with ``auto`` a live model's own."""
+    device: str | torch.device = options.device
     if device == "auto" and isinstance(model, nn.Module):
         parameter = next(model.parameters(), None)
-        device = "auto" if parameter is None or parameter.device.type == "cpu" else str(parameter.device)
+        device = "cpu" if parameter is None else parameter.device
     return replace(options, device=str(resolve_device(device)))
 
 

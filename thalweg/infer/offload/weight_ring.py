@@ -310,7 +310,7 @@ class DeviceWeightRing:
     def _start(self, layer: LinearSpec) -> None:
         pinned = self._pinned.get(id(layer))
         if pinned is None:
-            pinned = tuple(pin(t.to(self._dtype)) for t in (layer.weight, layer.bias) if t is not None)
+            pinned = tuple(pin(t.to("cpu", self._dtype)) for t in (layer.weight, layer.bias) if t is not None)
             if self._keep_pinned:
                 self._pinned[id(layer)] = pinned
         with self._stream:
