@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import logging.handlers
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +396,11 @@ def _from_a_folder(rank: int, world: int, folder: str) -> list[Any]:
             assert torch.equal(engine(ids.to("sim")).logits[0, -1].argmax().cpu(), tokens[0, 4])
         engine.close()
         del engine
+    warnings = logging.handlers.MemoryHandler(100)
+    logging.getLogger("thalweg").addHandler(warnings)
+    assert thalweg.init_inference(tiny_decoder("llama")).options.device == "cpu"
+    logging.getLogger("thalweg").removeHandler(warnings)
+    found.append([record.getMessage() for record in warnings.buffer if record.levelno == logging.WARNING])
     pipe = thalweg.pipeline(folder, max_length=64)
     found.append(pipe.engine.runner.device.type)
     pipe.destroy()
@@ -402,9 +409,10 @@ def _from_a_folder(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_a_directory_goes_to_the_accelerator(tmp_path: Path):
     """W6: it always ran on the processor."""
-    plain, tokens, packed, rounded, device = run_ranks(_from_a_folder, 1, str(tmp_path), device="sim")[0]
+    plain, tokens, packed, rounded, warnings, device = run_ranks(_from_a_folder, 1, str(tmp_path), device="sim")[0]
     assert plain == packed == ("sim:0", True) and device == "sim"
     assert len(tokens[0]) == len(rounded[0]) == 9
+    assert any("on the processor and runs there" in warning for warning in warnings), "a live model stays where it is"
 
 
 def _resolved(rank: int, world: int) -> list[str]:

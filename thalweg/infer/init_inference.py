@@ -178,6 +178,8 @@ def init_inference(
 def _complete_config(options: dict[str, Any], model: nn.Module) -> EngineConfig:
     """Return the config of a live model: its own dtype and device, and with offload a batch for throughput."""
     first = next(model.parameters(), None)
+    if "device" not in options and torch.accelerator.is_available() and (first is None or first.device.type == "cpu"):
+        log.warning('the model is on the processor and runs there: move it first, or give init_inference device="auto"')
     options["device"] = str(resolve_device(options.get("device", "cpu" if first is None else str(first.device))))
     if "dtype" not in options:
         options["dtype"] = dtype_name(torch.float32 if first is None else first.dtype)
