@@ -277,7 +277,7 @@ def test_weights_are_on_a_device_once_and_the_cache_takes_most_of_the_rest(live:
     assert 0.5 * found["rest"] < found["cache"] <= 0.9 * found["rest"]
 
 
-def _offloaded(rank: int, world: int, device: str, offload: str) -> tuple[list[Any], int]:
+def _offloaded(rank: int, world: int, device: str, family: str, offload: str) -> tuple[list[Any], int]:
     from contextlib import ExitStack
 
     from tests.unit.infer_models import greedy_generate, tiny_decoder
@@ -289,7 +289,7 @@ def _offloaded(rank: int, world: int, device: str, offload: str) -> tuple[list[A
             from tests.simdevice import late_work, num_syncs, reset_counts
 
             stack.enter_context(late_work())
-        engine = load_engine(tiny_decoder("llama", tie_word_embeddings=False), options, runner="torch")
+        engine = load_engine(tiny_decoder(family), options, runner="torch")
         found = greedy_generate(engine, PROMPTS[:3], 6)
         syncs = 0
         if device == "sim":
@@ -300,11 +300,17 @@ def _offloaded(rank: int, world: int, device: str, offload: str) -> tuple[list[A
         return found, syncs
 
 
-@pytest.mark.parametrize("offload", ["cpu", pytest.param("nvme", marks=pytest.mark.nightly)])
-def test_weights_from_the_host_come_while_others_are_used(offload: str):
+OFFLOADED = [
+    ("llama", "cpu"),
+    *(pytest.param(*x, marks=pytest.mark.nightly) for x in [("llama", "nvme"), ("mixtral", "cpu")]),
+]
+
+
+@pytest.mark.parametrize(("family", "offload"), OFFLOADED)
+def test_weights_from_the_host_come_while_others_are_used(family: str, offload: str):
     """S10: copies on a stream of their own that run only where something waits for them, and no waiting of the host."""
-    (host,) = run_ranks(_offloaded, 1, "cpu", "cpu", device="cpu")
-    (device,) = run_ranks(_offloaded, 1, "sim", offload, device="sim")
+    (host,) = run_ranks(_offloaded, 1, "cpu", family, "cpu", device="cpu")
+    (device,) = run_ranks(_offloaded, 1, "sim", family, offload, device="sim")
     assert device == (host[0], 5)
 
 

@@ -166,6 +166,8 @@ class TorchLayers:
         self.max_length = request.max_model_len
         self._cache_weights = cache_weights and request.config.weight_offload is None
         self._weight_ring: Any = None
+        # Layers of experts for the ring, by mixture and number.
+        self._expert_layers: dict[tuple[int, int], tuple[LinearSpec, LinearSpec]] = {}
         if dtype is None and request.config.weight_offload is not None and not request.on_cpu:
             from thalweg.infer.offload.weight_ring import DeviceWeightRing
 
@@ -413,6 +415,11 @@ class TorchLayers:
         """Return an expert's result."""
         if m.packed_experts is not None:
             up, down = m.packed_experts[number]
+        elif self._weight_ring is not None:
+            layers = self._expert_layers.get((id(m), number))
+            if layers is None:
+                layers = self._expert_layers[id(m), number] = LinearSpec(m.up[number]), LinearSpec(m.down[number])
+            up, down = (partial(self._base_linear, layer) for layer in layers)
         elif self._cache_weights:
             up, down = (partial(F.linear, weight=self._on_device(t)[number]) for t in (m.up, m.down))
         else:
