@@ -41,7 +41,7 @@ def find_exceeded(measured: Mapping[str, float], budget: Mapping[str, float]) ->
 
 
 def total_minutes(kinds: Mapping[str, Mapping[str, float]], workers: int = 2) -> float:
-    """The whole gate: what comes before the tests, lint and what waits beside it, what runs alone, what workers share."""
+    """The whole gate: what is before the tests, lint and what waits beside it, what runs alone, what workers share."""
     before, waits, shared, alone = (sum(kinds[kind].values()) for kind in ("before", "waits", "shared", "alone"))
     beside_lint = max(0.0, waits - kinds["before"].get("lint", 0.0))
     return (before + beside_lint + alone + max(shared / workers, max(kinds["shared"].values(), default=0.0))) / 60

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,10 @@ def pick_device(local_rank: int = 0) -> torch.device:
     Raises:
         ValueError: there are fewer accelerators than ranks on this host.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    kind = current_accelerator().type
+    if kind == "cpu":
         return torch.device("cpu")
-    count, kind = torch.accelerator.device_count(), accelerator.type
+    count = torch.accelerator.device_count()
     if local_rank >= count and not _may_share(kind, count):
         raise ValueError(
             f"local rank {local_rank} has no {kind} device of its own: this process sees {count}, and collectives "
@@ -49,6 +50,16 @@ def _may_share(kind: str, count: int) -> bool:
     return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
 
 
+def current_accelerator() -> torch.device:
+    """The accelerator of this process, whichever kind; the CPU where there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def communication_backend(device_type: str) -> str:
+    """What collectives of such a device's tensors run on by default."""
+    return "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+
+
 def resolve_device(name: str | torch.device = "auto") -> torch.device:
     """The device of this name, with its index; ``auto``: the accelerator where there is one, else the CPU.
 
@@ -59,14 +70,11 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
     """
     if str(name) == "cpu":
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name == "auto" and accelerator is None:
-        return torch.device("cpu")
+    accelerator = current_accelerator()
     device = accelerator if name == "auto" else torch.device(name)
-    assert device is not None
     if device.type == "cpu":
-        return device
-    count = 0 if accelerator is None or device.type != accelerator.type else torch.accelerator.device_count()
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if device.type == accelerator.type else 0
     if count == 0 or (device.index or 0) >= count:
         found = f"{count} of that kind" if count else "no such device"
         raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
@@ -105,8 +113,8 @@ def seed_rng(seed: int) -> None:
 
 def _accelerator_in_use() -> Any:
     """``torch.cuda`` or what stands for it, if this process has begun to use its device."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    accelerator = current_accelerator()
+    if accelerator.type == "cpu":
         return None
     module: Any = torch.get_device_module(accelerator)
     return module if getattr(module, "is_initialized", lambda: True)() else None
@@ -210,19 +218,48 @@ class MallocThreadCache:
             free(chunk)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for queued work, where the device queues any."""
-    if device.type != "cpu":
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for queued work, where the device queues any; None: for that of this process's accelerator."""
+    if (device is None and _accelerator_in_use() is not None) or (device is not None and device.type != "cpu"):
         torch.accelerator.synchronize(device)
 
 
-def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, in the order of its stream: the host does not wait for an accelerator.
+
+    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one."""
+    if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = pin(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def lock_pages(memory: Tensor) -> bool:
+    """Page-lock host memory where it lies, so that copies to and from the device need no host; whether it worked.
+
+    Of all accelerators torch offers this for CUDA alone."""
+    if current_accelerator().type != "cuda":
+        return False
+    runtime: Any = torch.cuda.cudart()
+    try:
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    except RuntimeError:
+        return False
+
+
+def unlock_pages(memory: Tensor) -> None:
+    """Undo :func:`lock_pages`."""
+    runtime: Any = torch.cuda.cudart()
+    with suppress(RuntimeError):
+        runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for."""
-    flat = pin(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])))
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    flat = copy_to_device(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])), device)
+    parts = flat.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def pin(tensor: Tensor) -> Tensor:
     """Return a host tensor in memory that the accelerator reads by itself; where both share theirs, the tensor."""
-    return tensor if torch.accelerator.current_accelerator() == torch.device("mps") else tensor.pin_memory()
+    return tensor if current_accelerator().type == "mps" else tensor.pin_memory()

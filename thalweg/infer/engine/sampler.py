@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.device import copy_to_device
+from thalweg.device import arrays_to_device
 from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.types import SamplingParams, TokenLogprob
@@ -165,7 +165,7 @@ def _is_penalized(p: SamplingParams) -> bool:
 
 def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return arrays of one dtype where the logits are, all in one copy."""
-    return [torch.from_numpy(x) for x in arrays] if device.type == "cpu" else copy_to_device(arrays, device)
+    return [torch.from_numpy(x) for x in arrays] if device.type == "cpu" else arrays_to_device(arrays, device)
 
 
 def _process_logits(x: Tensor, rows: AbstractSequence[SampledRow], masks: dict[int, np.ndarray]) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.device import copy_to_device
+from thalweg.device import arrays_to_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
@@ -187,7 +187,7 @@ class TorchLayers:
         """Return integers on our device, all in one copy."""
         if self.device.type == "cpu":
             return [torch.from_numpy(x) for x in arrays]
-        return copy_to_device(arrays, self.device)
+        return arrays_to_device(arrays, self.device)
 
     def _plain_linear(self, layer: LinearSpec) -> Callable[[Tensor], Tensor]:
         bias = None if layer.bias is None else layer.bias.to(self.device, self.dtype)
