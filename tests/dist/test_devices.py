@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,33 @@ def test_preflight_counts_what_rests_on_the_host_there():
     assert found["rests on the host"] == "accepted"
     assert "this job does not fit" in found["too large for the host"]
     assert found["counted once"]
+
+
+def _measured(rank: int, world: int) -> dict[str, Any]:
+    from thalweg.plan.spec.cluster import build_cluster
+    from thalweg.plan.spec.devices import DEVICES, local_device, measure_device
+
+    device = torch.device("sim", 0)
+    start = time.process_time()
+    found = measure_device(device, "simulated", seconds=0.3)
+    seconds = time.process_time() - start
+    cluster = build_cluster(device="auto")
+    return {
+        "figures": [*found.flops.values(), found.memory_bandwidth, found.host_bandwidth, found.link_bandwidth],
+        "memory": found.memory_bytes == torch.accelerator.get_memory_info()[1],
+        "seconds": seconds,
+        "known": cluster.name in DEVICES,
+        "cached": local_device(device) is local_device(device),
+        "precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def test_a_device_that_nobody_knows_is_measured():
+    """W8: and never taken for another."""
+    (found,) = run_ranks(_measured, 1, device="sim")
+    assert all(1e6 < figure < 1e14 for figure in found["figures"]) and found["memory"]
+    assert found["seconds"] < 5 and found["cached"] and not found["known"]
+    assert found["precision"] == "highest"
 
 
 def _deterministic(rank: int, world: int) -> str | None:
