@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import MICRO_BATCH_SIZE, full_tensor
 from tests.harness import run_ranks
+from thalweg.zero.whole_parameter import get_shard
 
 REUSE_RANKS = True
 
@@ -98,6 +99,23 @@ def test_an_optimizer_that_must_be_told_waits_once():
     """The control: the counter sees what is there to be seen."""
     sgd = _stage(2, optimizer={"type": "SGD", "params": {"lr": 1e-2}}, gradient_clipping=0.05)
     assert run_ranks(_syncs_of_steps, 1, {"sgd": sgd}, device="sim") == [{"sgd": {"event": 3}}]
+
+
+def _syncs_of_two_places(rank: int, world: int) -> dict[str, int]:
+    """Of a step whose parameters are on the host but for a 0-dim one, which comes first."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    engine = _initialize(OddShapesModel(), zero_optimization=zero)
+    assert {get_shard(p).device.type for p in engine.module.parameters()} == {"cpu", "sim"}
+    engine.backward(engine(*_batch(0, rank, world, engine.device)))
+    found = _count_syncs(engine.step)
+    engine.close()
+    return found
+
+
+def test_a_verdict_for_two_places_is_read_here():
+    """A kernel of the host's would read it before it has come."""
+    for found in run_ranks(_syncs_of_two_places, 2, device="sim"):
+        assert found["event"] == 1, found
 
 
 def _train_with_overflows(rank: int, world: int, dtype: str, late: bool) -> dict[str, Any]:

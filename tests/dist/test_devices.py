@@ -479,6 +479,48 @@ def test_a_device_that_nobody_knows_is_measured():
     assert found["precision"] == "highest"
 
 
+def _accelerator(rank: int, world: int) -> dict[str, Any]:
+    from thalweg import get_accelerator
+    from thalweg.cli.demo.precision import has_fast_bf16
+    from thalweg.cli.doctor import _check_devices
+    from thalweg.launch.spec import _count_gpus
+
+    accelerator = get_accelerator()
+    x = torch.ones(1 << 18, device=accelerator.device_name())
+    accelerator.manual_seed(3)
+    state = accelerator.get_rng_state()
+    drawn = torch.rand(2, device=x.device)
+    accelerator.set_rng_state(state)
+    assert torch.equal(drawn.cpu(), torch.rand(2, device=x.device).cpu())
+    with accelerator.stream(accelerator.Stream()):
+        assert accelerator.current_stream() != accelerator.default_stream()
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    accelerator.range_push("nothing here takes it")
+    return {
+        "names": [
+            accelerator.device_name(1),
+            accelerator.current_device_name(),
+            accelerator.communication_backend_name(),
+        ],
+        "index": [accelerator.current_device(), accelerator.device_count(), _count_gpus()],
+        "on": accelerator.on_accelerator(x) and not accelerator.is_synchronized_device(),
+        "bf16": accelerator.is_bf16_supported() and has_fast_bf16(),
+        "memory": accelerator.memory_allocated() >= x.nbytes and accelerator.max_memory_allocated() >= x.nbytes,
+        "total": accelerator.total_memory() - accelerator.available_memory() == accelerator.memory_allocated(),
+        "pinned": accelerator.is_pinned(accelerator.pin_memory(torch.ones(2))),
+        "doctor": _check_devices().found,
+    }
+
+
+def test_an_accelerator_that_torch_knows_is_known_everywhere():
+    """By what ``torch.accelerator`` says, not by the word "cuda"."""
+    for rank, found in enumerate(run_ranks(_accelerator, 2, device="sim")):
+        assert found.pop("names") == ["sim:1", f"sim:{rank}", "simccl"] and found.pop("index") == [rank, 2, 2]
+        assert found.pop("doctor").startswith("simulated (4 GiB), ")
+        assert all(found.values()), found
+
+
 def _deterministic(rank: int, world: int) -> str | None:
     import os
 

@@ -276,7 +276,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         factor = self.window.final_factor()
         norm = self._global_norm() * factor
         self._result = self._unsettled = result = StepResult(norm)
-        if norm.device.type != "cpu" and getattr(self.inner, "takes_found_inf", False):
+        if self._updates_unseen(norm.device):
             clipped = clip_factor(norm, self.max_norm) if self.max_norm > 0 else 1.0
             self._strategy.apply_on_device(norm, factor * clipped)
         else:
@@ -286,6 +286,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.settle()
         self.window.end_step(result)
         return loss
+
+    def _updates_unseen(self, device: torch.device) -> bool:
+        """Whether the update goes by a verdict that the host has not read: all of it is on one accelerator."""
+        if device.type == "cpu" or not getattr(self.inner, "takes_found_inf", False):
+            return False
+        return all(p.device == device for group in self.inner.param_groups for p in group["params"])
 
     def settle(self) -> None:
         """Learn what became of the last step, and act on it; waits for the device if need be."""
