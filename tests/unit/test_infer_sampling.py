@@ -29,7 +29,8 @@ VOCAB = 40
 
 
 def choose(logits: torch.Tensor, sequences: list[Any]) -> list[SampledToken]:
-    """Choose a token for each row."""
+    """Choose a token for each row, of rows that are padded as the CPU kernels' are."""
+    logits = torch.nn.functional.pad(logits, (0, 3), value=math.inf)[:, : logits.shape[1]]
     output = sample(logits, [SampledRow(row, of_row) for row, of_row in enumerate(sequences)])
     return [sample_token(output, row, of_row) for row, of_row in enumerate(sequences)]
 
@@ -117,6 +118,12 @@ def test_penalties_biases_and_masked_ends() -> None:
     heavy = sequence(output=(7, 5), temperature=0.0, frequency_penalty=2.0, presence_penalty=5.0)
     assert choose(row[None], [heavy])[0].token == 6
     assert choose(row[None], [sequence(**plain, logit_bias={7: -100, 9: 50})])[0].token == 9
+    rows = [
+        sequence(**plain, logit_bias={9: 50}),
+        sequence(**plain, min_tokens=2),
+        sequence(**plain, logit_bias={3: 9.5}),
+    ]
+    assert [made.token for made in choose(row.expand(3, -1), rows)] == [9, 5, 3]
     chosen = choose(row[None], [sequence(**plain, logprobs=2)])[0].logprob
     assert chosen is not None and [t for t, _ in chosen.top] == [7, 5]
     assert chosen.logprob == pytest.approx(row.log_softmax(0)[7].item())

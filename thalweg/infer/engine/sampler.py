@@ -181,7 +181,7 @@ def _process_logits(x: Tensor, rows: AbstractSequence[SampledRow], masks: dict[i
         biases = [(n, *item) for n, row in enumerate(rows) for item in row.sequence.params.logit_bias.items()]
         (indices,) = _to_device([np.array([n * vocab_size + token for n, token, _ in biases])], device)
         (values,) = _to_device([np.array([value for _, _, value in biases], np.float32)], device)
-        x = x.view(-1).index_add(0, indices, values).view_as(x)
+        x = x.reshape(-1).index_add(0, indices, values).view_as(x)
     if masks:
         masked = [n for n, row in enumerate(rows) if row.row in masks]
         (indices,) = _to_device([np.array(masked)], device)
@@ -192,7 +192,7 @@ def _process_logits(x: Tensor, rows: AbstractSequence[SampledRow], masks: dict[i
     too_short = [(n, s) for n, s in enumerate(rows) if s.num_generated_tokens < s.sequence.params.min_tokens]
     if stops := [n * vocab_size + token for n, row in too_short for token in row.sequence.stop_ids]:
         (indices,) = _to_device([np.array(stops)], device)
-        without_stops = x.view(-1).index_fill(0, indices, -math.inf).view_as(x)
+        without_stops = x.reshape(-1).index_fill(0, indices, -math.inf).view_as(x)
         # A structure may allow nothing but the end.
         x = torch.where(without_stops.amax(1, keepdim=True) > -math.inf, without_stops, x)
     return x
@@ -243,8 +243,9 @@ def _draw(x: Tensor, rows: AbstractSequence[SampledRow], with_all: bool = False)
         # A draw has 56 bits, more than floats of most devices: it travels as a whole number.
         ints += [np.array(own), np.array([int(draw * 2**56) for draw in draws])]
         ints.append(np.array([min(p.top_k or vocab_size, vocab_size) for p in params]))
-        warmth = [(max(p.temperature, _MIN_TEMPERATURE), p.top_p, p.min_p) for p in params]
-        floats.append(np.array(warmth, np.float32))
+        limits = [p.top_p if p.top_p < 1 else math.inf for p in params]  # sums of probabilities may pass 1
+        warmth = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
+        floats.append(np.array([warmth, limits, [p.min_p for p in params]], np.float32))
     on_device, floats_on_device = _to_device(ints, x.device), _to_device(floats, x.device)
     parts = []
     for group, (kind, num_candidates) in enumerate(members):
@@ -253,7 +254,7 @@ def _draw(x: Tensor, rows: AbstractSequence[SampledRow], with_all: bool = False)
         if kind == "greedy":
             found = logits.argmax(dim=1)
         else:
-            temperature, top_p, min_p = floats_on_device[group].unsqueeze(2).unbind(1)
+            temperature, top_p, min_p = floats_on_device[group][:, :, None]
             logits = logits / temperature
             if kind == "all":
                 found = _draw_from(logits, draws)
@@ -297,23 +298,17 @@ def _draw_from_top(
     """Draw from what top-k, top-p and min-p, each (rows, 1), leave over; see :func:`_draw` for the rest."""
     values, token_ids = logits.topk(num_candidates)
     if has_top_k:
-        keep = torch.arange(num_candidates, device=logits.device) < top_k
-        values = values.masked_fill(~keep, -math.inf)
-        log_total = values.logsumexp(1, keepdim=True)
-    else:
-        keep = torch.ones_like(values, dtype=torch.bool)
-        log_total = logits.logsumexp(1, keepdim=True)
-    probs = (values - log_total).exp()
+        values = values.masked_fill(torch.arange(num_candidates, device=logits.device) >= top_k, -math.inf)
+    probs = (values - (values if has_top_k else logits).logsumexp(1, keepdim=True)).exp()
     cumulative = probs.cumsum(1)
-    keep &= (cumulative - probs < top_p) | (top_p == 1)
-    keep &= probs >= min_p * probs[:, :1]
+    keep = (cumulative - probs < top_p) & (probs >= min_p * probs[:, :1]) & (values > -math.inf)
     keep[:, 0] = True
     places = _draw_from(values.masked_fill(~keep, -math.inf), draws)[:, None]
     places = torch.minimum(places, keep.sum(1, keepdim=True) - 1)
     tokens = token_ids.gather(1, places)
     if not has_top_k and num_candidates < logits.shape[1]:
         # Either of the two ends what is kept, and one that ends within the candidates is enough.
-        ends_within = (top_p < 1) & (cumulative[:, -1:] >= top_p) | (probs[:, -1:] < min_p * probs[:, :1])
+        ends_within = (cumulative[:, -1:] >= top_p) | (probs[:, -1:] < min_p * probs[:, :1])
         tokens = torch.where(ends_within, tokens, _NEEDS_ALL)
     return tokens[:, 0]
 
