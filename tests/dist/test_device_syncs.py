@@ -405,3 +405,22 @@ def test_exchanges_of_sequences_wait_for_nothing_and_a_masked_ring_once():
     for found in run_ranks(_syncs_of_sequences, 2, device="sim"):
         assert found["ulysses"] == {} and found["ring backward"] == {}
         assert sum(found["ring"].values()) == 1
+
+
+def _memory_of_grouped_heads(rank: int, world: int) -> int:
+    from thalweg.ops.attention.block import block_backward, block_forward
+
+    q, keys = torch.randn(1, 8, 4, 64, device="sim"), torch.randn(1, 1, 4096, 64, device="sim")
+    options: dict[str, Any] = {"causal": False, "mask": None, "scale": 0.1}
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    out, lse = block_forward(q, keys, keys, **options)
+    forward = torch.accelerator.max_memory_allocated() - before
+    grads = block_backward(q, q, keys, keys, out, lse, **options)
+    assert [grad.shape for grad in grads] == [q.shape, keys.shape, keys.shape]
+    return forward // keys.nbytes
+
+
+def test_keys_of_grouped_heads_are_not_repeated():
+    """S7: eight query heads share the keys, which take 1 MiB."""
+    assert run_ranks(_memory_of_grouped_heads, 1, device="sim")[0] < 4
