@@ -19,7 +19,7 @@ LENGTHS = (5, 17, 40)
 OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24)
 MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
 FOREIGN = {"falcon_alibi", "olmo2", "phi3_longer", "mamba"}
-NATIVE = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
+NATIVE = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 
 
 def prompts(vocab: int = 131) -> list[list[int]]:
@@ -129,7 +129,7 @@ def test_the_first_runner_that_supports_a_model_runs_it() -> None:
     assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(device="meta")) is eager
     assert choose_runner(DECODER_RUNNERS, None, EngineConfig()) is own_code
     assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "transformers") is own_code
-    if not cpu_kernels.unsupported_reason("bf16"):
+    if not cpu_kernels.unsupported_reason():
         assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="bf16")) is cpu
     with pytest.raises(ValueError, match="no fp16"):
         choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16"), "cpu")

@@ -33,7 +33,7 @@ from thalweg.storage_io.disk import Disk
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
 kernels = pytest.mark.skipif(
-    bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
+    bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason()
 )
 
 

@@ -12,20 +12,19 @@ from thalweg.ops import cpu_kernels
 from thalweg.ops.linear import packed
 from thalweg.ops.linear.packed import pack_linear
 
-pytestmark = pytest.mark.skipif(
-    bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
-)
+pytestmark = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 ERRORS = {"fp32": 1e-6, "bf16": 6e-3, "int8": 2e-2, "int4": 0.12}
+# A processor with AVX-512 runs the code for smaller ones too.
+ISAS = [isa.name for isa in cpu_kernels.supported_isas()] or [None]
 
 
-@pytest.fixture(scope="module")
-def library() -> tuple[cpu_kernels.KernelSet, object]:
+@pytest.fixture(scope="module", params=ISAS)
+def library(request: pytest.FixtureRequest) -> tuple[cpu_kernels.KernelSet, object]:
     torch.set_num_threads(2)
-    kernels = cpu_kernels.KernelSet()
+    kernels = cpu_kernels.KernelSet(cpu_kernels.ISAS[request.param])
     for form in ERRORS:
         kernels.gemm(form)
-    for kind in ("fp32", "bf16", "int8"):
-        kernels.norm("none", kind)
+        kernels.norm("none", kernels.isa.operand_kind(form))
     return kernels, kernels.compile()
 
 
@@ -57,7 +56,7 @@ def product(library: tuple[cpu_kernels.KernelSet, object], x: Tensor, weight: Te
     """Make rows ready and multiply them with a packed weight, on two threads."""
     kernels, made = library
     rows, width = x.shape
-    kind = {"int4": "int8"}.get(form, form)
+    kind = kernels.isa.operand_kind(form)
     ready = cpu_kernels.ActivationBuffer(rows, width, kind, cpu_kernels.allocate_rows(rows, width))
     count, eps = torch.tensor([rows]), torch.zeros(1)
     unused, bias = torch.zeros(width), torch.zeros(cpu_kernels.round_up(len(weight), 32))

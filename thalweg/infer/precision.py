@@ -24,7 +24,7 @@ def get_weight_format(options: EngineConfig) -> str:
         return options.dtype
     if options.device != "cpu":
         return "bf16"
-    return "fp32" if cpu_kernels.unsupported_reason("bf16") else "bf16"
+    return "bf16" if cpu_kernels.bf16_is_native() else "fp32"
 
 
 def get_kv_cache_dtype(options: EngineConfig) -> str:

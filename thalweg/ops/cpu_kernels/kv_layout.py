@@ -99,7 +99,7 @@ class PlainKV:
         with code.range(0, shape.head_dim) as d:
             value = code.load(F32, code.add(row, code.mul(d, 4)))
             if shape.kv_dtype == "bf16":
-                value = code.builder.fptrunc(value, BF16)
+                value = code.to_bf16(value)
             code.store(value, code.add(base, code.mul(d, BLOCK_SIZE * shape.element_bytes)), shape.element_bytes)
 
     def store_value(self, row: Any, start: Any, slot: Any) -> None:
@@ -109,7 +109,7 @@ class PlainKV:
         with code.range(0, shape.head_dim, 16) as d:
             value = code.load(vec(16), code.add(row, code.mul(d, 4)))
             if shape.kv_dtype == "bf16":
-                value = code.builder.fptrunc(value, vec(16, BF16))
+                value = code.to_bf16(value)
             code.store(value, code.add(base, code.mul(d, shape.element_bytes)))
 
     def key_scores(self, query: Any) -> Callable[[Any], Any]:
@@ -137,13 +137,14 @@ class PlainKV:
     def accumulate(self, acc: Sequence[StackVar], at: Any, block: Any, num_valid: Any) -> None:
         """Add the first ``num_valid`` values of a block, weighted, to sums of 16 dims each."""
         code, shape = self.code, self.shape
-        with code.range(0, num_valid) as j:
-            p = code.splat(code.load(F32, code.add(at, code.mul(j, 4))), 16)
-            for c, cell in enumerate(acc):
-                v = self._load_fp32(
-                    code.add(block, code.mul(j, shape.head_dim * shape.element_bytes), 16 * shape.element_bytes * c)
-                )
-                cell.value = code.fma(p, v, cell.value)
+        per_pass = max(1, code.isa.tile[0] * code.isa.tile[1] * code.isa.lanes // 16)  # sums that stay in registers
+        for first in range(0, len(acc), per_pass):
+            with code.range(0, num_valid) as j:
+                p = code.splat(code.load(F32, code.add(at, code.mul(j, 4))), 16)
+                value = code.add(block, code.mul(j, shape.head_dim * shape.element_bytes))
+                for c, cell in enumerate(acc[first : first + per_pass], first):
+                    v = self._load_fp32(code.add(value, 16 * shape.element_bytes * c))
+                    cell.value = code.fma(p, v, cell.value)
 
     def _load_fp32(self, address: Any) -> Any:
         value = self.code.load(vec(16, self.shape.element_type), address)
@@ -198,7 +199,7 @@ class Bf16PairKV(PlainKV):
 
     def store_probs(self, probs: Any, block: Any, at: Any) -> Any:
         """Round the weights, so that they add up to what they are used as."""
-        small = self.code.builder.fptrunc(probs, vec(16, BF16))
+        small = self.code.to_bf16(probs)
         self.code.store(small, at)
         return self.code.builder.fpext(small, vec(16))
 
@@ -220,7 +221,7 @@ class Bf16PairKV(PlainKV):
                 self._dot(cell, p, code.builder.bitcast(code.builder.and_(two, first), vec(32, BF16)))
 
     def _load_bf16(self, address: Any) -> Any:
-        return self.code.builder.fptrunc(self.code.load(vec(16), address), vec(16, BF16))
+        return self.code.to_bf16(self.code.load(vec(16), address))
 
     def _broadcast_pair(self, address: Any) -> Any:
         """Two bf16 numbers, 16 times."""
@@ -274,7 +275,8 @@ class Int8KV(PlainKV):
             quantized = _load_quantized(code, code.add(query, code.mul(d, 4)), inverse)
             total.value = code.builder.add(total.value, quantized)
             code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(query_buffer, d))
-        bias = code.splat(code.builder.mul(code.reduce(total.value, code.builder.add), code.int_const(-128, I32)), 16)
+        bias = code.builder.mul(code.reduce(total.value, code.builder.add), code.int_const(-code.byte_bias, I32))
+        bias = code.splat(bias, 16)
         query_scale = code.splat(code.builder.fdiv(row_max, code.f32_const(127.0)), 16)
 
         def score_block(block: Any) -> Any:
@@ -283,7 +285,8 @@ class Int8KV(PlainKV):
                 for lane in range(4):
                     four = code.splat(code.load(I32, code.add(query_buffer, d, 4 * lane)), 16)
                     key = code.load(vec(64, I8), code.add(block, code.mul(d, BLOCK_SIZE), 4 * BLOCK_SIZE * lane))
-                    acc[lane].value = code.dot_bytes(acc[lane].value, key, code.builder.bitcast(four, vec(64, I8)))
+                    x = code.builder.bitcast(four, vec(64, I8))
+                    acc[lane].value = code.dot_bytes(acc[lane].value, code.byte_weights(key), x)
             scale = code.builder.fmul(code.load(vec(16), code.add(block, BLOCK_SIZE * shape.head_dim)), query_scale)
             return code.builder.fmul(code.builder.sitofp(_combine_four(code.builder.add, acc), vec(16)), scale)
 

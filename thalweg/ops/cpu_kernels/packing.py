@@ -32,20 +32,19 @@ _BLOCK_BYTES = 8 << 20  # of a weight in fp32 that is packed at once
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a kind of weight is laid out and how many rows fit in the registers."""
+    """How a kind of weight is laid out, the same for all instruction sets."""
 
     name: str
     panel_columns: int  # of a panel
     k_step: int  # what the innermost loop takes at once
-    max_rows: int  # at a time, at most
-    cpu_feature: str  # of the processor
+    k_bytes: int  # of a panel for each k, scales included
 
 
 WEIGHT_FORMATS = {
-    "fp32": WeightFormat("fp32", 32, 1, 12, "avx512f"),
-    "bf16": WeightFormat("bf16", 32, 2, 12, "avx512bf16"),
-    "int8": WeightFormat("int8", 32, 4, 12, "avx512vnni"),
-    "int4": WeightFormat("int4", 16, GROUP_SIZE, 10, "avx512vnni"),
+    "fp32": WeightFormat("fp32", 32, 1, 128),
+    "bf16": WeightFormat("bf16", 32, 2, 64),
+    "int8": WeightFormat("int8", 32, 4, 32),
+    "int4": WeightFormat("int4", 16, GROUP_SIZE, 10),
 }
 
 

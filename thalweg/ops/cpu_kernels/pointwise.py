@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I8, I32, I64, VOID, KernelBuilder, vec
+from thalweg.ops.cpu_kernels.kernel_builder import F32, I8, I32, I64, VOID, KernelBuilder, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE
 
 # Where a prepared row goes: fp32 values ``y``, the operand, its scale and sums.  Strides in bytes.
@@ -45,7 +45,7 @@ def emit_quantize_row(module: Any, kind: str) -> Any:
     elif kind == "bf16":
         with code.range(0, width, 16) as i:
             value = code.load(vec(16), code.add(y, code.mul(i, 4)))
-            code.store(code.builder.fptrunc(value, vec(16, BF16)), code.add(operand, code.mul(i, 2)))
+            code.store(code.to_bf16(value), code.add(operand, code.mul(i, 2)))
     elif kind == "int8":
         _quantize_int8(code, y, width, operand, scale, sums, total)
     code.ret()
@@ -285,6 +285,4 @@ def exp(code: KernelBuilder, x: Any) -> Any:
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = code.fma(p, r, code.f32_const(factor, width))
     value = code.fma(code.builder.fmul(r, r), p, code.builder.fadd(r, code.f32_const(1.0, width)))
-    # p * 2**n, rounded once where the result has no whole exponent left
-    every = ir.Constant(ir.IntType(16), -1)
-    return code.call("llvm.x86.avx512.mask.scalef.ps.512", value.type, [value, n, value, every, code.int_const(4, I32)])
+    return code.exp2_scale(value, n)
