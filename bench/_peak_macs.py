@@ -17,7 +17,7 @@ from llvmlite import ir
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from thalweg.ops.cpu_kernels.isa import Isa, select_isa
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, I8, I32, JitModule, KernelBuilder, KernelModule, vec
+from thalweg.ops.cpu_kernels.kernel_builder import BF16, I8, I16, I32, JitModule, KernelBuilder, KernelModule, vec
 from thalweg.ops.cpu_kernels.packing import WEIGHT_FORMATS
 from thalweg.ops.cpu_kernels.program import Program
 
@@ -30,17 +30,18 @@ def _compile_kernel(weight_format: str, isa: Isa) -> tuple[JitModule, int]:
     module, lanes = KernelModule(isa), isa.lanes
     code = KernelBuilder(module, "multiply")
     kind = "int4" if weight_format == "int4" else isa.operand_kind(weight_format)
-    products = {"fp32": lanes, "bf16": 2 * lanes}.get(kind, 4 * lanes)
-    operand = {"fp32": vec(lanes), "bf16": vec(2 * lanes, BF16)}.get(kind, vec(4 * lanes, I8))
-    total = {"int8": vec(lanes, I32), "int4": code.nibble_acc_type}.get(kind, vec(lanes))
+    products = {"fp32": lanes, "bf16": 2 * lanes, "int16": 2 * lanes}.get(kind, 4 * lanes)
+    operand = {"fp32": vec(lanes), "bf16": vec(2 * lanes, BF16), "int16": vec(2 * lanes, I16)}.get(kind, vec(4 * lanes, I8))
+    total = {"int8": vec(lanes, I32), "int16": vec(lanes, I32), "int4": code.nibble_acc_type}.get(kind, vec(lanes))
     source, out = code.load_arg(0), code.load_arg(1)
     a, b = (code.load(operand, code.add(source, 64 * i)) for i in range(2))
     sums = [code.stack_var(ir.Constant(total, None)) for _ in range(_NUM_ACCUMULATORS)]
-    multiply = {"fp32": lambda acc, x, y: code.fma(x, y, acc), "bf16": code.dot_pairs, "int4": code.dot_nibbles}
+    multiply = {"fp32": lambda acc, x, y: code.fma(x, y, acc), "bf16": code.dot_pairs, "int4": code.dot_nibbles,
+                "int16": code.dot_words}  # fmt: skip
     with code.range(0, _NUM_ITERATIONS):
         for accumulator in sums:
             # Bytes meet the sum itself: a product of the same two would be taken out of the loop.
-            x = code.builder.bitcast(accumulator.value, operand) if kind in ("int8", "int4") else b
+            x = code.builder.bitcast(accumulator.value, operand) if kind.startswith("int") else b
             if kind == "int8":
                 accumulator.value = code.dot_bytes(accumulator.value, code.byte_weights(a), x)
             else:

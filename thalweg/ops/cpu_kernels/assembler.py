@@ -26,7 +26,7 @@ class ActivationBuffer:
     def __init__(self, rows: int, width: int, kind: str, y: Tensor) -> None:
         self.width, self.kind, self.y = width, kind, y
         columns = packing.round_up(width)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[kind]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "int8": torch.int8}[kind]
         use_in_place = kind == "fp32" and y.stride(0) >= columns
         self.operand = y if use_in_place else allocate_rows(rows, columns, dtype)
         self.operand_stride = self.operand.stride(0) * self.operand.element_size()

@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from thalweg.ops.cpu_kernels.isa import Isa
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I32, I64, VOID, KernelBuilder, KernelModule, vec
+from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I16, I32, I64, VOID, KernelBuilder, KernelModule, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE, WEIGHT_FORMATS, WeightFormat
 
 # Addresses, counts and strides in bytes; ``rows`` is the address of an int64, ``residual`` may be 0.
@@ -138,10 +138,10 @@ def _emit_dot_sums(
             for chain in range(chains):
                 acc[r, c, chain] = code.stack_var(start if chain == 0 else zero)
     span = fmt.k_step * unroll
-    # A bf16 weight that meets fp32 rows is two steps, one for each of its pairs' numbers.
-    parts = 2 if fmt.name == "bf16" and kind == "fp32" else 1
+    # bf16 weights that meet fp32 rows, and int8 ones that meet int16 rows, are taken apart in two steps.
+    parts = 1 if fmt.name == kind else 2
     with code.range(0, k, span) as at:
-        a_at = code.mul(at, {"fp32": 4, "bf16": 2, "int8": 1}[kind])
+        a_at = code.mul(at, {"fp32": 4, "bf16": 2, "int16": 2, "int8": 1}[kind])
         w_at = code.add(w, code.mul(at, 128 // fmt.k_step))
         for u in range(unroll):
             for part in range(parts):
@@ -165,6 +165,9 @@ def _emit_dot_sums(
 def _emit_load_weight(code: KernelBuilder, fmt: WeightFormat, address: Any, part: int) -> Any:
     lanes = code.isa.lanes
     if fmt.name == "int8":
+        if code.isa.operand_kind("int8") == "int16":
+            words = code.load(vec(2 * lanes, I16), address, 4 * lanes)
+            return code.odd_bytes(words) if part else code.even_bytes(words)
         return code.byte_weights(code.load(vec(4 * lanes, I8), address, 4 * lanes))
     if fmt.name == "bf16" and not code.isa.bf16_dot:
         pair = code.load(vec(lanes, I32), address, 4 * lanes)
@@ -179,13 +182,14 @@ def _emit_load_row(code: KernelBuilder, kind: str, address: Any) -> Any:
     if kind == "fp32":
         return code.splat(code.load(F32, address), lanes)
     packed = code.splat(code.load(I32, address), lanes)
-    return code.builder.bitcast(packed, vec(2 * lanes, BF16) if kind == "bf16" else vec(4 * lanes, I8))
+    types = {"bf16": vec(2 * lanes, BF16), "int16": vec(2 * lanes, I16), "int8": vec(4 * lanes, I8)}
+    return code.builder.bitcast(packed, types[kind])
 
 
 def _emit_multiply_add(code: KernelBuilder, kind: str, acc: Any, weight: Any, x: Any) -> Any:
     if kind == "fp32":
         return code.fma(weight, x, acc)
-    return code.dot_pairs(acc, weight, x) if kind == "bf16" else code.dot_bytes(acc, weight, x)
+    return {"bf16": code.dot_pairs, "int16": code.dot_words, "int8": code.dot_bytes}[kind](acc, weight, x)
 
 
 def _emit_int4_sums(

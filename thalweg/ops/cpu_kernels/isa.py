@@ -10,7 +10,7 @@ name        processors            registers  dot products of int8               
 avx512bf16  Zen 4, Cooper Lake    32 x 512   ``vpdpbusd``                                    ``vdpbf16ps``
 avx512      Ice Lake              32 x 512   ``vpdpbusd``                                    widened to fp32
 avxvnni     Alder Lake            16 x 256   ``vpdpbusd``                                    widened to fp32
-avx2        Haswell, Zen          16 x 256   ``vpsignb``, ``vpmaddubsw``, ``vpmaddwd``       widened to fp32
+avx2        Haswell, Zen          16 x 256   ``vpmaddwd``; of nibbles ``vpmaddubsw``         widened to fp32
 neon        Graviton 2, Apple M1  32 x 128   ``sdot``                                        widened to fp32
 ==========  ====================  =========  ==============================================  ==================
 """
@@ -38,18 +38,21 @@ class Isa:
     features: frozenset[str]  # that a processor must have, by LLVM's names
     lanes: int  # fp32 numbers in a register
     tile: tuple[int, int]  # rows, and registers of columns, whose sums stay in registers
-    byte_dot: Literal["vpdpbusd", "vpmaddubsw", "sdot"]
+    byte_dot: Literal["vpdpbusd", "vpmaddwd", "sdot"]
     bf16_dot: bool = False
 
     @property
     def byte_tile(self) -> tuple[int, int]:
-        """The tile of int8 products: ``vpmaddubsw`` needs two registers a weight, and a third for the pairs."""
-        return (4, 2) if self.byte_dot == "vpmaddubsw" else self.tile
+        """The tile of int8 products: ``vpmaddwd`` has its products in registers of their own."""
+        return (4, 2) if self.byte_dot == "vpmaddwd" else self.tile
 
     def operand_kind(self, weight_format: str) -> str:
-        """Return what rows become before they meet weights of a format: ``fp32``, ``bf16`` or ``int8``."""
-        kind = {"int4": "int8"}.get(weight_format, weight_format)
-        return "fp32" if kind == "bf16" and not self.bf16_dot else kind
+        """Return what rows become before they meet weights of a format: ``fp32``, ``bf16``, ``int8`` or ``int16``."""
+        if weight_format == "bf16" and not self.bf16_dot:
+            return "fp32"
+        if weight_format == "int8" and self.byte_dot == "vpmaddwd":
+            return "int16"
+        return {"int4": "int8"}.get(weight_format, weight_format)
 
     def target_machine(self) -> llvm.TargetMachine:
         """Return LLVM's target: this processor without what the set does not have, or any other of the set's."""
@@ -79,7 +82,7 @@ ISAS = {
         Isa("avx512bf16", "x86_64", _AVX512 | {"avx512bf16"}, 16, (12, 2), "vpdpbusd", bf16_dot=True),
         Isa("avx512", "x86_64", _AVX512, 16, (12, 2), "vpdpbusd"),
         Isa("avxvnni", "x86_64", _AVX2 | {"avxvnni"}, 8, (6, 2), "vpdpbusd"),
-        Isa("avx2", "x86_64", _AVX2, 8, (6, 2), "vpmaddubsw"),
+        Isa("avx2", "x86_64", _AVX2, 8, (6, 2), "vpmaddwd"),
         Isa("neon", "aarch64", frozenset({"neon", "dotprod"}), 4, (6, 4), "sdot"),
     )
 }

@@ -167,6 +167,13 @@ class KernelBuilder:
         """Return a mutable variable."""
         return StackVar(self, value)
 
+    def stack_bytes(self, nbytes: int) -> Any:
+        """Return the address of some bytes on the stack, on a cache line's boundary."""
+        with self.builder.goto_entry_block():
+            memory = self.builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))
+            memory.align = 64
+            return self.builder.ptrtoint(memory, I64)
+
     # control
 
     @contextmanager
@@ -216,55 +223,71 @@ class KernelBuilder:
 
     def byte_weights(self, raw: Any) -> tuple[Any, ...]:
         """Return bytes that were stored with 128 added as :meth:`dot_bytes` takes them."""
-        if self.isa.byte_dot == "vpdpbusd":
-            return (raw,)
-        signed = self.builder.xor(raw, self.splat(self.int_const(-128, I8), raw.type.count))
-        return (signed,) if self.isa.byte_dot == "sdot" else (self._abs_bytes(signed), signed)
+        if self.isa.byte_dot == "vpmaddwd":
+            words = self.builder.bitcast(raw, vec(raw.type.count // 2, I16))
+            return self.even_bytes(words), self.odd_bytes(words)
+        if self.isa.byte_dot == "sdot":
+            return (self.builder.xor(raw, self.splat(self.int_const(-128, I8), raw.type.count)),)
+        return (raw,)
 
     @property
     def byte_bias(self) -> int:
         """What :meth:`dot_bytes` leaves added to each weight: its sums are too large by that times the sum of x."""
-        return 128 if self.isa.byte_dot == "vpdpbusd" else 0
+        return 0 if self.isa.byte_dot == "sdot" else 128
 
     def dot_bytes(self, acc: Any, weights: Sequence[Any], x: Any) -> Any:
         """Add to int32 the products of four bytes each, of :meth:`byte_weights` and of int8 within +-127."""
         return self._by_register(self._dot_bytes, acc, *weights, x)
 
+    def _dot_bytes(self, acc: Any, *operands: Any) -> Any:
+        if self.isa.byte_dot == "vpmaddwd":
+            even, odd, x = operands
+            x = self.builder.bitcast(x, even.type)
+            eight = self.splat(self.int_const(8, I16), x.type.count)
+            acc = self.dot_words(acc, even, self.builder.ashr(self.builder.shl(x, eight), eight))
+            return self.dot_words(acc, odd, self.builder.ashr(x, eight))
+        if self.isa.byte_dot == "sdot":
+            return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, [acc, *operands])
+        return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * self.isa.lanes}", acc.type, [acc, *operands])
+
+    def even_bytes(self, words: Any) -> Any:
+        """Return the low byte of each int16, without a sign."""
+        return self.builder.and_(words, self.splat(self.int_const(255, I16), words.type.count))
+
+    def odd_bytes(self, words: Any) -> Any:
+        """Return the high byte of each int16, without a sign."""
+        return self.builder.lshr(words, self.splat(self.int_const(8, I16), words.type.count))
+
+    def dot_words(self, acc: Any, a: Any, b: Any) -> Any:
+        """Add to int32 the products of two int16 each."""
+        return self._add_in_order(acc, self.call("llvm.x86.avx2.pmadd.wd", acc.type, [a, b]))
+
     def dot_nibbles(self, acc: Any, nibbles: Any, x: Any) -> Any:
         """Add the products of bytes from 0 to 15 and of int8 within +-127; ``acc``: see :meth:`nibble_sums`."""
-        if self.isa.byte_dot == "vpmaddubsw":
+        if self.isa.byte_dot == "vpmaddwd":
             return self.builder.add(acc, self.call("llvm.x86.avx2.pmadd.ub.sw", acc.type, [nibbles, x]))
-        return self._by_register(self._dot_bytes, acc, nibbles, x)
+        return self._dot_bytes(acc, nibbles, x)
 
-    def nibble_sums(self, acc: Any) -> Any:
-        """Return the int32 sums of up to 32 products each that :meth:`dot_nibbles` has added up.
-
-        ``vpmaddubsw`` adds pairs of them in int16, where 8 * 2 * 15 * 127 = 30,480 fit.
-        """
-        return self._sum_pairs(acc) if self.isa.byte_dot == "vpmaddubsw" else acc
+    def _add_in_order(self, acc: Any, term: Any) -> Any:
+        """Add integers; LLVM may not add terms to each other first, of which it keeps more than there are registers."""
+        same = ir.FunctionType(acc.type, [acc.type])
+        return self.builder.asm(same, "", "=x,0", [self.builder.add(acc, term)], side_effect=False)
 
     @property
     def nibble_acc_type(self) -> Any:
         """The type of :meth:`dot_nibbles`'s sums in one register."""
         lanes = self.isa.lanes
-        return vec(2 * lanes, I16) if self.isa.byte_dot == "vpmaddubsw" else vec(lanes, I32)
+        return vec(2 * lanes, I16) if self.isa.byte_dot == "vpmaddwd" else vec(lanes, I32)
 
-    def _dot_bytes(self, acc: Any, *operands: Any) -> Any:
-        if self.isa.byte_dot == "vpmaddubsw":
-            size, signed, x = operands  # |weight| times x with the weight's sign: 2 * 127 * 127 fits in int16
-            x = self.call("llvm.x86.avx2.psign.b", x.type, [x, signed])
-            pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", vec(16, I16), [size, x])
-            return self.builder.add(acc, self._sum_pairs(pairs))
-        if self.isa.byte_dot == "sdot":
-            return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, [acc, *operands])
-        return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * self.isa.lanes}", acc.type, [acc, *operands])
+    def nibble_sums(self, acc: Any) -> Any:
+        """Return the int32 sums of up to 32 products each that :meth:`dot_nibbles` has added up.
 
-    def _sum_pairs(self, pairs: Any) -> Any:
-        ones = self.splat(self.int_const(1, I16), pairs.type.count)
-        return self.call("llvm.x86.avx2.pmadd.wd", vec(8, I32), [pairs, ones])
-
-    def _abs_bytes(self, a: Any) -> Any:
-        return self.call(f"llvm.abs.v{a.type.count}i8", a.type, [a, ir.Constant(I1, 0)])
+        ``vpmaddubsw`` adds pairs of products in int16, where 8 * 2 * 15 * 127 = 30,480 fit.
+        """
+        if self.isa.byte_dot != "vpmaddwd":
+            return acc
+        ones = self.splat(self.int_const(1, I16), acc.type.count)
+        return self.call("llvm.x86.avx2.pmadd.wd", vec(8, I32), [acc, ones])
 
     def _by_register(self, compute: Callable[..., Any], *vectors: Any) -> Any:
         """Apply to vectors of several registers what takes vectors of one; the first one has 32-bit elements."""

@@ -182,7 +182,7 @@ class Bf16PairKV(PlainKV):
     def key_scores(self, query: Any) -> Callable[[Any], Any]:
         """Two dims at a time."""
         code, shape = self.code, self.shape
-        query_buffer = _alloc_stack(code, shape.head_dim * 2)
+        query_buffer = code.stack_bytes(shape.head_dim * 2)
         with code.range(0, shape.head_dim, 16) as d:
             code.store(self._load_bf16(code.add(query, code.mul(d, 4))), code.add(query_buffer, code.mul(d, 2)))
 
@@ -266,7 +266,7 @@ class Int8KV(PlainKV):
     def key_scores(self, query: Any) -> Callable[[Any], Any]:
         """Four dims at a time, with a query that is quantised once."""
         code, shape = self.code, self.shape
-        query_buffer = _alloc_stack(code, shape.head_dim)
+        query_buffer = code.stack_bytes(shape.head_dim)
         row_max = _abs_max(code, query, shape.head_dim)
         inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
         zero = code.splat(code.int_const(0, I32), 16)
@@ -311,12 +311,6 @@ def make_kv_layout(code: KernelBuilder, shape: AttentionShape) -> PlainKV:
 
 def _combine_four(combine: Callable[[Any, Any], Any], acc: Sequence[StackVar]) -> Any:
     return combine(combine(acc[0].value, acc[1].value), combine(acc[2].value, acc[3].value))
-
-
-def _alloc_stack(code: KernelBuilder, nbytes: int) -> Any:
-    """Return the address of some bytes on the stack."""
-    with code.builder.goto_entry_block():
-        return code.builder.ptrtoint(code.builder.alloca(ir.ArrayType(I64, -(-nbytes // 8))), I64)
 
 
 def _abs_max(code: KernelBuilder, row: Any, dim: int) -> Any:

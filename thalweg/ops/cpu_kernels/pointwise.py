@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import F32, I8, I32, I64, VOID, KernelBuilder, vec
+from thalweg.ops.cpu_kernels.kernel_builder import F32, I8, I16, I32, I64, VOID, KernelBuilder, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE
 
 # Where a prepared row goes: fp32 values ``y``, the operand, its scale and sums.  Strides in bytes.
@@ -31,7 +31,7 @@ ARGMAX_ARGS = ("x", "x_stride", "rows", "width", "value", "place")
 
 
 def emit_quantize_row(module: Any, kind: str) -> Any:
-    """Return the function that makes one fp32 row ready: kind ``fp32``, ``bf16``, ``int8``."""
+    """Return the function that makes one fp32 row ready: kind ``fp32``, ``bf16``, ``int8``, ``int16``."""
     name = f"prepare_{kind}"
     if name in module.globals:
         return module.globals[name]
@@ -46,13 +46,13 @@ def emit_quantize_row(module: Any, kind: str) -> Any:
         with code.range(0, width, 16) as i:
             value = code.load(vec(16), code.add(y, code.mul(i, 4)))
             code.store(code.to_bf16(value), code.add(operand, code.mul(i, 2)))
-    elif kind == "int8":
-        _quantize_int8(code, y, width, operand, scale, sums, total)
+    else:
+        _quantize(code, kind, y, width, operand, scale, sums, total)
     code.ret()
     return code.function
 
 
-def _quantize_int8(code: KernelBuilder, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any) -> None:
+def _quantize(code: KernelBuilder, kind: str, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any) -> None:
     lane_max = code.stack_var(code.f32_const(0.0, 16))
     with code.range(0, width, 16) as i:
         value = code.call_intrinsic("fabs", code.load(vec(16), code.add(y, code.mul(i, 4))))
@@ -69,7 +69,12 @@ def _quantize_int8(code: KernelBuilder, y: Any, width: Any, operand: Any, scale:
         quantized = code.builder.sub(
             code.builder.bitcast(value, vec(16, I32)), code.splat(code.int_const(0x4B400000, I32), 16)
         )
-        code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(operand, i))
+        if kind == "int16":  # of four the even ones, then the odd ones: as ``vpmaddwd`` meets a weight's bytes
+            order = code.const_vector([4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(16)])
+            words = code.builder.trunc(quantized, vec(16, I16))
+            code.store(code.builder.shuffle_vector(words, words, order), code.add(operand, code.mul(i, 2)))
+        else:
+            code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(operand, i))
         row_sum.value = code.builder.add(row_sum.value, quantized)
         # A group is two steps; its sum is written at both, and right at the second.
         starts_group = code.builder.icmp_signed("==", code.rem(i, GROUP_SIZE), code.int_const(0))
