@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from thalweg.ops.cpu_kernels.isa import Isa
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I16, I32, I64, VOID, KernelBuilder, KernelModule, vec
+from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I16, I32, I64, PTR, VOID, KernelBuilder, KernelModule, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE, WEIGHT_FORMATS, WeightFormat
 
 # Addresses, counts and strides in bytes; ``rows`` is the address of an int64, ``residual`` may be 0.
@@ -20,6 +20,7 @@ GEMM_ARGS = (
     "a", "weight", "out", "rows", "k", "panels", "a_stride", "out_stride", "bias", "residual", "a_scale",
     "column_scale", "sums", "sums_stride",
 )  # fmt: skip
+_CACHE_LINE = 64  # bytes
 _CHUNK_BYTES = 448 * 1024  # bytes of rows that meet all panels before the next ones do: they stay in the cache
 
 
@@ -43,6 +44,9 @@ def emit_gemm(module: KernelModule, weight_format: str) -> str:
         with code.range(first, last) as panel:
             weight = code.add(a["weight"], code.mul(panel, per_panel))
             column = code.mul(panel, 4 * fmt.panel_columns)
+            # While a panel's rows are computed the next panel comes into the cache, in each pass its part of it: the
+            # processor's own prefetching ends with each page, and a second pass would leave memory idle.
+            prefetch_step = code.div(code.int_const(_CACHE_LINE), passes)
             with code.range(0, passes) as number:
                 start = code.div(code.mul(height, number), passes)
                 stop = code.div(code.mul(height, code.add(number, 1)), passes)
@@ -56,6 +60,7 @@ def emit_gemm(module: KernelModule, weight_format: str) -> str:
                     code.add(a["column_scale"], column),
                     code.add(a["sums"], code.mul(row, a["sums_stride"])),
                     a["k"], a["a_stride"], a["out_stride"], a["sums_stride"],
+                    code.add(weight, per_panel, code.div(code.mul(per_panel, number), passes)), prefetch_step,
                 ]  # fmt: skip
                 done = code.function.append_basic_block("done")
                 bad = code.function.append_basic_block("none")
@@ -73,6 +78,22 @@ def emit_gemm(module: KernelModule, weight_format: str) -> str:
     return f"gemm_{weight_format}"
 
 
+class Prefetch:
+    """Where a pass has come to in the next panel, and its bytes from one prefetch to the next."""
+
+    def __init__(self, code: KernelBuilder, start: Any, step: Any) -> None:
+        self._code, self._at, self._step = code, code.stack_var(start), step
+
+    def lines(self, count: int) -> None:
+        """Go on by as many cache lines as a pass alone would read meanwhile."""
+        code = self._code
+        for _ in range(count):
+            # for reading (0), into the second cache (2), data (1)
+            place, kind = code.builder.inttoptr(self._at.value, PTR), (code.int_const(x, I32) for x in (0, 2, 1))
+            code.call("llvm.prefetch.p0", VOID, [place, *kind])
+            self._at.value = code.add(self._at.value, self._step)
+
+
 def _tile_shape(isa: Isa, fmt: WeightFormat) -> tuple[int, int]:
     """Return the most rows, and registers of columns beside them, that a format's sums in registers allow."""
     if fmt.name == "int4":  # a panel is one pass; the fp32 sums, touched once a group, may be elsewhere
@@ -82,10 +103,13 @@ def _tile_shape(isa: Isa, fmt: WeightFormat) -> tuple[int, int]:
 
 def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:
     """Build ``rows`` rows times one panel."""
-    code = KernelBuilder(module, f"tile_{fmt.name}_{rows}", ir.FunctionType(VOID, [I64] * 12))
+    code = KernelBuilder(module, f"tile_{fmt.name}_{rows}", ir.FunctionType(VOID, [I64] * 14))
     code.function.linkage = "internal"
     code.function.attributes.add("noinline")
-    a, w, out, residual, bias, a_scale, column_scale, sums, k, a_stride, out_stride, sums_stride = code.function.args
+    a, w, out, residual, bias, a_scale, column_scale, sums, k, a_stride, out_stride, sums_stride, *ahead = (
+        code.function.args
+    )
+    prefetch = Prefetch(code, *ahead)
     lanes = module.isa.lanes
     a_rows = [code.add(a, code.mul(a_stride, r)) for r in range(rows)]
     sum_rows = [code.add(sums, code.mul(sums_stride, r)) for r in range(rows)]
@@ -96,7 +120,7 @@ def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:
         vectors *= 2  # few rows: wider passes over the panel
     for first in range(0, num_vectors, vectors):
         columns = range(first, first + vectors)
-        totals = body(code, fmt, columns, a_rows, w, k, sum_rows)
+        totals = body(code, fmt, columns, a_rows, w, k, sum_rows, prefetch)
         for (r, c), value in totals.items():
             at = 4 * lanes * c
             base = code.load(vec(lanes), code.add(bias, at))
@@ -118,7 +142,8 @@ def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:
 
 
 def _emit_dot_sums(
-    code: KernelBuilder, fmt: WeightFormat, columns: range, a_rows: list[Any], w: Any, k: Any, sums: list[Any]
+    code: KernelBuilder, fmt: WeightFormat, columns: range, a_rows: list[Any], w: Any, k: Any, sums: list[Any],
+    prefetch: Prefetch,
 ) -> dict[tuple[int, int], Any]:
     """One pass over k for fp32, bf16 and int8, of some registers of a panel's columns."""
     # fp32 and bf16 add up in one order whatever the number of rows, so that a row's result does not depend
@@ -143,6 +168,7 @@ def _emit_dot_sums(
     with code.range(0, k, span) as at:
         a_at = code.mul(at, {"fp32": 4, "bf16": 2, "int16": 2, "int8": 1}[kind])
         w_at = code.add(w, code.mul(at, 128 // fmt.k_step))
+        prefetch.lines(unroll * 4 * width * len(columns) // _CACHE_LINE)
         for u in range(unroll):
             for part in range(parts):
                 weights = [_emit_load_weight(code, fmt, code.add(w_at, 128 * u + 4 * width * c), part) for c in columns]
@@ -193,7 +219,8 @@ def _emit_multiply_add(code: KernelBuilder, kind: str, acc: Any, weight: Any, x:
 
 
 def _emit_int4_sums(
-    code: KernelBuilder, fmt: WeightFormat, columns: range, a_rows: list[Any], w: Any, k: Any, sums: list[Any]
+    code: KernelBuilder, fmt: WeightFormat, columns: range, a_rows: list[Any], w: Any, k: Any, sums: list[Any],
+    prefetch: Prefetch,
 ) -> dict[tuple[int, int], Any]:
     """One pass over k, group by group: integer sums in a group, scaled and added in fp32."""
     lanes, rows = code.isa.lanes, range(len(a_rows))
@@ -206,10 +233,7 @@ def _emit_int4_sums(
     four = code.splat(code.int_const(4, I32), lanes)
     with code.range(0, k, GROUP_SIZE) as at:
         group = code.add(w, code.mul(at, fmt.k_bytes))
-        code.call("llvm.prefetch.p0", VOID, [
-            code.builder.inttoptr(code.add(group, 2560), ir.PointerType()),
-            code.int_const(0, I32), code.int_const(3, I32), code.int_const(1, I32),
-        ])  # fmt: skip
+        prefetch.lines(GROUP_SIZE * fmt.k_bytes // _CACHE_LINE)
         inner = {(cell, chain): zero for cell in cells for chain in range(chains)}
         for eight in range(GROUP_SIZE // 8):
             for c in columns:
