@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from thalweg.ops.cpu_kernels.isa import Isa
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I16, I32, I64, PTR, VOID, KernelBuilder, KernelModule, vec
+from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I16, I32, I64, VOID, KernelBuilder, KernelModule, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE, WEIGHT_FORMATS, WeightFormat
 
 # Addresses, counts and strides in bytes; ``rows`` is the address of an int64, ``residual`` may be 0.
@@ -86,12 +86,9 @@ class Prefetch:
 
     def lines(self, count: int) -> None:
         """Go on by as many cache lines as a pass alone would read meanwhile."""
-        code = self._code
         for _ in range(count):
-            # for reading (0), into the second cache (2), data (1)
-            place, kind = code.builder.inttoptr(self._at.value, PTR), (code.int_const(x, I32) for x in (0, 2, 1))
-            code.call("llvm.prefetch.p0", VOID, [place, *kind])
-            self._at.value = code.add(self._at.value, self._step)
+            self._code.prefetch(self._at.value)
+            self._at.value = self._code.add(self._at.value, self._step)
 
 
 def _tile_shape(isa: Isa, fmt: WeightFormat) -> tuple[int, int]:

@@ -167,6 +167,11 @@ class KernelBuilder:
         """Return a mutable variable."""
         return StackVar(self, value)
 
+    def prefetch(self, address: Any) -> None:
+        """Bring a cache line into the second cache."""
+        kind = (self.int_const(x, I32) for x in (0, 2, 1))  # for reading, into the second cache, data
+        self.call("llvm.prefetch.p0", VOID, [self.builder.inttoptr(address, PTR), *kind])
+
     def stack_bytes(self, nbytes: int) -> Any:
         """Return the address of some bytes on the stack, on a cache line's boundary."""
         with self.builder.goto_entry_block():
