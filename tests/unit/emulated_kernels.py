@@ -10,17 +10,15 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from llvmlite import ir
 from torch import Tensor
 
 from thalweg.ops import cpu_kernels
-from thalweg.ops.cpu_kernels.kernel_builder import I64, PTR, VOID, KernelBuilder, KernelModule, optimize
+from thalweg.ops.cpu_kernels.kernel_builder import optimize
 
-LINKER, EMULATOR = "aarch64-linux-gnu-ld", "qemu-aarch64"
-MISSING = [name for name in (LINKER, EMULATOR) if shutil.which(name) is None]
+ASSEMBLER, LINKER, EMULATOR = "aarch64-linux-gnu-as", "aarch64-linux-gnu-ld", "qemu-aarch64"
+MISSING = [name for name in (ASSEMBLER, LINKER, EMULATOR) if shutil.which(name) is None]
 _BASE, _WORDS = 1 << 37, 32  # where memory is; words of a call's arguments
 _MMAP, _READ, _WRITE, _EXIT = 222, 63, 64, 93
 
@@ -42,11 +40,11 @@ def emulate(kernels: cpu_kernels.KernelSet, calls: Sequence[cpu_kernels.Instruct
             image[at : at + 8] = int(word).to_bytes(8, "little", signed=True)
     image += bytes(4096)
     modules = [kernels.llvm_ir(name) for name in {call.kernel for call in calls}]
-    objects = []
-    for number, text in enumerate([*modules, _emit_main(kernels.isa, calls, len(image))]):
+    objects = [folder / f"{number}.o" for number in range(len(modules) + 1)]
+    for text, path in zip(modules, objects, strict=False):
         parsed, machine = optimize(text, kernels.isa)
-        objects.append(folder / f"{number}.o")
-        objects[-1].write_bytes(machine.emit_object(parsed))
+        path.write_bytes(machine.emit_object(parsed))
+    subprocess.run([ASSEMBLER, "-o", objects[-1]], input=_main_source(calls, len(image)), text=True, check=True)
     subprocess.run([LINKER, "-o", folder / "program", *objects], check=True)
     (folder / "in").write_bytes(image)
     with open(folder / "in", "rb") as source, open(folder / "out", "wb") as target:
@@ -60,20 +58,18 @@ def emulate(kernels: cpu_kernels.KernelSet, calls: Sequence[cpu_kernels.Instruct
         view.copy_(torch.frombuffer(bytearray(result[at : at + size]), dtype=torch.uint8))
 
 
-def _emit_main(isa: cpu_kernels.Isa, calls: Sequence[cpu_kernels.Instruction], size: int) -> str:
-    code = KernelBuilder(KernelModule(isa), "_start", ir.FunctionType(VOID, []))
+def _main_source(calls: Sequence[cpu_kernels.Instruction], size: int) -> str:
+    """Return the program's entry in assembly: map the memory, read it, call the kernels, write it."""
 
-    def system_call(*words: Any) -> Any:
-        values = [code.int_const(w) if isinstance(w, int) else w for w in (*words, *[0] * (7 - len(words)))]
-        constraints = "={x0},{x8},{x0},{x1},{x2},{x3},{x4},{x5},~{memory}"
-        return code.builder.asm(ir.FunctionType(I64, [I64] * 7), "svc #0", constraints, values, side_effect=True)
+    def call(name: str, *words: int) -> list[str]:
+        return [*(f"ldr x{number}, ={word}" for number, word in enumerate(words)), name]
 
-    system_call(_MMAP, _BASE, size, 3, 0x32, -1, 0)  # read and write; private, fixed, of no file
-    system_call(_READ, 0, _BASE, size)
-    for number, call in enumerate(calls):
-        args = code.builder.inttoptr(code.int_const(_BASE + 8 * _WORDS * number), PTR)
-        code.call(call.kernel, VOID, [args, code.int_const(0), code.int_const(1)])
-    system_call(_WRITE, 1, _BASE, size)
-    system_call(_EXIT, 0)
-    code.ret()
-    return str(code.module)
+    def system_call(number: int, *words: int) -> list[str]:
+        return [*call(f"ldr x8, ={number}", *words), "svc #0"]
+
+    lines = system_call(_MMAP, _BASE, size, 3, 0x32, -1, 0)  # read and write; private, fixed, of no file
+    lines += system_call(_READ, 0, _BASE, size)
+    for number, kernel in enumerate(calls):
+        lines += call(f"bl {kernel.kernel}", _BASE + 8 * _WORDS * number, 0, 1)
+    lines += [*system_call(_WRITE, 1, _BASE, size), *system_call(_EXIT, 0)]
+    return "\n".join([".globl _start", "_start:", *lines, ""])
