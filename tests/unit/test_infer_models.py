@@ -118,7 +118,9 @@ def test_out_of_memory_is_no_reason_for_a_slow_runner(error: Exception, monkeypa
     assert type(load_engine(tiny_decoder("llama"), OPTIONS).runner).__name__ == "TransformersRunner"
 
 
-def test_the_first_runner_that_supports_a_model_runs_it() -> None:
+def test_the_first_runner_that_supports_a_model_runs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each runner says why it cannot; the reasons of all are the error where none can."""
     from thalweg.infer.loader.load import DECODER_RUNNERS, choose_runner
     from thalweg.infer.models import build_decoder_spec
@@ -131,6 +133,14 @@ def test_the_first_runner_that_supports_a_model_runs_it() -> None:
     assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "transformers") is own_code
     if not cpu_kernels.unsupported_reason():
         assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="bf16")) is cpu
+        assert "running by CPU kernels for" in caplog.text
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("THALWEG_CPU_ISA", "riscv")
+        assert choose_runner(DECODER_RUNNERS, spec, EngineConfig()) is eager
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING" and "several times the tokens" in warning.message
+    assert "this processor has none of riscv" in warning.message
     with pytest.raises(ValueError, match="no fp16"):
         choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16"), "cpu")
     with pytest.raises(ValueError, match=r"not described; lora_adapters need a described model: because"):

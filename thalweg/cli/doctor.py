@@ -146,10 +146,11 @@ def _check_cpu_features() -> CheckResult:
 def _check_cpu_kernels() -> CheckResult:
     from thalweg.ops import cpu_kernels  # imports torch
 
-    if reason := cpu_kernels.unsupported_reason():
+    isa, reason = cpu_kernels.host_isa(), cpu_kernels.unsupported_reason()
+    if isa is None:
         cure = "pip install 'thalweg[native]'" if "llvmlite" in reason else "serve on a processor of these kinds"
         return CheckResult("inference kernels", "warn", f"torch's operators, several times slower: {reason}", cure)
-    return CheckResult("inference kernels", "ok", f"CPU kernels for {cpu_kernels.select_isa().name}")
+    return CheckResult("inference kernels", "ok", f"CPU kernels for {isa.name}")
 
 
 def _check_memory() -> CheckResult:

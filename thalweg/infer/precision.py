@@ -24,7 +24,8 @@ def get_weight_format(options: EngineConfig) -> str:
         return options.dtype
     if options.device != "cpu":
         return "bf16"
-    return "bf16" if cpu_kernels.bf16_is_native() else "fp32"
+    isa = cpu_kernels.host_isa()
+    return "bf16" if isa is not None and isa.bf16_dot else "fp32"
 
 
 def get_kv_cache_dtype(options: EngineConfig) -> str:

@@ -23,9 +23,8 @@ else:
 
 __all__ = [
     "BLOCKS_PER_STRIPE", "BLOCK_SIZE", "ISAS", "KV_DTYPE_BYTES", "MAX_THREADS", "WEIGHT_FORMATS", "ActivationBuffer",
-    "AttentionShape", "Instruction", "Isa", "KernelSet", "Program", "ThreadTuner", "allocate_rows", "bf16_is_native", "build_program",
-    "iter_packed_blocks", "packed_nbytes", "round_up", "select_isa", "supported_isas",
-    "unsupported_reason",
+    "AttentionShape", "Instruction", "Isa", "KernelSet", "Program", "ThreadTuner", "allocate_rows", "build_program",
+    "host_isa", "iter_packed_blocks", "packed_nbytes", "round_up", "supported_isas", "unsupported_reason",
 ]  # fmt: skip
 
 
@@ -34,12 +33,10 @@ def unsupported_reason() -> str:
     if not _HAVE_LLVMLITE:
         return "llvmlite is not installed (pip install llvmlite)"
     if select_isa() is None:
-        wanted = os.environ.get(SELECT_ISA)
-        return f"this processor is none of {wanted or ', '.join(ISAS)}"
+        return f"this processor has none of {os.environ.get(SELECT_ISA) or ', '.join(ISAS)}"
     return "" if openmp_available() else "torch was not built with the OpenMP runtime of GCC"
 
 
-def bf16_is_native() -> bool:
-    """Whether this processor multiplies bf16 as fast as fp32, or faster."""
-    isa = None if unsupported_reason() else select_isa()
-    return isa is not None and isa.bf16_dot
+def host_isa() -> Isa | None:
+    """Return the instruction set of the kernels here, or None where :func:`unsupported_reason` tells why."""
+    return None if unsupported_reason() else select_isa()
