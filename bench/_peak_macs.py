@@ -31,7 +31,9 @@ def _compile_kernel(weight_format: str, isa: Isa) -> tuple[JitModule, int]:
     code = KernelBuilder(module, "multiply")
     kind = "int4" if weight_format == "int4" else isa.operand_kind(weight_format)
     products = {"fp32": lanes, "bf16": 2 * lanes, "int16": 2 * lanes}.get(kind, 4 * lanes)
-    operand = {"fp32": vec(lanes), "bf16": vec(2 * lanes, BF16), "int16": vec(2 * lanes, I16)}.get(kind, vec(4 * lanes, I8))
+    operand = {"fp32": vec(lanes), "bf16": vec(2 * lanes, BF16), "int16": vec(2 * lanes, I16)}.get(
+        kind, vec(4 * lanes, I8)
+    )
     total = {"int8": vec(lanes, I32), "int16": vec(lanes, I32), "int4": code.nibble_acc_type}.get(kind, vec(lanes))
     source, out = code.load_arg(0), code.load_arg(1)
     a, b = (code.load(operand, code.add(source, 64 * i)) for i in range(2))

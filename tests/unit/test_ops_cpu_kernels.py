@@ -15,7 +15,6 @@ from thalweg.ops import cpu_kernels
 from thalweg.ops.linear import packed
 from thalweg.ops.linear.packed import pack_linear
 
-
 if cpu_kernels.unsupported_reason():
     MISSING = ["kernels"]
 else:
@@ -111,7 +110,9 @@ def test_a_rows_result_does_not_depend_on_the_others(kernels: cpu_kernels.Kernel
         assert torch.equal(product(kernels, x[row : row + 1], weight, form)[0], together[row])
 
 
-def layer_calls(kernels: cpu_kernels.KernelSet, kv_dtype: str) -> tuple[list[cpu_kernels.Instruction], dict[str, Tensor]]:
+def layer_calls(
+    kernels: cpu_kernels.KernelSet, kv_dtype: str
+) -> tuple[list[cpu_kernels.Instruction], dict[str, Tensor]]:
     """Return calls of every kernel but the products, on the same numbers each time, and what they write."""
     generator = torch.Generator().manual_seed(0)
     rows, heads, kv_heads, dim, width = 21, 4, 2, 32, 128

@@ -1,17 +1,30 @@
 """Matrix products with packed weights: one row streams at memory speed, many rows at the multiplier's.
 
-A weight lies in panels (``packing.py``); a panel meets up to 12 rows at a time, whose sums stay in registers.
+A weight lies in panels (``packing.py``); a panel meets as many rows at a time as have their sums in
+registers: 12 with AVX-512, 6 with AVX2 or NEON, 4 where operands take more of them.
 Arguments of a product: see :data:`GEMM_ARGS`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
 from thalweg.ops.cpu_kernels.isa import Isa
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I16, I32, I64, VOID, KernelBuilder, KernelModule, vec
+from thalweg.ops.cpu_kernels.kernel_builder import (
+    BF16,
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    VOID,
+    KernelBuilder,
+    KernelModule,
+    vec,
+)  # fmt: skip
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE, WEIGHT_FORMATS, WeightFormat
 
 # Addresses, counts and strides in bytes; ``rows`` is the address of an int64, ``residual`` may be 0.
@@ -78,6 +91,16 @@ def emit_gemm(module: KernelModule, weight_format: str) -> str:
     return f"gemm_{weight_format}"
 
 
+class Operands(NamedTuple):
+    """What a tile multiplies: the addresses of its rows, of their sums and of a panel of ``k`` steps."""
+
+    rows: list[Any]
+    sums: list[Any]
+    panel: Any
+    k: Any
+    prefetch: Prefetch
+
+
 class Prefetch:
     """Where a pass has come to in the next panel, and its bytes from one prefetch to the next."""
 
@@ -106,18 +129,20 @@ def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:
     a, w, out, residual, bias, a_scale, column_scale, sums, k, a_stride, out_stride, sums_stride, *ahead = (
         code.function.args
     )
-    prefetch = Prefetch(code, *ahead)
     lanes = module.isa.lanes
-    a_rows = [code.add(a, code.mul(a_stride, r)) for r in range(rows)]
-    sum_rows = [code.add(sums, code.mul(sums_stride, r)) for r in range(rows)]
+    starts = [
+        [code.add(base, code.mul(stride, r)) for r in range(rows)]
+        for base, stride in ((a, a_stride), (sums, sums_stride))
+    ]
+    operands = Operands(*starts, w, k, Prefetch(code, *ahead))
     body = _emit_int4_sums if fmt.name == "int4" else _emit_dot_sums
     max_rows, vectors = _tile_shape(module.isa, fmt)
-    num_vectors = fmt.panel_columns // lanes
-    while 2 * vectors <= num_vectors and 2 * vectors * rows <= max_rows * _tile_shape(module.isa, fmt)[1]:
+    max_sums, num_vectors = max_rows * vectors, fmt.panel_columns // lanes
+    while 2 * vectors <= num_vectors and 2 * vectors * rows <= max_sums:
         vectors *= 2  # few rows: wider passes over the panel
     for first in range(0, num_vectors, vectors):
         columns = range(first, first + vectors)
-        totals = body(code, fmt, columns, a_rows, w, k, sum_rows, prefetch)
+        totals = body(code, fmt, columns, operands)
         for (r, c), value in totals.items():
             at = 4 * lanes * c
             base = code.load(vec(lanes), code.add(bias, at))
@@ -139,14 +164,13 @@ def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:
 
 
 def _emit_dot_sums(
-    code: KernelBuilder, fmt: WeightFormat, columns: range, a_rows: list[Any], w: Any, k: Any, sums: list[Any],
-    prefetch: Prefetch,
+    code: KernelBuilder, fmt: WeightFormat, columns: range, operands: Operands
 ) -> dict[tuple[int, int], Any]:
     """One pass over k for fp32, bf16 and int8, of some registers of a panel's columns."""
     # fp32 and bf16 add up in one order whatever the number of rows, so that a row's result does not depend
     # on its neighbours; integers may be added in any order.
     integer, kind, width = fmt.name == "int8", code.isa.operand_kind(fmt.name), code.isa.lanes
-    num_rows = len(a_rows)
+    num_rows = len(operands.rows)
     chains = max(1, min(4, 8 // (num_rows * len(columns)))) if integer else 1
     unroll = 4
     zero = code.splat(code.int_const(0, I32), width) if integer else code.f32_const(0.0, width)
@@ -154,7 +178,7 @@ def _emit_dot_sums(
     for r in range(num_rows):
         start = zero
         if integer and code.byte_bias:
-            total = code.load(I32, sums[r])
+            total = code.load(I32, operands.sums[r])
             start = code.splat(code.builder.mul(total, code.int_const(-code.byte_bias, I32)), width)
         for c in columns:
             for chain in range(chains):
@@ -162,15 +186,15 @@ def _emit_dot_sums(
     span = fmt.k_step * unroll
     # bf16 weights that meet fp32 rows, and int8 ones that meet int16 rows, are taken apart in two steps.
     parts = 1 if fmt.name == kind else 2
-    with code.range(0, k, span) as at:
+    with code.range(0, operands.k, span) as at:
         a_at = code.mul(at, {"fp32": 4, "bf16": 2, "int16": 2, "int8": 1}[kind])
-        w_at = code.add(w, code.mul(at, 128 // fmt.k_step))
-        prefetch.lines(unroll * 4 * width * len(columns) // _CACHE_LINE)
+        w_at = code.add(operands.panel, code.mul(at, 128 // fmt.k_step))
+        operands.prefetch.lines(unroll * 4 * width * len(columns) // _CACHE_LINE)
         for u in range(unroll):
             for part in range(parts):
                 weights = [_emit_load_weight(code, fmt, code.add(w_at, 128 * u + 4 * width * c), part) for c in columns]
                 for r in range(num_rows):
-                    x = _emit_load_row(code, kind, code.add(a_rows[r], a_at, 4 * (u * parts + part)))
+                    x = _emit_load_row(code, kind, code.add(operands.rows[r], a_at, 4 * (u * parts + part)))
                     for c, weight in zip(columns, weights, strict=True):
                         cell = acc[r, c, u % chains]
                         cell.value = _emit_multiply_add(code, kind, cell.value, weight, x)
@@ -194,9 +218,9 @@ def _emit_load_weight(code: KernelBuilder, fmt: WeightFormat, address: Any, part
         return code.byte_weights(code.load(vec(4 * lanes, I8), address, 4 * lanes))
     if fmt.name == "bf16" and not code.isa.bf16_dot:
         pair = code.load(vec(lanes, I32), address, 4 * lanes)
-        mask = code.splat(code.int_const(-65536, I32), lanes)
-        sixteen = code.splat(code.int_const(16, I32), lanes)
-        return code.builder.bitcast(code.builder.and_(pair, mask) if part else code.builder.shl(pair, sixteen), vec(lanes))
+        number = lambda value: code.splat(code.int_const(value, I32), lanes)
+        value = code.builder.and_(pair, number(-65536)) if part else code.builder.shl(pair, number(16))
+        return code.builder.bitcast(value, vec(lanes))
     return code.load(vec(lanes) if fmt.name == "fp32" else vec(2 * lanes, BF16), address, 4 * lanes)
 
 
@@ -216,11 +240,10 @@ def _emit_multiply_add(code: KernelBuilder, kind: str, acc: Any, weight: Any, x:
 
 
 def _emit_int4_sums(
-    code: KernelBuilder, fmt: WeightFormat, columns: range, a_rows: list[Any], w: Any, k: Any, sums: list[Any],
-    prefetch: Prefetch,
+    code: KernelBuilder, fmt: WeightFormat, columns: range, operands: Operands
 ) -> dict[tuple[int, int], Any]:
     """One pass over k, group by group: integer sums in a group, scaled and added in fp32."""
-    lanes, rows = code.isa.lanes, range(len(a_rows))
+    lanes, rows = code.isa.lanes, range(len(operands.rows))
     cells = [(r, c) for r in rows for c in columns]
     zero = ir.Constant(code.nibble_acc_type, None)
     # Few sums wait for each other: each is then two, of even and odd steps.
@@ -228,9 +251,9 @@ def _emit_int4_sums(
     acc = {cell: code.stack_var(code.f32_const(0.0, lanes)) for cell in cells}
     low_bits = code.splat(code.int_const(0x0F0F0F0F, I32), lanes)
     four = code.splat(code.int_const(4, I32), lanes)
-    with code.range(0, k, GROUP_SIZE) as at:
-        group = code.add(w, code.mul(at, fmt.k_bytes))
-        prefetch.lines(GROUP_SIZE * fmt.k_bytes // _CACHE_LINE)
+    with code.range(0, operands.k, GROUP_SIZE) as at:
+        group = code.add(operands.panel, code.mul(at, fmt.k_bytes))
+        operands.prefetch.lines(GROUP_SIZE * fmt.k_bytes // _CACHE_LINE)
         inner = {(cell, chain): zero for cell in cells for chain in range(chains)}
         for eight in range(GROUP_SIZE // 8):
             for c in columns:
@@ -238,7 +261,7 @@ def _emit_int4_sums(
                 halves = code.builder.and_(both, low_bits), code.builder.and_(code.builder.lshr(both, four), low_bits)
                 for half, nibbles in enumerate(halves):
                     for r in rows:
-                        x = code.load(I32, code.add(a_rows[r], at, 8 * eight + 4 * half))
+                        x = code.load(I32, code.add(operands.rows[r], at, 8 * eight + 4 * half))
                         quad = code.builder.bitcast(code.splat(x, lanes), vec(4 * lanes, I8))
                         cell = (r, c), half % chains
                         inner[cell] = code.dot_nibbles(inner[cell], code.builder.bitcast(nibbles, quad.type), quad)
@@ -252,6 +275,6 @@ def _emit_int4_sums(
                 if chains == 2:
                     total = code.builder.add(total, code.nibble_sums(inner[(r, c), 1]))
                 value = code.fma(scale, code.builder.sitofp(total, vec(lanes)), acc[r, c].value)
-                group_sum = code.load(F32, code.add(sums[r], code.div(at, GROUP_SIZE // 4)))
+                group_sum = code.load(F32, code.add(operands.sums[r], code.div(at, GROUP_SIZE // 4)))
                 acc[r, c].value = code.fma(offset, code.splat(group_sum, lanes), value)
     return {cell: acc[cell].value for cell in cells}

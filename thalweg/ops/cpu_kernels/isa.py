@@ -17,6 +17,7 @@ neon        Graviton 2, Apple M1  32 x 128   ``sdot``                           
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from dataclasses import dataclass
@@ -96,10 +97,8 @@ def _host_machine() -> str:
 def host_cpu_features() -> frozenset[str]:
     """Return the processor's features by LLVM's names (``avx512vnni``, ...)."""
     found = {name for name, there in llvm.get_host_cpu_features().items() if there}
-    try:  # what LLVM does not ask an Arm processor for
+    with contextlib.suppress(OSError):  # what LLVM does not ask an Arm processor for
         found |= {"dotprod"} if " asimddp" in Path("/proc/cpuinfo").read_text() else set()
-    except OSError:
-        pass
     return frozenset(found)
 
 

@@ -338,9 +338,7 @@ class KernelBuilder:
         width = a.type.count
         if self.isa.lanes == width == 16:
             every = ir.Constant(I16, -1)
-            return self.call(
-                "llvm.x86.avx512.mask.scalef.ps.512", a.type, [a, n, a, every, self.int_const(4, I32)]
-            )
+            return self.call("llvm.x86.avx512.mask.scalef.ps.512", a.type, [a, n, a, every, self.int_const(4, I32)])
         # 2**n in two factors, which both have a whole exponent
         number = lambda value: self.splat(self.int_const(value, I32), width)
         exponent = self.builder.fptosi(n, vec(width, I32))

@@ -24,7 +24,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I1, I8, I16, I32, I64, VOID, KernelBuilder, StackVar, vec
+from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I1, I8, I16, I32, VOID, KernelBuilder, StackVar, vec
 
 BLOCK_SIZE = 16
 BLOCKS_PER_STRIPE = 16  # blocks of a head that lie side by side

@@ -52,7 +52,9 @@ def emit_quantize_row(module: Any, kind: str) -> Any:
     return code.function
 
 
-def _quantize(code: KernelBuilder, kind: str, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any) -> None:
+def _quantize(
+    code: KernelBuilder, kind: str, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any
+) -> None:
     lane_max = code.stack_var(code.f32_const(0.0, 16))
     with code.range(0, width, 16) as i:
         value = code.call_intrinsic("fabs", code.load(vec(16), code.add(y, code.mul(i, 4))))
