@@ -57,8 +57,8 @@ def emit_gemm(module: KernelModule, weight_format: str) -> str:
         with code.range(first, last) as panel:
             weight = code.add(a["weight"], code.mul(panel, per_panel))
             column = code.mul(panel, 4 * fmt.panel_columns)
-            # While a panel's rows are computed the next panel comes into the cache, in each pass its part of it: the
-            # processor's own prefetching ends with each page, and a second pass would leave memory idle.
+            # A tile that needs several sweeps over a panel brings the next one into the cache, in each pass its part:
+            # else memory is idle in all sweeps but the first.  One sweep is best left to the processor's own prefetch.
             prefetch_step = code.div(code.int_const(_CACHE_LINE), passes)
             with code.range(0, passes) as number:
                 start = code.div(code.mul(height, number), passes)
@@ -189,7 +189,8 @@ def _emit_dot_sums(
     with code.range(0, operands.k, span) as at:
         a_at = code.mul(at, {"fp32": 4, "bf16": 2, "int16": 2, "int8": 1}[kind])
         w_at = code.add(operands.panel, code.mul(at, 128 // fmt.k_step))
-        operands.prefetch.lines(unroll * 4 * width * len(columns) // _CACHE_LINE)
+        if len(columns) * width < fmt.panel_columns:
+            operands.prefetch.lines(unroll * 4 * width * len(columns) // _CACHE_LINE)
         for u in range(unroll):
             for part in range(parts):
                 weights = [_emit_load_weight(code, fmt, code.add(w_at, 128 * u + 4 * width * c), part) for c in columns]
@@ -253,7 +254,7 @@ def _emit_int4_sums(
     four = code.splat(code.int_const(4, I32), lanes)
     with code.range(0, operands.k, GROUP_SIZE) as at:
         group = code.add(operands.panel, code.mul(at, fmt.k_bytes))
-        operands.prefetch.lines(GROUP_SIZE * fmt.k_bytes // _CACHE_LINE)
+        code.prefetch(code.add(group, 2560))
         inner = {(cell, chain): zero for cell in cells for chain in range(chains)}
         for eight in range(GROUP_SIZE // 8):
             for c in columns:
