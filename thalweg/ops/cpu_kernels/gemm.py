@@ -130,11 +130,9 @@ def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:
         code.function.args
     )
     lanes = module.isa.lanes
-    starts = [
-        [code.add(base, code.mul(stride, r)) for r in range(rows)]
-        for base, stride in ((a, a_stride), (sums, sums_stride))
-    ]
-    operands = Operands(*starts, w, k, Prefetch(code, *ahead))
+    a_rows = [code.add(a, code.mul(a_stride, r)) for r in range(rows)]
+    sum_rows = [code.add(sums, code.mul(sums_stride, r)) for r in range(rows)]
+    operands = Operands(a_rows, sum_rows, w, k, Prefetch(code, *ahead))
     body = _emit_int4_sums if fmt.name == "int4" else _emit_dot_sums
     max_rows, vectors = _tile_shape(module.isa, fmt)
     max_sums, num_vectors = max_rows * vectors, fmt.panel_columns // lanes
@@ -173,7 +171,7 @@ def _emit_dot_sums(
     num_rows = len(operands.rows)
     chains = max(1, min(4, 8 // (num_rows * len(columns)))) if integer else 1
     unroll = 4
-    zero = code.splat(code.int_const(0, I32), width) if integer else code.f32_const(0.0, width)
+    zero = code.i32_const(0, width) if integer else code.f32_const(0.0, width)
     acc = {}
     for r in range(num_rows):
         start = zero
@@ -219,8 +217,8 @@ def _emit_load_weight(code: KernelBuilder, fmt: WeightFormat, address: Any, part
         return code.byte_weights(code.load(vec(4 * lanes, I8), address, 4 * lanes))
     if fmt.name == "bf16" and not code.isa.bf16_dot:
         pair = code.load(vec(lanes, I32), address, 4 * lanes)
-        number = lambda value: code.splat(code.int_const(value, I32), lanes)
-        value = code.builder.and_(pair, number(-65536)) if part else code.builder.shl(pair, number(16))
+        high, sixteen = code.i32_const(-65536, lanes), code.i32_const(16, lanes)
+        value = code.builder.and_(pair, high) if part else code.builder.shl(pair, sixteen)
         return code.builder.bitcast(value, vec(lanes))
     return code.load(vec(lanes) if fmt.name == "fp32" else vec(2 * lanes, BF16), address, 4 * lanes)
 
@@ -250,8 +248,8 @@ def _emit_int4_sums(
     # Few sums wait for each other: each is then two, of even and odd steps.
     chains = 2 if len(cells) <= 4 and code.isa.byte_dot != "vpmaddubsw" else 1
     acc = {cell: code.stack_var(code.f32_const(0.0, lanes)) for cell in cells}
-    low_bits = code.splat(code.int_const(0x0F0F0F0F, I32), lanes)
-    four = code.splat(code.int_const(4, I32), lanes)
+    low_bits = code.i32_const(0x0F0F0F0F, lanes)
+    four = code.i32_const(4, lanes)
     with code.range(0, operands.k, GROUP_SIZE) as at:
         group = code.add(operands.panel, code.mul(at, fmt.k_bytes))
         code.prefetch(code.add(group, 2560))
@@ -263,7 +261,7 @@ def _emit_int4_sums(
                 for half, nibbles in enumerate(halves):
                     for r in rows:
                         x = code.load(I32, code.add(operands.rows[r], at, 8 * eight + 4 * half))
-                        quad = code.builder.bitcast(code.splat(x, lanes), vec(4 * lanes, I8))
+                        quad: Any = code.builder.bitcast(code.splat(x, lanes), vec(4 * lanes, I8))
                         cell = (r, c), half % chains
                         inner[cell] = code.dot_nibbles(inner[cell], code.builder.bitcast(nibbles, quad.type), quad)
         for c in columns:

@@ -100,6 +100,10 @@ class KernelBuilder:
         """Return an fp32 constant, or a vector of it."""
         return self.splat(ir.Constant(F32, float(np.float32(value))), width)
 
+    def i32_const(self, value: int, width: int) -> Any:
+        """Return a vector of the same int32."""
+        return self.splat(self.int_const(value, I32), width)
+
     def splat(self, value: Any, width: int) -> Any:
         """Return a vector with the same scalar everywhere."""
         if width == 1:
@@ -175,7 +179,7 @@ class KernelBuilder:
     def stack_bytes(self, nbytes: int) -> Any:
         """Return the address of some bytes on the stack, on a cache line's boundary."""
         with self.builder.goto_entry_block():
-            memory = self.builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))
+            memory: Any = self.builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))
             memory.align = 64
             return self.builder.ptrtoint(memory, I64)
 
@@ -247,10 +251,10 @@ class KernelBuilder:
     def _dot_bytes(self, acc: Any, *operands: Any) -> Any:
         if self.isa.byte_dot == "vpmaddwd":
             even, odd, x = operands
-            x = self.builder.bitcast(x, even.type)
-            eight = self.splat(self.int_const(8, I16), x.type.count)
-            acc = self.dot_words(acc, even, self.builder.ashr(self.builder.shl(x, eight), eight))
-            return self.dot_words(acc, odd, self.builder.ashr(x, eight))
+            words: Any = self.builder.bitcast(x, even.type)
+            eight = self.splat(self.int_const(8, I16), words.type.count)
+            acc = self.dot_words(acc, even, self.builder.ashr(self.builder.shl(words, eight), eight))
+            return self.dot_words(acc, odd, self.builder.ashr(words, eight))
         if self.isa.byte_dot == "sdot":
             return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, [acc, *operands])
         return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * self.isa.lanes}", acc.type, [acc, *operands])
@@ -324,7 +328,7 @@ class KernelBuilder:
         if self.isa.bf16_dot:
             return self.builder.fptrunc(a, vec(width, BF16))
         # LLVM would call a function for each number.
-        number = lambda value: self.splat(self.int_const(value, I32), width)
+        number = lambda value: self.i32_const(value, width)
         bits = self.builder.bitcast(a, vec(width, I32))
         odd = self.builder.and_(self.builder.lshr(bits, number(16)), number(1))
         rounded = self.builder.add(self.builder.add(bits, number(0x7FFF)), odd)
@@ -340,11 +344,11 @@ class KernelBuilder:
             every = ir.Constant(I16, -1)
             return self.call("llvm.x86.avx512.mask.scalef.ps.512", a.type, [a, n, a, every, self.int_const(4, I32)])
         # 2**n in two factors, which both have a whole exponent
-        number = lambda value: self.splat(self.int_const(value, I32), width)
         exponent = self.builder.fptosi(n, vec(width, I32))
-        half = self.builder.ashr(exponent, number(1))
+        half = self.builder.ashr(exponent, self.i32_const(1, width))
         for part in (half, self.builder.sub(exponent, half)):
-            bits = self.builder.shl(self.builder.add(part, number(127)), number(23))
+            biased = self.builder.add(part, self.i32_const(127, width))
+            bits = self.builder.shl(biased, self.i32_const(23, width))
             a = self.builder.fmul(a, self.builder.bitcast(bits, a.type))
         return a
 

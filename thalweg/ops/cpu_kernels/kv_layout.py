@@ -215,7 +215,7 @@ class Bf16PairKV(PlainKV):
         with code.if_then(code.builder.icmp_signed("==", code.rem(num_valid, 2), code.int_const(1))):
             pair = code.div(num_valid, 2)
             p = self._broadcast_pair(code.add(at, code.mul(pair, 4)))
-            first = code.splat(code.int_const(0xFFFF, I32), 16)
+            first = code.i32_const(0xFFFF, 16)
             for c, cell in enumerate(acc):
                 two = code.load(vec(16, I32), code.add(block, code.mul(pair, row), 64 * c))
                 self._dot(cell, p, code.builder.bitcast(code.builder.and_(two, first), vec(32, BF16)))
@@ -240,7 +240,7 @@ class Int8KV(PlainKV):
         inverse = self._store_scale(row, start, slot)
         with code.range(0, shape.head_dim, 16) as d:
             quantized = _load_quantized(code, code.add(row, code.mul(d, 4)), inverse)
-            biased = code.builder.add(quantized, code.splat(code.int_const(128, I32), 16))
+            biased = code.builder.add(quantized, code.i32_const(128, 16))
             fours = code.builder.bitcast(code.builder.trunc(biased, vec(16, I8)), vec(4, I32))
             for i in range(4):
                 at = code.add(start, code.mul(d, BLOCK_SIZE), 4 * BLOCK_SIZE * i, code.mul(slot, 4))
@@ -269,7 +269,7 @@ class Int8KV(PlainKV):
         query_buffer = code.stack_bytes(shape.head_dim)
         row_max = _abs_max(code, query, shape.head_dim)
         inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
-        zero = code.splat(code.int_const(0, I32), 16)
+        zero = code.i32_const(0, 16)
         total = code.stack_var(zero)
         with code.range(0, shape.head_dim, 16) as d:
             quantized = _load_quantized(code, code.add(query, code.mul(d, 4)), inverse)
@@ -326,4 +326,4 @@ def _load_quantized(code: KernelBuilder, address: Any, inverse: Any) -> Any:
     """Return 16 floats, scaled and rounded to int32."""
     magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
     value = code.fma(code.load(vec(16), address), inverse, magic)
-    return code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.splat(code.int_const(0x4B400000, I32), 16))
+    return code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.i32_const(0x4B400000, 16))

@@ -63,14 +63,12 @@ def _quantize(
     code.store(code.builder.fdiv(row_max, code.f32_const(127.0)), scale)
     inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
     magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
-    zero = code.splat(code.int_const(0, I32), 16)
+    zero = code.i32_const(0, 16)
     row_sum = code.stack_var(zero)
     group = code.stack_var(zero)
     with code.range(0, width, 16) as i:
         value = code.fma(code.load(vec(16), code.add(y, code.mul(i, 4))), inverse, magic)
-        quantized = code.builder.sub(
-            code.builder.bitcast(value, vec(16, I32)), code.splat(code.int_const(0x4B400000, I32), 16)
-        )
+        quantized = code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.i32_const(0x4B400000, 16))
         if kind == "int16":  # of four the even ones, then the odd ones: as ``vpmaddwd`` meets a weight's bytes
             order = code.const_vector([4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(16)])
             words = code.builder.trunc(quantized, vec(16, I16))
@@ -212,11 +210,11 @@ def emit_argmax(module: Any) -> str:
     a = code.load_args(ARGMAX_ARGS)
     first, last = code.thread_range(code.load(I64, a["rows"], 8))
     lane_ids = code.const_vector(range(16))
-    sixteen = code.splat(code.int_const(16, I32), 16)
+    sixteen = code.i32_const(16, 16)
     with code.range(first, last) as row:
         x = code.add(a["x"], code.mul(row, a["x_stride"]))
         lane_max = code.stack_var(code.f32_const(-math.inf, 16))
-        lane_index = code.stack_var(code.splat(code.int_const(0, I32), 16))
+        lane_index = code.stack_var(code.i32_const(0, 16))
         current_index, lane_nan = code.stack_var(lane_ids), code.stack_var(code.f32_const(0.0, 16))
         with code.range(0, code.mul(code.div(a["width"], 16), 16), 16) as i:
             value = code.load(vec(16), code.add(x, code.mul(i, 4)))
