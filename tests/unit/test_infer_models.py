@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import nightly
 from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.ops import cpu_kernels
@@ -36,6 +37,19 @@ def expected(model: Any, count: int = 10) -> list[list[int]]:
 @NATIVE
 @pytest.mark.parametrize("name", sorted(set(DECODER_CONFIGS) - MIXTURES - FOREIGN))
 def test_native_tokens_equal_hugging_face(name: str) -> None:
+    model = tiny_decoder(name)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "CpuRunner"
+    assert greedy_generate(engine, prompts(), 10) == expected(model)
+
+
+@NATIVE
+@pytest.mark.parametrize("isa", [isa.name for isa in cpu_kernels.supported_isas()][1:])
+@pytest.mark.parametrize(
+    "name", ["llama", *map(nightly, sorted(set(DECODER_CONFIGS) - MIXTURES - FOREIGN - {"llama"}))]
+)
+def test_kernels_for_smaller_processors_too(monkeypatch: pytest.MonkeyPatch, name: str, isa: str) -> None:
+    monkeypatch.setenv("THALWEG_CPU_ISA", isa)
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS)
     assert type(engine.runner).__name__ == "CpuRunner"

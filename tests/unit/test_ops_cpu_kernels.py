@@ -153,14 +153,17 @@ def layer_calls(
             else:
                 call = [up, width * 8, count, width, *ready.output_args()]
                 calls.append(cpu_kernels.Instruction(kernels.activate(name, True, kind), call))
-    picked, low = torch.zeros(3, width), torch.zeros(rows, 8)
-    best = torch.zeros(rows, dtype=torch.int32)
-    made |= {"picked": picked, "low": low, "best": best}
+    picked, best, ranks = torch.zeros(3, width), torch.zeros(rows, dtype=torch.int32), randn(2, rows, width)
+    total = torch.zeros(rows, width)
+    made |= {"picked": picked, "best": best, "total": total}
     calls += [
         cpu_kernels.Instruction(kernels.gather_rows(), [
             x, width * 4, picked, width * 4, torch.tensor([3]), indices, width * 4,
         ]),
         cpu_kernels.Instruction(kernels.argmax(), [x, width * 4, count, width - 3, torch.zeros(rows), best]),
+        cpu_kernels.Instruction(kernels.reduce_sum(), [
+            total, width * 4, ranks, width * 4, rows * width * 4, 2, count, width,
+        ]),
     ]  # fmt: skip
     return calls, made
 
@@ -174,6 +177,7 @@ def test_every_instruction_set_computes_the_same(name: str, kv_dtype: str) -> No
         calls, outputs = layer_calls(kernels, kv_dtype)
         run(kernels, calls)
         made.append(outputs)
+    assert all(want.any() for name, want in made[0].items() if "sums" not in name), "nothing but zeros shows nothing"
     errors = {name: (made[1][name].double() - want.double()).abs().max().item() for name, want in made[0].items()}
     # Some sets add up products of bf16 in pairs, rounded, and others widen them: all else has the same bits.
     assert errors.pop("attended") < (2e-2 if kv_dtype == "bf16" else 1e-6)
