@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,18 +20,22 @@ if cpu_kernels.unsupported_reason():
     MISSING = ["kernels"]
 else:
     from tests.unit.emulated_kernels import MISSING, emulate
+    from thalweg.ops.cpu_kernels.kernel_builder import optimize
 
 pytestmark = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 ERRORS = {"fp32": 1e-6, "bf16": 6e-3, "int8": 2e-2, "int4": 0.12}
 # A processor with AVX-512 runs the code for smaller ones too.
-ISAS = [isa.name for isa in cpu_kernels.supported_isas()] or [""]
+ISAS = {isa.name: isa for isa in cpu_kernels.supported_isas()}
+if "avx512" in ISAS:  # which has the instruction of AVX-VNNI in registers of 256 bits, under another code
+    evex = cpu_kernels.ISAS["avx2"].features | {"avx512vl", "avx512vnni"}
+    ISAS.setdefault("avxvnni", replace(cpu_kernels.ISAS["avxvnni"], features=evex))
 EMULATED = pytest.param("neon", marks=pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)}"))
 
 
-@pytest.fixture(scope="module", params=ISAS)
+@pytest.fixture(scope="module", params=list(ISAS))
 def kernels(request: pytest.FixtureRequest) -> cpu_kernels.KernelSet:
     torch.set_num_threads(2)
-    return cpu_kernels.KernelSet(cpu_kernels.ISAS[request.param])
+    return cpu_kernels.KernelSet(ISAS[request.param])
 
 
 def pack_weight(weight: Tensor, weight_format: str) -> dict[str, Tensor]:
@@ -59,7 +64,7 @@ def _empty_aligned(nbytes: int) -> Tensor:
 
 def run(kernels: cpu_kernels.KernelSet, calls: list[cpu_kernels.Instruction]) -> None:
     """Run calls on this processor, or on an emulated one of the kernels' kind."""
-    if kernels.isa in cpu_kernels.supported_isas():
+    if kernels.isa in ISAS.values():
         cpu_kernels.build_program(calls, kernels.compile(), []).run()
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -169,11 +174,11 @@ def layer_calls(
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", [*ISAS[1:], EMULATED])
+@pytest.mark.parametrize("name", [*list(ISAS)[1:], EMULATED])
 def test_every_instruction_set_computes_the_same(name: str, kv_dtype: str) -> None:
     made = []
-    for isa in (ISAS[0], name):
-        kernels = cpu_kernels.KernelSet(cpu_kernels.ISAS[isa])
+    for isa in (next(iter(ISAS.values())), ISAS.get(name, cpu_kernels.ISAS[name])):
+        kernels = cpu_kernels.KernelSet(isa)
         calls, outputs = layer_calls(kernels, kv_dtype)
         run(kernels, calls)
         made.append(outputs)
@@ -182,6 +187,19 @@ def test_every_instruction_set_computes_the_same(name: str, kv_dtype: str) -> No
     # Some sets add up products of bf16 in pairs, rounded, and others widen them: all else has the same bits.
     assert errors.pop("attended") < (2e-2 if kv_dtype == "bf16" else 1e-6)
     assert not {name: error for name, error in errors.items() if error}
+
+
+@pytest.mark.skipif("x86_64" not in {isa.machine for isa in cpu_kernels.supported_isas()}, reason="no x86 processor")
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_avx_vnni_multiplies_bytes_in_one_instruction(form: str) -> None:
+    assemblies = []
+    for name in ("avxvnni", "avx2"):
+        kernels = cpu_kernels.KernelSet(cpu_kernels.ISAS[name])
+        parsed, machine = optimize(kernels.llvm_ir(kernels.gemm(form)), kernels.isa)
+        assemblies.append(machine.emit_assembly(parsed))
+    assert ["vpdpbusd" in text for text in assemblies] == [True, False]
+    assert ["vpmadd" in text for text in assemblies] == [False, True]
+    assert not any("zmm" in text for text in assemblies)
 
 
 @pytest.mark.parametrize("form", list(ERRORS))

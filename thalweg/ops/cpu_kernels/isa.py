@@ -66,6 +66,7 @@ class Isa:
         for name in features:
             if self.lanes < 16 and name.startswith(("avx512", "avx10", "amx")):
                 features[name] = False
+        features.update(dict.fromkeys(self.features, True))  # code that is not for this processor can be looked at
         target = llvm.Target.from_triple(self.triple)
         return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3)
 
