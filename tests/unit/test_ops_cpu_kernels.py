@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.marks import nightly
 from thalweg.ops import cpu_kernels
 from thalweg.ops.linear import packed
 from thalweg.ops.linear.packed import pack_linear
@@ -29,10 +30,11 @@ ISAS = {isa.name: isa for isa in cpu_kernels.supported_isas()}
 if "avx512" in ISAS:  # which has the instruction of AVX-VNNI in registers of 256 bits, under another code
     evex = cpu_kernels.ISAS["avx2"].features | {"avx512vl", "avx512vnni"}
     ISAS.setdefault("avxvnni", replace(cpu_kernels.ISAS["avxvnni"], features=evex))
-EMULATED = pytest.param("neon", marks=pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)}"))
+IN_GATE = {*list(ISAS)[:1], "avx2"}  # the others share their code
+NEEDS_EMULATOR = pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)}")
 
 
-@pytest.fixture(scope="module", params=list(ISAS))
+@pytest.fixture(scope="module", params=[name if name in IN_GATE else nightly(name) for name in ISAS])
 def kernels(request: pytest.FixtureRequest) -> cpu_kernels.KernelSet:
     torch.set_num_threads(2)
     return cpu_kernels.KernelSet(ISAS[request.param])
@@ -173,8 +175,12 @@ def layer_calls(
     return calls, made
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", [*list(ISAS)[1:], EMULATED])
+@pytest.mark.parametrize(("name", "kv_dtype"), [
+    *((name, kv_dtype) if name == "avx2" else nightly(name, kv_dtype)
+      for name in list(ISAS)[1:] for kv_dtype in ("fp32", "bf16", "int8")),
+    pytest.param("neon", "int8", marks=NEEDS_EMULATOR),
+    *(pytest.param("neon", kv_dtype, marks=[NEEDS_EMULATOR, pytest.mark.nightly]) for kv_dtype in ("fp32", "bf16")),
+])  # fmt: skip
 def test_every_instruction_set_computes_the_same(name: str, kv_dtype: str) -> None:
     made = []
     for isa in (next(iter(ISAS.values())), ISAS.get(name, cpu_kernels.ISAS[name])):
@@ -203,7 +209,7 @@ def test_avx_vnni_multiplies_bytes_in_one_instruction(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", list(ERRORS))
-@pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)}")
+@NEEDS_EMULATOR
 def test_an_arm_processors_products(form: str) -> None:
     x, weight = torch.randn(7, 96), torch.randn(70, 96)
     got = product(cpu_kernels.KernelSet(cpu_kernels.ISAS["neon"]), x, weight, form)
