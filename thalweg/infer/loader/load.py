@@ -221,7 +221,7 @@ def choose_runner(
             why = "; ".join(filter(None, [*reasons, undescribed]))
             if (isa := cpu_kernels.host_isa()) is not None and runner.name == "cpu":
                 log.info("running by CPU kernels for %s", isa.name)
-            elif why and torch.device(options.device).type == "cpu":
+            elif why and resolve_device(options.device).type == "cpu":
                 log.warning("running by %s, not by CPU kernels, which %s: %s", runner.__name__, _KERNEL_GAIN, why)
             elif why:
                 log.info("running by %s: %s", runner.__name__, why)

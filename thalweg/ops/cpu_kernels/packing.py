@@ -7,8 +7,8 @@ that every weight is read once per product whatever the number of rows.
 format  a panel's stream                                         what it is multiplied by
 ======  =======================================================  =====================================
 fp32    for each k: 32 floats                                    fp32 rows
-bf16    for each pair of k: 32 pairs                             bf16 rows (``vdpbf16ps``)
-int8    for each four k: 32 x 4 bytes, weight + 128              int8 rows with a scale (``vpdpbusd``)
+bf16    for each pair of k: 32 pairs                             bf16 rows, or fp32 ones
+int8    for each four k: 32 x 4 bytes, weight + 128              int8 rows with a scale, or int16 ones
 int4    for each group of 32 k: 16 scales and 16 offsets in      int8 rows with a scale and their sums
         fp16, then 4 x 16 x 8 nibbles                            over each group
 ======  =======================================================  =====================================
