@@ -1,8 +1,8 @@
 """Kernels on rows: normalise, activate, and make rows ready for a product with packed weights.
 
-Every kernel that feeds a product ends with the same step, :func:`prepare`: fp32 rows stay as they are, become
-bf16, or become int8 (int16 where bytes are multiplied as words) with a scale for each row and the sums that the formats of ``gemm.py`` ask for.  Rows are
-dealt out to the threads; widths are multiples of 16.
+Every kernel that feeds a product ends with the same step, :func:`emit_quantize_row`: fp32 rows stay as they are,
+become bf16, or become int8 (int16 where bytes are multiplied as words) with a scale for each row and the sums that
+the formats of ``gemm.py`` ask for.  Rows are dealt out to the threads; widths are multiples of 16.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ _SPINS = 4000  # a few microseconds; then the core is offered to whoever else ne
 def _openmp_symbols() -> dict[str, int]:
     """Return the addresses of the runtime's entry points, or nothing where torch brings another one."""
     package = Path(torch.__file__).parent
-    for path in sorted([*(package / "lib").glob("lib*omp*.so*"), *package.with_name("torch.libs").glob("lib*omp*.so*")]):
+    for path in sorted(
+        [*(package / "lib").glob("lib*omp*.so*"), *package.with_name("torch.libs").glob("lib*omp*.so*")]
+    ):
         library = ctypes.CDLL(str(path))
         names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
         if all(hasattr(library, name) for name in names):
