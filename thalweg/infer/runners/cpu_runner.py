@@ -51,9 +51,9 @@ class CpuRunner(ModelRunner):
         return reason or length_unsupported_reason(spec, config)
 
     def __init__(self, request: RunnerRequest) -> None:
-        decoder, weight_format, kv_cache_dtype = request.spec, request.weight_format, request.kv_cache_dtype
+        decoder, weight_format = request.spec, request.weight_format
         assert isinstance(decoder, DecoderSpec), "supports() asks for a description"
-        if reason := cpu_program.kernels_unsupported_reason(decoder, weight_format, kv_cache_dtype):
+        if reason := cpu_program.kernels_unsupported_reason(decoder, request.kv_cache_dtype):
             raise UnsupportedModelError(reason)
         weights = request.weights
         self._weights = weights or InMemoryWeights(decoder, weight_format)

@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from llvmlite import ir
 from torch import Tensor
 
 from thalweg.ops.cpu_kernels import attention, gemm, lora, packing, pointwise, shm_reduce
-from thalweg.ops.cpu_kernels.kernel_builder import JitModule
+from thalweg.ops.cpu_kernels.isa import Isa, select_isa
+from thalweg.ops.cpu_kernels.kernel_builder import JitModule, KernelModule
 from thalweg.ops.cpu_kernels.program import Program
 
 
@@ -26,7 +26,7 @@ class ActivationBuffer:
     def __init__(self, rows: int, width: int, kind: str, y: Tensor) -> None:
         self.width, self.kind, self.y = width, kind, y
         columns = packing.round_up(width)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[kind]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "int8": torch.int8}[kind]
         use_in_place = kind == "fp32" and y.stride(0) >= columns
         self.operand = y if use_in_place else allocate_rows(rows, columns, dtype)
         self.operand_stride = self.operand.stride(0) * self.operand.element_size()
@@ -67,7 +67,7 @@ def _kernel(emit: Callable[..., str]) -> Callable[..., str]:
 
     def get_or_emit(self: KernelSet, *args: Any) -> str:
         if (emit, *args) not in self._names:
-            module = ir.Module("kernels")
+            module = KernelModule(self.isa)
             name = self._names[emit, *args] = emit(module, *args)
             self._modules[name] = module
         return self._names[emit, *args]
@@ -76,9 +76,12 @@ def _kernel(emit: Callable[..., str]) -> Callable[..., str]:
 
 
 class KernelSet:
-    """The kernels that a tape needs, each made once."""
+    """The kernels that a tape needs, each made once, for an instruction set: by default the one selected here."""
 
-    def __init__(self) -> None:
+    def __init__(self, isa: Isa | None = None) -> None:
+        selected = isa or select_isa()
+        assert selected is not None, "unsupported_reason() tells"
+        self.isa = selected
         self._names: dict[tuple[Any, ...], str] = {}
         self._modules: dict[str, Any] = {}
 
@@ -109,12 +112,16 @@ class KernelSet:
 
     def compile(self) -> dict[str, JitModule]:
         """Turn everything into machine code, by kernel; what another engine has needed is at hand."""
-        return {name: _compile_module(str(module)) for name, module in self._modules.items()}
+        return {name: _compile_module(self.llvm_ir(name), self.isa) for name in self._modules}
+
+    def llvm_ir(self, name: str) -> str:
+        """Return a kernel as LLVM reads it."""
+        return str(self._modules[name])
 
 
 @lru_cache(128)
-def _compile_module(llvm_ir: str) -> JitModule:
-    return JitModule(llvm_ir)
+def _compile_module(llvm_ir: str, isa: Isa) -> JitModule:
+    return JitModule(llvm_ir, isa)
 
 
 def build_program(
