@@ -1,0 +1,76 @@
+"""`thalweg rlhf`: from a base model to a chat model, in one step or all of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+from typing import Any
+
+from thalweg.rlhf.config import ALIASES, IGNORED, STEPS, RLHFConfig
+
+DESCRIPTION = "Fine-tune a model: SFT, a reward model, then PPO, DPO or GRPO; or all of it."
+PARSER_OPTIONS = {"allow_abbrev": False}
+EXAMPLES = """examples:
+  thalweg rlhf sft --model_name_or_path ./base --data_path chats.jsonl --output_dir out
+  thalweg rlhf all --config rlhf.json --nproc 2
+  thalweg rlhf grpo --config rlhf.json --reward_function rewards.py:score --num_train_steps 100
+
+A config file is JSON with the options below, for one step in a block of its name ("ppo": {...}); flags go over it.
+The same command goes on with a run that died.  `thalweg chat OUT/ppo/model` talks to the result.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand: :class:`RLHFConfig`'s fields, by their own names."""
+    parser.add_argument("step", choices=(*STEPS, "all"), help="what to run")
+    parser.add_argument("--config", metavar="FILE", help="a JSON file of options")
+    parser.add_argument(
+        "--algorithm", choices=("ppo", "dpo", "grpo"), default="ppo", help="what follows SFT in `all` (%(default)s)"
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (%(default)s)")
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    aliases = {own: [f"--{alias}" for alias, name in ALIASES.items() if name == own] for own in ALIASES.values()}
+    for each in fields(RLHFConfig):
+        names = [f"--{each.name}", *aliases.get(each.name, [])]
+        text = each.metadata["help"].replace("%", "%%") + f" ({each.default!r})"
+        if each.name == "data_path":
+            parser.add_argument(*names, nargs="+", help=text, **unset)
+        elif each.name == "offload" or isinstance(each.default, bool):
+            parser.add_argument(*names, action="store_true", help=text, dest=each.name, **unset)
+        else:
+            kind = float if each.name == "kl_target" else str if each.default is None else type(each.default)
+            choices = each.metadata["choices"]
+            parser.add_argument(*names, type=kind, choices=choices, help=text, dest=each.name, **unset)
+    for name in sorted(IGNORED):
+        parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS, **unset)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the steps on this host's ranks; 0 when the model is there."""
+    flags = {key: value for key, value in vars(args).items() if key in _FLAGS}
+    if args.nproc > 1 and "RANK" not in os.environ:
+        return _launch(args.nproc)
+    from thalweg.rlhf.config import load_rlhf_config
+    from thalweg.rlhf.steps import run_all, run_step
+
+    if args.step == "all":
+        model = run_all(args.config, args.algorithm, **flags)
+    else:
+        model = run_step(args.step, load_rlhf_config(args.config, args.step, **flags))
+    if os.environ.get("RANK", "0") == "0":
+        print(model)
+    return 0
+
+
+_FLAGS = {each.name for each in fields(RLHFConfig)}
+
+
+def _launch(nproc: int) -> int:
+    from thalweg.launch.local import run_local
+    from thalweg.launch.spec import LaunchSpec, build_local_job
+
+    outcome = run_local(build_local_job(LaunchSpec("thalweg", tuple(sys.argv[1:]), "module", str(nproc))))
+    sys.stderr.write(outcome.report)
+    return outcome.exit_code
