@@ -146,7 +146,14 @@ class ActorWeights:
         for name in self._tensors:
             if name not in self._bucketed:
                 self._gather(name)
-        return _map_linears(build_decoder_spec(self.skeleton), self._on_demand)
+        # A transposed view can only be made of a tensor that has memory, though nobody looks at it.
+        transposed: list[Any] = [m for m in self.skeleton.modules() if type(m).__name__ == "Conv1D"]
+        for module in transposed:
+            _allocate(module.weight)
+        spec = _map_linears(build_decoder_spec(self.skeleton), self._on_demand)
+        for module in transposed:
+            _free(module.weight)
+        return spec
 
     def gather_all(self) -> None:
         """Gather every weight, for a runner that is the model's own code; collective."""
@@ -207,7 +214,7 @@ class ActorWeights:
     @torch.no_grad()
     def _gather(self, name: str) -> None:
         tensor, param = self._tensors[name], get_sharded(self._actor.get_parameter(name))
-        tensor.untyped_storage().resize_(tensor.nbytes)
+        _allocate(tensor)
         tensor.copy_(all_gather_full(param.to(tensor.dtype)) if isinstance(param, DTensor) else param)
 
     @torch.no_grad()
@@ -291,6 +298,10 @@ def _list_tensors(part: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Any) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _allocate(tensor: Any) -> None:
+    tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def _free(tensor: Any) -> None:
