@@ -63,7 +63,7 @@ class RLHFConfig:
     num_train_steps: int = _option(0, "updates, or iterations of PPO and GRPO; 0: what the epochs come to")
     learning_rate: float = _option(1e-5, "at its highest")
     weight_decay: float = _option(0.0, "of AdamW")
-    lr_scheduler_type: str = _option("cosine", "after the warm-up", ("cosine", "linear", "constant"))
+    lr_scheduler_type: str = _option("cosine", "transformers' schedules: cosine, linear, constant_with_warmup, ...")
     num_warmup_steps: int = _option(0, "updates")
     dtype: str = _option("fp32", "what models compute in", ("fp32", "bf16", "fp16"))
     zero_stage: int = _option(0, "ZeRO stage", (0, 1, 2, 3))

@@ -54,7 +54,7 @@ class ValueModel(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the value at each token."""
         states = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return self.value_head(states).squeeze(-1)
+        return self.value_head(states).squeeze(-1).clone()  # a view would lose FSDP2's hooks to an in-place change
 
     def gradient_checkpointing_enable(self) -> None:
         """As a Hugging Face model's."""
@@ -128,7 +128,6 @@ def build_engine(
         zero["offload_optimizer"] = {"device": "cpu"}
         if zero["stage"] == 3:
             zero["offload_param"] = {"device": "cpu"}
-    rate = lr or config.learning_rate
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
         "gradient_accumulation_steps": accumulation,
@@ -140,22 +139,19 @@ def build_engine(
         "zero_optimization": zero,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": config.weight_decay},
+            "params": {"lr": lr or config.learning_rate, "betas": [0.9, 0.95], "weight_decay": config.weight_decay},
         },
         **_precision(config),
     }
-    warmup = {"warmup_num_steps": max(config.num_warmup_steps, 1), "warmup_type": "linear"}
-    total = {"total_num_steps": max(num_updates, warmup["warmup_num_steps"] + 1)}
-    match config.lr_scheduler_type:
-        case "cosine":
-            settings["scheduler"] = {"type": "WarmupCosineLR", "params": {**warmup, **total}}
-        case "linear":
-            settings["scheduler"] = {"type": "WarmupDecayLR", "params": {**warmup, **total, "warmup_max_lr": rate}}
-        case _ if config.num_warmup_steps:
-            settings["scheduler"] = {"type": "WarmupLR", "params": {**warmup, "warmup_max_lr": rate}}
+
+    def make_schedule(optimizer: Any) -> Any:
+        from transformers import get_scheduler
+
+        return get_scheduler(config.lr_scheduler_type, optimizer, config.num_warmup_steps, num_updates)
+
     return initialize(
         model=model, config=settings | _read_mapping(config.deepspeed_config), training_data=training_data,
-        collate_fn=collate_fn,
+        collate_fn=collate_fn, lr_scheduler=make_schedule,
     )[0]  # fmt: skip
 
 
@@ -223,7 +219,10 @@ def adapters_disabled(engine: Engine) -> Iterator[Engine]:
 
 
 def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
-    """Write the model whole, adapters merged, in Hugging Face's layout, all at once; collective."""
+    """Write the model whole, adapters merged, in Hugging Face's layout, all at once, and PEFT's own files of an adapter
+    below ``adapter``; collective."""
+    adapted: Any = engine.module
+    adapter_state = engine.state_dict() if hasattr(adapted, "peft_config") else None
     weights = ActorWeights(engine.module, torch.float32, torch.device("cpu"))
     weights.gather_all()
     directory = Path(directory)
@@ -233,6 +232,8 @@ def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
             remove_tree(FileSystem(), stale)
         weights.skeleton.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        if adapter_state is not None:
+            adapted.save_pretrained(temporary / "adapter", state_dict=adapter_state)
         temporary.rename(directory)
     weights.release()
     dist.barrier()

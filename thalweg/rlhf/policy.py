@@ -13,6 +13,7 @@ What an iteration draws depends on the seed, its number and the rank, so a run t
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,14 @@ _LARGE_PRIME = 1_000_003  # seeds of two iterations are as far apart
 
 def reward_from_function(function: Callable[..., Sequence[float]]) -> RewardFn:
     """A verifiable reward: ``function(prompts=..., completions=..., **columns)`` returns a number for each row, as
-    TRL's reward functions do; ``columns`` are those of the examples."""
+    TRL's reward functions do; ``columns``: those of the examples' that it has parameters for, or all."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    taken = {parameter.name for parameter in parameters}
 
     def score(_: Rollout, prompts: list[str], completions: list[str], examples: list[Example]) -> Tensor:
-        names = examples[0].keys() - {"prompt", "prompts", "completions"}
-        columns = {name: [example[name] for example in examples] for name in names}
-        rewards = list(function(prompts=prompts, completions=completions, **columns))
+        columns = {name: [example[name] for example in examples] for name in examples[0] if takes_all or name in taken}
+        rewards = list(function(**columns | {"prompts": prompts, "completions": completions}))
         if len(rewards) != len(completions):
             raise ValueError(f"the reward function gave {len(rewards)} numbers for {len(completions)} responses")
         return torch.tensor([float(reward) for reward in rewards])

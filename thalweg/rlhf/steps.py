@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,9 @@ def run_step(step: Step, config: RLHFConfig) -> Path:
         return model
     torch.manual_seed(config.seed)
     tokenizer = load_tokenizer(_find_model(step, config))
-    if step in ("sft", "reward", "dpo"):
-        engine = _train_supervised(step, config, tokenizer, folder)
-    else:
-        engine = _train_policy(step, config, tokenizer, folder)
-    save_model(engine, tokenizer, model)
-    engine.close()
+    train = _train_supervised if step in ("sft", "reward", "dpo") else _train_policy
+    with ExitStack() as engines:
+        save_model(train(step, config, tokenizer, folder, engines), tokenizer, model)
     return model
 
 
@@ -84,7 +82,7 @@ def _find_model(step: Step, config: RLHFConfig) -> str:
 # SFT, reward model, DPO: batches in, a loss out
 
 
-def _train_supervised(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path) -> Engine:
+def _train_supervised(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack) -> Engine:
     examples = load_examples(config.data_path, config.data_split, step, config.seed)
     columns = ("chosen",) if step == "sft" else ("chosen", "rejected")
     data = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
@@ -100,11 +98,12 @@ def _train_supervised(step: Step, config: RLHFConfig, tokenizer: Any, folder: Pa
     )
     reference = None
     if step == "dpo" and not _has_frozen_base(config):
-        reference = build_frozen_engine(load_policy(path), config)
+        reference = engines.enter_context(closing(build_frozen_engine(load_policy(path), config)))
     engine = build_engine(
         model, config, num_updates=num_updates, accumulation=config.gradient_accumulation_steps, training_data=data,
         collate_fn=data.collate,
     )  # fmt: skip
+    engines.enter_context(closing(engine))
     loss_fn: LossFn = {"sft": _sft, "reward": _reward, "dpo": DPOLoss(config, reference)}[step]  # type: ignore[assignment]
     start, _ = checkpoint.resume(folder / "checkpoint", {"model": engine})
     run_log, batches = RunLog(folder, start), cycle(engine.training_dataloader)
@@ -115,7 +114,7 @@ def _train_supervised(step: Step, config: RLHFConfig, tokenizer: Any, folder: Pa
             loss, num_items, more = loss_fn(engine, to_device(next(batches), engine.device))
             engine.backward(loss, num_items=num_items)
             engine.step()
-            for key, value in {"loss": loss, **more}.items():
+            for key, value in {"loss": loss.detach(), **more}.items():
                 totals[key] = totals.get(key, 0.0) + float(value) / config.gradient_accumulation_steps
         _record(engine, run_log, step, update, mean_over_ranks(totals))
         if config.save_interval and update % config.save_interval == 0 and update < num_updates:
@@ -183,7 +182,7 @@ def _has_frozen_base(config: RLHFConfig) -> bool:
 # PPO and GRPO
 
 
-def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path) -> Engine:
+def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack) -> Engine:
     prompts = PromptSource(
         load_examples(config.data_path, config.data_split, step, config.seed), tokenizer, config.max_prompt_seq_len,
         config.seed,
@@ -197,16 +196,19 @@ def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path) 
         load_policy(path, config), config, num_updates=num_updates, lr=config.actor_learning_rate,
         stage=config.actor_zero_stage, accumulation=window,
     )  # fmt: skip
+    engines.enter_context(closing(actor))
     reference = None
     if not _has_frozen_base(config):
         reference = build_frozen_engine(load_policy(path), config, stage=config.actor_zero_stage)
-    arguments = config, actor, reference, tokenizer, prompts, _load_reward(config)
+        engines.enter_context(closing(reference))
+    arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines)
     if step == "ppo":
         begin = config.critic_model_name_or_path or _find_reward_model(config) or path
         critic = build_engine(
             ValueModel.from_pretrained(begin), config, num_updates=num_updates, lr=config.critic_learning_rate,
             stage=config.critic_zero_stage, accumulation=window,
         )  # fmt: skip
+        engines.enter_context(closing(critic))
         trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic)
     else:
         trainer = GRPOTrainer(*arguments)
@@ -226,13 +228,13 @@ def _find_reward_model(config: RLHFConfig) -> str:
     return config.reward_model_name_or_path or (str(trained) if trained.is_dir() else "")
 
 
-def _load_reward(config: RLHFConfig) -> RewardFn:
+def _load_reward(config: RLHFConfig, engines: ExitStack) -> RewardFn:
     if config.reward_function:
         return reward_from_function(_load_function(config.reward_function))
     path = _find_reward_model(config)
     if not path:
         raise ValueError("there is nothing that scores: set reward_function or reward_model_name_or_path")
-    engine = build_frozen_engine(ValueModel.from_pretrained(path), config)
+    engine = engines.enter_context(closing(build_frozen_engine(ValueModel.from_pretrained(path), config)))
     return reward_from_model(engine, config.per_device_train_batch_size)
 
 
