@@ -82,28 +82,28 @@ def test_a_run_that_died_goes_on_to_the_same_end(
     ends = []
     for name, when in (("whole", []), ("died", deaths)):
         model = run_ranks(_run, 2, base, str(tmp_path / name), algorithm, when)[0]
-        ends.append([_rows(path) for path in sorted((tmp_path / name).iterdir())])
+        ends.append({path.name: _rows(path) for path in (tmp_path / name).iterdir()})
         assert Path(model).is_dir()
     whole, died = ends
-    assert [len(rows) for rows in whole] == [3] * len(whole) == [len(rows) for rows in died]
+    assert all(len(rows) == 3 for rows in whole.values())
     assert died == whole  # every metric of every step, and the samples' texts
-    assert whole[-1][0] != whole[-1][1]
+    last = whole[algorithm]
+    assert last[0] != last[1]
     report = (Path(model).parent / "report.html").read_text()
-    assert report.count("<svg") == len([key for key in whole[0 if algorithm == "dpo" else -1][0]]) - (
-        2 if algorithm != "dpo" else 1
-    )
+    assert report.count("<svg") == len(last[0].keys() - {"step", "samples"})
 
 
+@pytest.mark.nightly
 def test_a_reward_function_raises_the_reward_it_gives(base: dict[str, Any], tmp_path: Path) -> None:
     """A reward that is easy to raise, a control in which it says nothing of the response."""
     options = base | {
         "num_train_steps": 12, "learning_rate": 1e-2, "per_device_generation_batch_size": 8, "beta": 0.0,
-        "data_split": "0,0,1", "save_interval": 0, "num_generations": 8, "per_device_train_batch_size": 32,
+        "data_split": "0,0,1", "save_interval": 0, "lr_scheduler_type": "constant", "num_generations": 8, "per_device_train_batch_size": 32,
     }  # fmt: skip
     rewards = run_ranks(_raise_reward, 2, options, str(tmp_path))
     assert rewards[0] == rewards[1]
     (first, last), (_, control) = rewards[0]
-    assert last > first + 0.2 and control < first + 0.1, rewards
+    assert last > first + 0.05 and control < first + 0.03, rewards
 
 
 def _raise_reward(rank: int, world: int, options: dict[str, Any], out: str) -> list[tuple[float, float]]:

@@ -223,8 +223,9 @@ def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
     below ``adapter``; collective."""
     adapted: Any = engine.module
     adapter_state = engine.state_dict() if hasattr(adapted, "peft_config") else None
-    weights = ActorWeights(engine.module, torch.float32, torch.device("cpu"))
-    weights.gather_all()
+    weights = ActorWeights(engine, torch.float32, torch.device("cpu"))
+    with weights.reading():
+        weights.gather_all()
     directory = Path(directory)
     if dist.get_rank() == 0:
         temporary = directory.with_name(f".{directory.name}.saving")

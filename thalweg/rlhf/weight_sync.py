@@ -9,8 +9,9 @@ The picture, for each generation phase::
 
 The skeleton is the plain model without values, a tensor of no memory in the place of each parameter.  It is described
 as any model is (``infer/models``), and a runner is built from that description, which reads one linear layer after the
-other.  A layer that is read is the bucket: its weights are gathered then, and their memory is given back when the next
-one is read.  So beyond the shards and the inference engine's own weights there is at most one bucket.
+other.  A layer that is read is the bucket: its weights are there until the next one is read, gathered with their ZeRO
+unit as in a forward pass.  So beyond the shards and the inference engine's own weights there is at most one unit and
+one bucket.
 
 Phases: :meth:`HybridEngine.generation` gathers, builds, yields the inference engine, and drops its weights and KV cache
 before training goes on.  Nothing of the actor changes: LoRA is merged into the bucket, so there is nothing to unmerge.
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thalweg.engine import Engine
 from thalweg.infer.config import EngineConfig
@@ -40,8 +40,6 @@ from thalweg.infer.models.spec import DecoderSpec, LinearSpec, UnsupportedModelE
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners.base import ModelInput, QuerySpan
 from thalweg.utils.log import get_logger
-from thalweg.zero.full_state_dict import all_gather_full
-from thalweg.zero.gathered_parameters import get_sharded
 
 log = get_logger(__name__)
 _WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +58,7 @@ class HybridEngine:
         dtype = "bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32"
         self.actor, self.tokenizer = actor, tokenizer
         self.config = config or EngineConfig(dtype=dtype, device=str(actor.device))
-        self.weights = ActorWeights(actor.module, _WEIGHT_DTYPES[dtype], torch.device(self.config.device))
+        self.weights = ActorWeights(actor, _WEIGHT_DTYPES[dtype], torch.device(self.config.device))
         self._is_verified = False
         self.runner = runner
 
@@ -75,57 +73,61 @@ class HybridEngine:
             self.weights.release()
 
     def _load(self) -> LLMEngine:
-        spec = None
-        if self.runner != "transformers":
-            try:
-                spec = self.weights.describe()
-            except UnsupportedModelError as reason:
-                self._use_model_code(reason)
-        if spec is None:
-            self.weights.gather_all()
-        core = load_engine(self.weights.skeleton, self.config, self.tokenizer, runner=self.runner, spec=spec)
-        assert isinstance(core, LLMEngine)
+        with self.weights.reading():
+            spec = None
+            if self.runner != "transformers":
+                try:
+                    spec = self.weights.describe()
+                except UnsupportedModelError as reason:
+                    self._use_model_code(reason)
+            if spec is None:
+                self.weights.gather_all()
+            core = load_engine(self.weights.skeleton, self.config, self.tokenizer, runner=self.runner, spec=spec)
+            assert isinstance(core, LLMEngine)
+            probe = None if spec is None else self._probe(core)
+        if probe is None or self._is_verified or self.config.quantization:
+            return core
         try:
-            if spec is not None:
-                self._probe(core)
+            self._verify(*probe)
         except UnsupportedModelError as reason:
             core.close()
             self._use_model_code(reason)
             return self._load()
-        self.weights.release_bucket()
         return core
 
     def _use_model_code(self, reason: UnsupportedModelError) -> None:
         log.warning("rollouts run through the model's own code, with a whole copy of its weights: %s", reason)
         self.runner = "transformers"
 
-    def _probe(self, core: LLMEngine) -> None:
-        """Run some tokens, so that a runner that packs a layer at its first use has now packed all; the first time
-        compare their logits with the actor's."""
+    def _probe(self, core: LLMEngine) -> tuple[list[int], Tensor]:
+        """Run some tokens: a runner that packs a layer at its first use has then packed all.  Returns their logits."""
         tokens = [(7 * i + 3) % core.metadata.vocab_size for i in range(NUM_PROBE_TOKENS)]
         rows = range(NUM_PROBE_TOKENS)
         logits = core.runner.run(ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], rows, block_tables=[[0]]))
         core.runner.free_slot(0)
-        if self._is_verified or self.config.quantization:
-            return
+        return tokens, logits.clone()
+
+    def _verify(self, tokens: list[int], logits: Tensor) -> None:
+        """Raise UnsupportedModelError unless the actor gives these logits; collective."""
         ids = torch.tensor([tokens], device=self.actor.device)
         with torch.no_grad(), eval_mode(self.actor.module):
             expected = self.actor(input_ids=ids).logits[0].float()
         dtypes = {self.weights.dtype, _WEIGHT_DTYPES[get_weight_format(self.config)]}
-        coarsest = min(dtypes, key=lambda dtype: -torch.finfo(dtype).eps)
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         check_logits_close(logits.to(expected.device), expected, coarsest)
         self._is_verified = True
 
 
 class ActorWeights:
-    """A model in training as a plain one whose weights are gathered when they are read.
+    """A model in training as a plain one whose weights are gathered when they are read, within :meth:`reading`.
 
     ``skeleton``: the base model, without adapters.  ``dtype``: of the gathered weights.
-    ``bucket_bytes``: the largest bucket so far.
     """
 
-    def __init__(self, actor: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.bucket_bytes, self._actor = dtype, 0, actor
+    def __init__(self, engine: Engine, dtype: torch.dtype, device: torch.device) -> None:
+        actor = engine.module
+        self.dtype, self._sharded = dtype, engine.sharded_model
+        self._read: Callable[[str], Tensor] | None = None
         self._tensors: dict[str, nn.Parameter] = {}
         memo: dict[int, Any] = {}
         for name, param in actor.named_parameters():
@@ -139,6 +141,16 @@ class ActorWeights:
         self._bucket: tuple[nn.Module, ...] = ()
         self._bucketed = self._find_bucketed()
         self.release()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Gather what is read within; the bucket is given back at its end; collective."""
+        with self._sharded.read_whole() as self._read:
+            try:
+                yield
+            finally:
+                self._read = None
+                self._release_bucket()
 
     def describe(self) -> DecoderSpec:
         """Gather what an engine reads where it lies, and describe the model; its linear layers gather themselves as
@@ -162,7 +174,7 @@ class ActorWeights:
         for base_layer in self._adapters:
             self._merge(base_layer)
 
-    def release_bucket(self) -> None:
+    def _release_bucket(self) -> None:
         """Give the memory of the bucket back."""
         for module in self._bucket:
             _free(module.weight)
@@ -204,18 +216,18 @@ class ActorWeights:
         """Make these modules the bucket; collective unless they are."""
         if modules == self._bucket:
             return
-        self.release_bucket()
+        self._release_bucket()
         self._bucket = modules
         for module in modules:
             self._gather(self._names[id(module.weight)])
             self._merge(module)
-        self.bucket_bytes = max(self.bucket_bytes, sum(m.weight.nbytes for m in modules))  # type: ignore[union-attr]
 
     @torch.no_grad()
     def _gather(self, name: str) -> None:
-        tensor, param = self._tensors[name], get_sharded(self._actor.get_parameter(name))
+        assert self._read is not None, "weights are read within reading()"
+        tensor = self._tensors[name]
         _allocate(tensor)
-        tensor.copy_(all_gather_full(param.to(tensor.dtype)) if isinstance(param, DTensor) else param)
+        tensor.copy_(self._read(name))
 
     @torch.no_grad()
     def _merge(self, base_layer: nn.Module) -> None:

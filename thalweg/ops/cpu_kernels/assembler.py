@@ -66,11 +66,9 @@ def _kernel(emit: Callable[..., str]) -> Callable[..., str]:
     """Return the method that names the kernel ``emit`` makes of its arguments, after making it once."""
 
     def get_or_emit(self: KernelSet, *args: Any) -> str:
-        if (emit, *args) not in self._names:
-            module = ir.Module("kernels")
-            name = self._names[emit, *args] = emit(module, *args)
-            self._modules[name] = module
-        return self._names[emit, *args]
+        name, llvm_ir = _emit_kernel(emit, args)
+        self._llvm_ir[name] = llvm_ir
+        return name
 
     return get_or_emit
 
@@ -79,8 +77,7 @@ class KernelSet:
     """The kernels that a tape needs, each made once."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._modules: dict[str, Any] = {}
+        self._llvm_ir: dict[str, str] = {}
 
     # Normalise rows (``rms``, ``layer``, ``none``) and make them ready as a kind.
     norm = _kernel(pointwise.emit_norm)
@@ -109,7 +106,14 @@ class KernelSet:
 
     def compile(self) -> dict[str, JitModule]:
         """Turn everything into machine code, by kernel; what another engine has needed is at hand."""
-        return {name: _compile_module(str(module)) for name, module in self._modules.items()}
+        return {name: _compile_module(llvm_ir) for name, llvm_ir in self._llvm_ir.items()}
+
+
+@lru_cache(128)
+def _emit_kernel(emit: Callable[..., str], args: tuple[Any, ...]) -> tuple[str, str]:
+    """A kernel's name and its code for LLVM, whose making costs as much as reading it: engines come and go."""
+    module = ir.Module("kernels")
+    return emit(module, *args), str(module)
 
 
 @lru_cache(128)
