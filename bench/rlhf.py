@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import thalweg
 from thalweg.infer import EngineConfig, SamplingParams, load_engine
@@ -55,8 +56,8 @@ def train(engine: thalweg.Engine) -> None:
 
 
 def measure_generation(width: int, num_layers: int, num_prompts: int, length: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a rollout in turns: the hybrid engine with its sync, `model.generate` under stage 3, and the
-    stand-alone engine of a plain copy."""
+    """Seconds of a rollout in turns: the hybrid engine with its sync, `model.generate` under this stage 3 and under raw
+    FSDP2, and the stand-alone engine of a plain copy."""
     actor = make_actor(width, num_layers)
     draw = torch.Generator().manual_seed(dist.get_rank())
     prompts = torch.randint(8192, (num_prompts, 32), generator=draw)
@@ -66,7 +67,11 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
     plain = type(actor.module).__mro__[2](copy.deepcopy(actor.module.config))
     plain.load_state_dict(actor.state_dict())
     alone = load_engine(plain, options)
-    seconds: dict[str, list[float]] = {"hybrid": [], "sync": [], "generate": [], "alone": []}
+    raw = copy.deepcopy(plain).eval()
+    for block in raw.transformer.h:
+        fully_shard(block)
+    fully_shard(raw)
+    seconds: dict[str, list[float]] = {name: [] for name in ("hybrid", "sync", "generate", "raw", "alone")}
     for round_ in range(rounds + 1):
         train(actor)
         dist.barrier()
@@ -77,14 +82,14 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
         dist.barrier()
         ended = time.perf_counter()
         took = {"hybrid": ended - begun, "sync": synced - begun}
-        begun = time.perf_counter()
-        with torch.no_grad():
-            made = actor.module.generate(
-                prompts, max_new_tokens=length, do_sample=False, pad_token_id=0, synced_gpus=True
-            )
-        dist.barrier()
-        took["generate"] = time.perf_counter() - begun
-        assert torch.equal(made, rollout.input_ids), "greedy tokens of the two are the same"
+        for name, model in (("generate", actor.module), ("raw", raw)):
+            begun = time.perf_counter()
+            with torch.no_grad():
+                made = model.generate(prompts, max_new_tokens=length, do_sample=False, pad_token_id=0, synced_gpus=True)
+            dist.barrier()
+            took[name] = time.perf_counter() - begun
+            same = torch.equal(made, rollout.input_ids)
+            assert same or name == "raw", "greedy tokens are those of the weights as they are now"
         begun = time.perf_counter()
         generate_rollout(alone, prompts.tolist(), params, seed=0, pad_id=0)
         dist.barrier()
@@ -93,12 +98,14 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
             for name, value in took.items():
                 seconds[name].append(value)
     least = {name: min(values) for name, values in seconds.items()}
-    pairs = list(zip(seconds["generate"], seconds["hybrid"], seconds["alone"], strict=True))
+
+    def ratio(name: str) -> float:
+        return statistics.median(x / h for x, h in zip(seconds[name], seconds["hybrid"], strict=True))
+
     return {
         "parameters": sum(p.numel() for p in plain.parameters()), "prompts": num_prompts, "new_tokens": length,
         "seconds": seconds, "least": least,
-        "times_generate": statistics.median(g / h for g, h, _ in pairs),
-        "times_alone": statistics.median(a / h for _, h, a in pairs),
+        "times_generate": ratio("generate"), "times_raw": ratio("raw"), "times_alone": ratio("alone"),
     }  # fmt: skip
 
 
