@@ -2,7 +2,7 @@
 
     thalweg run --nproc 2 bench/rlhf.py generation       turns of the contestants, weights changed between them
     thalweg run --nproc 2 bench/rlhf.py memory           how far a sync rises above the shards
-    thalweg run --nproc 2 bench/rlhf.py learning --seeds 0 1 2 --out DIR
+    python bench/rlhf.py learning --seeds 0 1 2 --out DIR
 
 Each prints one JSON object on rank 0.
 """
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
+from _rlhf_learning import run_learning
 from torch.distributed.fsdp import fully_shard
 
 import thalweg
@@ -147,16 +148,22 @@ def _status(key: str) -> int:
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("generation", "memory"))
+    parser.add_argument("part", choices=("generation", "memory", "learning"))
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", nargs="+", default=["grpo", "ppo", "shuffled"])
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("rlhf-learning"))
     args = parser.parse_args()
     thalweg.init_distributed()
     if args.part == "generation":
         found = measure_generation(args.width, args.layers, args.prompts, args.length, args.rounds)
+    elif args.part == "learning":
+        found = run_learning(args.out, args.seeds, args.iterations, args.runs)
     else:
         found = measure_memory(args.width, args.layers)
     if dist.get_rank() == 0:

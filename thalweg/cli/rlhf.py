@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from dataclasses import fields
 from typing import Any
 
-from thalweg.rlhf.config import ALIASES, IGNORED, STEPS, RLHFConfig
+from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, RLHFConfig
 
 DESCRIPTION = "Fine-tune a model: SFT, a reward model, then PPO, DPO or GRPO; or all of it."
 PARSER_OPTIONS = {"allow_abbrev": False}
@@ -31,25 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (%(default)s)")
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
-    aliases = {own: [f"--{alias}" for alias, name in ALIASES.items() if name == own] for own in ALIASES.values()}
-    for each in fields(RLHFConfig):
-        names = [f"--{each.name}", *aliases.get(each.name, [])]
-        text = each.metadata["help"].replace("%", "%%") + f" ({each.default!r})"
-        if each.name == "data_path":
-            parser.add_argument(*names, nargs="+", help=text, **unset)
-        elif each.name == "offload" or isinstance(each.default, bool):
-            parser.add_argument(*names, action="store_true", help=text, dest=each.name, **unset)
+    options = {each.name: each for each in fields(RLHFConfig)}
+    for name, own in ({name: name for name in options} | ALIASES).items():
+        each = options[own]
+        help_text = each.metadata["help"].replace("%", "%%") + f" ({each.default!r})"
+        how: dict[str, Any] = {"help": help_text if name == own else argparse.SUPPRESS, **unset}
+        if own == "data_path":
+            how["nargs"] = "+"
+        elif isinstance(each.default, bool):
+            how["action"] = "store_true"
         else:
-            kind = float if each.name == "kl_target" else str if each.default is None else type(each.default)
-            choices = each.metadata["choices"]
-            parser.add_argument(*names, type=kind, choices=choices, help=text, dest=each.name, **unset)
-    for name in sorted(IGNORED):
-        parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS, **unset)
+            how["type"] = float if own == "kl_target" else str if each.default is None else type(each.default)
+            how["choices"] = each.metadata["choices"]
+        parser.add_argument(f"--{name}", **how)
+    for name in sorted({*IGNORED, *REFUSED} - {"deepspeed_config"}):
+        parser.add_argument(f"--{name}", nargs="?", const=True, type=_parse_value, help=argparse.SUPPRESS, **unset)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the steps on this host's ranks; 0 when the model is there."""
-    flags = {key: value for key, value in vars(args).items() if key in _FLAGS}
+    own = {"step", "config", "algorithm", "nproc", "passthrough"}
+    flags = {key: value for key, value in vars(args).items() if key not in own}
     if args.nproc > 1 and "RANK" not in os.environ:
         return _launch(args.nproc)
     from thalweg.rlhf.config import load_rlhf_config
@@ -62,9 +72,6 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(model)
     return 0
-
-
-_FLAGS = {each.name for each in fields(RLHFConfig)}
 
 
 def _launch(nproc: int) -> int:

@@ -26,10 +26,11 @@ IGNORED = {
     "enable_test_mode", "test_stop_step", "max_generation_length", "compute_fp32_loss", "deployment_type",
 }  # fmt: skip
 # What they say and has no counterpart here yet, with the values that ask for nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "enable_ema": (False, None), "generation_batches": (1, None), "unsup_coef": (0, 0.0, None),
     "unsupervised_dataset_name": (None, ""),
     "unsupervised_dataset_config_name": (None, ""), "inference_tp_size": (1, None),
+    "critic_lora_dim": (0, None), "critic_lora_module_name": (None, ""),
     "enable_mixed_precision_lora": (False, None), "mixed_precision_lora": (False, None),
 }  # fmt: skip
 # Their names for what has one name here.
@@ -37,7 +38,8 @@ ALIASES = {
     "per_device_training_batch_size": "per_device_train_batch_size",
     "actor_model": "actor_model_name_or_path", "reward_model": "reward_model_name_or_path",
     "actor_lora_dim": "lora_dim", "actor_lora_module_name": "lora_module_name",
-    "actor_weight_decay": "weight_decay", "actor_gradient_checkpointing": "gradient_checkpointing",
+    "actor_weight_decay": "weight_decay", "critic_weight_decay": "weight_decay",
+    "actor_gradient_checkpointing": "gradient_checkpointing", "critic_gradient_checkpointing": "gradient_checkpointing",
     "reference_zero_stage": "actor_zero_stage",
 }  # fmt: skip
 
@@ -111,13 +113,6 @@ class RLHFConfig:
         parts = self.data_split.split(",")
         if len(parts) != 3 or not all(x.strip().replace(".", "", 1).isdigit() for x in parts):
             raise ValueError(f"data_split is {self.data_split!r}: give three numbers, as 2,4,4")
-        rows = self.per_device_generation_batch_size * self.num_generations
-        if rows % (self.per_device_train_batch_size * self.num_mini_batches):
-            raise ValueError(
-                f"per_device_generation_batch_size x num_generations is {rows} responses, no whole number of "
-                f"num_mini_batches x per_device_train_batch_size ({self.num_mini_batches} x "
-                f"{self.per_device_train_batch_size})"
-            )
 
 
 def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, **flags: Any) -> RLHFConfig:
@@ -134,11 +129,17 @@ def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, 
     options: dict[str, Any] = {}
     for key, value in merged.items():
         name = ALIASES.get(key, key)
-        if name in _REFUSED:
-            if value not in _REFUSED[name]:
+        if name in REFUSED:
+            if value not in REFUSED[name]:
                 raise ValueError(f"{name} is not supported yet: leave it out")
         elif name in known:
-            options[name] = tuple([value] if isinstance(value, str) else value) if name == "data_path" else value
+            if name == "data_path":
+                value = (value,) if isinstance(value, str) else tuple(value)
+            if key != name and options.get(name, value) != value:
+                raise ValueError(
+                    f"{key} is {value!r} and {name} {options[name]!r}, which are one option: give one value"
+                )
+            options[name] = value
         elif name not in IGNORED:
             near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
             raise ValueError(f"there is no option {key!r}{f', did you mean {near[0]}?' if near else ''}")

@@ -99,6 +99,13 @@ class GRPOTrainer:
         prompts: PromptSource,
         reward: RewardFn,
     ) -> None:
+        num_rows = config.per_device_generation_batch_size * config.num_generations
+        if num_rows % (config.per_device_train_batch_size * config.num_mini_batches):
+            raise ValueError(
+                f"per_device_generation_batch_size x num_generations is {num_rows} responses, no whole number of "
+                f"num_mini_batches x per_device_train_batch_size ({config.num_mini_batches} x "
+                f"{config.per_device_train_batch_size})"
+            )
         self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer
         self.prompts, self.reward, self.iteration = prompts, reward, 0
         self.hybrid = HybridEngine(actor)

@@ -64,7 +64,8 @@ def run_step(step: Step, config: RLHFConfig) -> Path:
 def run_all(source: Any, algorithm: Step, **flags: Any) -> Path:
     """Run SFT, the reward model where ``algorithm`` asks for one, and ``algorithm``; a run that died goes on."""
     final = load_rlhf_config(source, algorithm, **flags)
-    needs_reward_model = algorithm != "dpo" and not final.reward_function and not final.reward_model_name_or_path
+    has_reward = final.reward_function or final.reward_model_name_or_path or final.critic_model_name_or_path
+    needs_reward_model = algorithm != "dpo" and not has_reward
     steps: list[Step] = ["sft", *(("reward",) if needs_reward_model else ()), algorithm]
     return [run_step(step, load_rlhf_config(source, step, **flags)) for step in steps][-1]
 
@@ -225,7 +226,8 @@ def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, 
 
 def _find_reward_model(config: RLHFConfig) -> str:
     trained = Path(config.output_dir) / "reward" / "model"
-    return config.reward_model_name_or_path or (str(trained) if trained.is_dir() else "")
+    named = config.reward_model_name_or_path or config.critic_model_name_or_path  # as DeepSpeed-Chat's third step
+    return named or (str(trained) if trained.is_dir() else "")
 
 
 def _load_reward(config: RLHFConfig, engines: ExitStack) -> RewardFn:
