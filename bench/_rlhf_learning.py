@@ -124,8 +124,8 @@ def run_learning(folder: Path, seeds: Sequence[int], iterations: int, runs: Sequ
                 "reward_function": f"_rlhf_learning:{'shuffled' if name == 'shuffled' else 'bracket'}_reward",
                 "max_prompt_seq_len": PROMPT_TOKENS, "max_answer_seq_len": ANSWER_TOKENS,
                 "per_device_generation_batch_size": 16, "num_generations": 8, "per_device_train_batch_size": 32,
-                "num_mini_batches": 2, "num_train_steps": iterations, "learning_rate": 5e-4,
-                "critic_learning_rate": 1e-3, "lr_scheduler_type": "constant", "beta": 0.05, "kl_coef": 0.05,
+                "num_mini_batches": 2, "num_train_steps": iterations, "learning_rate": 3e-4,
+                "critic_learning_rate": 1e-3, "lr_scheduler_type": "constant", "beta": 0.2, "kl_coef": 0.05,
                 "kl_target": 6.0, "kl_horizon": 2000,
             }  # fmt: skip
             model = run_step(step, load_rlhf_config(options, step))

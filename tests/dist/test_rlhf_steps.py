@@ -98,7 +98,8 @@ def test_a_reward_function_raises_the_reward_it_gives(base: dict[str, Any], tmp_
     """A reward that is easy to raise, a control in which it says nothing of the response."""
     options = base | {
         "num_train_steps": 12, "learning_rate": 1e-2, "per_device_generation_batch_size": 8, "beta": 0.0,
-        "data_split": "0,0,1", "save_interval": 0, "lr_scheduler_type": "constant", "num_generations": 8, "per_device_train_batch_size": 32,
+        "data_split": "0,0,1", "save_interval": 0, "lr_scheduler_type": "constant",
+        "num_generations": 8, "per_device_train_batch_size": 32,
     }  # fmt: skip
     rewards = run_ranks(_raise_reward, 2, options, str(tmp_path))
     assert rewards[0] == rewards[1]

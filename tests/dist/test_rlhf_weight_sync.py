@@ -7,6 +7,7 @@ are not the trainer's, and a full copy for each sync.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,13 @@ PROMPTS = [[[5, 9, 2], [7, 7, 1, 30, 4, 8, 8], [100]], [[3] * 12, [60, 61], [17,
 NEW = 6
 
 
-def _actor(stage: int, kind: str, bf16: bool = False, lora: dict[str, Any] | None = None) -> thalweg.Engine:
+def _actor(
+    stage: int,
+    kind: str,
+    bf16: bool = False,
+    lora: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+) -> thalweg.Engine:
     model = tiny_decoder(kind)
     if bf16:  # whose own logits are rounded to 8 bits: small ones, so that the rounding is small beside the bound
         with torch.no_grad():
@@ -38,7 +45,7 @@ def _actor(stage: int, kind: str, bf16: bool = False, lora: dict[str, Any] | Non
         torch.manual_seed(0)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=16, **lora))
     config = {
-        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16},
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero or {"stage": stage}, "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3 if bf16 else 3e-2}}, "log_level": "error",
     }  # fmt: skip
     return thalweg.initialize(model=model, config=config)[0]
@@ -182,6 +189,82 @@ def _lazily(rank: int, world: int) -> bool:
             responses = generate_rollout(core, PROMPTS[1], params, seed=0, pad_id=0).responses()
     engine.close()
     return rank == 0 or responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[1]]
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "host": {"offload_param": {"device": "cpu"}},
+    "nvme": {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+}
+
+
+def _tier(rank: int, world: int, tier: str, folder: str) -> bool:
+    zero = {"stage": 3} | {key: {**value, "nvme_path": folder} for key, value in TIERS[tier].items()}
+    engine = _actor(3, "llama", zero=zero)
+    _train(engine, 0)
+    plain, hybrid = _plain(engine, "llama", None), HybridEngine(engine)
+    params, equal = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True), True
+    for _ in range(2):
+        with hybrid.generation() as core:
+            responses = generate_rollout(core, PROMPTS[rank], params, seed=0, pad_id=0).responses()
+        equal &= responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[rank]]
+    _train(engine, 1)  # goes on
+    engine.close()
+    return equal and hybrid.runner is None
+
+
+@pytest.mark.parametrize("tier", ["host", nightly("nvme")])
+def test_shards_that_rest_elsewhere_are_gathered_unit_by_unit(tier: str, tmp_path: Path) -> None:
+    assert run_ranks(_tier, 2, tier, str(tmp_path)) == [True, True]
+
+
+def test_at_most_one_layer_is_there_beside_what_the_engine_reads_in_place() -> None:
+    for largest, most, end in run_ranks(_bucket_bytes, 2):
+        assert most == largest and end == 0
+
+
+def _bucket_bytes(rank: int, world: int) -> tuple[int, int, int]:
+    """Bytes of the largest linear layer of the description, of the most that was there, and at the end."""
+    from thalweg.rlhf import weight_sync
+
+    engine = _actor(3, "llama")
+    hybrid, allocate = HybridEngine(engine), weight_sync._allocate
+    weights, most = hybrid.weights, 0
+
+    def there() -> int:
+        return sum(weights._tensors[name].untyped_storage().size() for name in weights._bucketed)
+
+    def counting(tensor: Any) -> None:
+        nonlocal most
+        allocate(tensor)
+        most = max(most, there())
+
+    weight_sync._allocate = counting
+    try:
+        with hybrid.generation():
+            end = there()
+    finally:
+        weight_sync._allocate = allocate
+    config = engine.module.config
+    engine.close()
+    return 2 * config.hidden_size * config.intermediate_size * 4, most, end  # gate and up projection in one
+
+
+def _refused(rank: int, world: int) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }  # fmt: skip
+    engine = thalweg.initialize(model=tiny_decoder("llama"), config=config)[0]
+    try:
+        with pytest.raises(ValueError, match="may not have tensor parallelism") as error:
+            HybridEngine(engine)
+    finally:
+        engine.close()
+    return str(error.value)
+
+
+def test_an_actor_whose_layers_are_divided_is_refused() -> None:
+    assert "leave it to ZeRO" in run_ranks(_refused, 2)[0]
 
 
 def test_samples_depend_on_their_seed_alone() -> None:

@@ -56,7 +56,8 @@ def test_deepspeed_chat_s_lines_are_taken_as_they_are(monkeypatch: pytest.Monkey
     assert sft.data_path == ("Dahoas/rm-static", "Dahoas/full-hh-rlhf") and sft.num_train_epochs == 16
     assert (sft.learning_rate, sft.zero_stage, sft.lora_dim, sft.dtype) == (9.65e-6, 3, 128, "bf16")
     assert sft.gradient_checkpointing and sft.only_optimize_lora and not sft.offload
-    assert (reward.weight_decay, reward.gradient_accumulation_steps) == (0.1, 4)
+    assert (reward.weight_decay, reward.gradient_accumulation_steps, reward.dropout) == (0.1, 4, 0.0)
+    assert (sft.dropout, ppo.dropout) == (None, 0.0)
     assert (ppo.per_device_train_batch_size, ppo.lora_dim, ppo.weight_decay) == (4, 128, 0.1)
     assert (ppo.actor_zero_stage, ppo.critic_zero_stage, ppo.critic_learning_rate) == (3, 2, 5e-6)
     assert steps._find_reward_model(ppo) == "C" and steps._find_model("ppo", ppo) == "A"

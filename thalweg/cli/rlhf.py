@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif isinstance(each.default, bool):
             how["action"] = "store_true"
         else:
-            how["type"] = float if own == "kl_target" else str if each.default is None else type(each.default)
+            how["type"] = (
+                float if own in ("kl_target", "dropout") else str if each.default is None else type(each.default)
+            )
             how["choices"] = each.metadata["choices"]
         parser.add_argument(f"--{name}", **how)
     for name in sorted({*IGNORED, *REFUSED} - {"deepspeed_config"}):

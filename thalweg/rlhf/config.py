@@ -21,15 +21,15 @@ IGNORED = {
     "deepspeed", "print_loss", "enable_tensorboard", "tensorboard_path", "eval_interval", "eval_iters",
     "per_device_eval_batch_size", "local_rank", "data_output_path", "add_eot_token", "eot_token", "print_answers",
     "print_answers_interval", "num_padding_at_beginning", "enable_hybrid_engine", "release_inference_cache",
-    "unpin_actor_parameters", "tp_gather_partition_size", "align_overflow", "dropout", "disable_dropout",
-    "actor_dropout", "critic_dropout", "lora_learning_rate", "actor_lora_learning_rate", "critic_lora_learning_rate",
-    "enable_test_mode", "test_stop_step", "max_generation_length", "compute_fp32_loss", "deployment_type",
+    "unpin_actor_parameters", "tp_gather_partition_size", "align_overflow", "enable_test_mode",
+    "test_stop_step", "max_generation_length", "compute_fp32_loss", "deployment_type",
 }  # fmt: skip
 # What they say and has no counterpart here yet, with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "enable_ema": (False, None), "generation_batches": (1, None), "unsup_coef": (0, 0.0, None),
     "unsupervised_dataset_name": (None, ""),
     "unsupervised_dataset_config_name": (None, ""), "inference_tp_size": (1, None),
+    "lora_learning_rate": (None,), "actor_lora_learning_rate": (None,), "critic_lora_learning_rate": (None,),
     "critic_lora_dim": (0, None), "critic_lora_module_name": (None, ""),
     "enable_mixed_precision_lora": (False, None), "mixed_precision_lora": (False, None),
 }  # fmt: skip
@@ -40,7 +40,7 @@ ALIASES = {
     "actor_lora_dim": "lora_dim", "actor_lora_module_name": "lora_module_name",
     "actor_weight_decay": "weight_decay", "critic_weight_decay": "weight_decay",
     "actor_gradient_checkpointing": "gradient_checkpointing", "critic_gradient_checkpointing": "gradient_checkpointing",
-    "reference_zero_stage": "actor_zero_stage",
+    "reference_zero_stage": "actor_zero_stage", "actor_dropout": "dropout", "critic_dropout": "dropout",
 }  # fmt: skip
 
 
@@ -70,6 +70,7 @@ class RLHFConfig:
     dtype: str = _option("fp32", "what models compute in", ("fp32", "bf16", "fp16"))
     zero_stage: int = _option(0, "ZeRO stage", (0, 1, 2, 3))
     offload: bool = _option(False, "optimizer state (and parameters at stage 3) in the host's memory")
+    dropout: float | None = _option(None, "of models in training; by default their own, and 0 in PPO, DPO and GRPO")
     gradient_checkpointing: bool = _option(False, "compute activations again in the backward pass")
     lora_dim: int = _option(0, "rank of LoRA adapters; 0: none")
     lora_module_name: str = _option("", "adapt linear layers whose names hold this text; empty: all")
@@ -145,4 +146,6 @@ def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, 
             raise ValueError(f"there is no option {key!r}{f', did you mean {near[0]}?' if near else ''}")
     if step == "grpo":
         options.setdefault("num_generations", 8)
+    if step in ("ppo", "dpo", "grpo"):  # the old and the new policy, and the reference, are then one function
+        options.setdefault("dropout", 0.0)
     return RLHFConfig(**options)

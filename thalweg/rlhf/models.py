@@ -80,7 +80,13 @@ def load_policy(path: str | Path, config: RLHFConfig | None = None) -> Any:
 
 
 def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
-    """Give a model what its options ask for before training: gradient checkpointing, LoRA."""
+    """Give a model what its options ask for before training: dropout, gradient checkpointing, LoRA."""
+    if config.dropout is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = config.dropout
+            elif isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = config.dropout
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if not config.lora_dim:

@@ -207,7 +207,7 @@ class GRPOTrainer:
         return losses.token_logprobs(logits, ids, self.config.temperature), entropy
 
     def _set_training(self, training: bool) -> None:
-        """Without dropout the old and the new policy are the same model, so the first ratio is 1."""
+        """Gradient checkpointing asks for the mode of training; dropout is 0."""
         for engine in self.engines.values():
             engine.train(training)
 

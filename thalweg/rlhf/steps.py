@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,8 @@ def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, 
     if step == "ppo":
         begin = config.critic_model_name_or_path or _find_reward_model(config) or path
         critic = build_engine(
-            ValueModel.from_pretrained(begin), config, num_updates=num_updates, lr=config.critic_learning_rate,
-            stage=config.critic_zero_stage, accumulation=window,
+            adapt(ValueModel.from_pretrained(begin), replace(config, lora_dim=0)), config, num_updates=num_updates,
+            lr=config.critic_learning_rate, stage=config.critic_zero_stage, accumulation=window,
         )  # fmt: skip
         engines.enter_context(closing(critic))
         trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic)

@@ -40,6 +40,7 @@ from thalweg.infer.models.spec import DecoderSpec, LinearSpec, UnsupportedModelE
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners.base import ModelInput, QuerySpan
 from thalweg.utils.log import get_logger
+from thalweg.zero.expert_params import is_expert_param
 
 log = get_logger(__name__)
 _WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,11 +51,23 @@ class HybridEngine:
 
     ``actor``: the engine of a causal Hugging Face model, or of a PEFT model of one.  ``config``: how to generate; by
     default in the dtype that the actor computes in.  ``runner`` insists on one, as in ``load_engine``.
+
+    Raises:
+        ValueError: the actor's layers, or stages of them, are divided among ranks.
     """
 
     def __init__(
         self, actor: Engine, config: EngineConfig | None = None, tokenizer: Any = None, *, runner: str | None = None
     ) -> None:
+        axes = {"tensor": actor.meshes.tp, "pipeline": actor.meshes.pp}
+        divided = [name for name, mesh in axes.items() if mesh is not None]
+        if any(is_expert_param(param) for param in actor.module.parameters()):
+            divided.append("expert")
+        if divided:
+            raise ValueError(
+                f"a rollout's actor may not have {' and '.join(divided)} parallelism, where no rank has all of a layer: "
+                "leave it to ZeRO"
+            )
         dtype = "bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32"
         self.actor, self.tokenizer = actor, tokenizer
         self.config = config or EngineConfig(dtype=dtype, device=str(actor.device))
