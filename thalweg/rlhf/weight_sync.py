@@ -65,8 +65,8 @@ class HybridEngine:
             divided.append("expert")
         if divided:
             raise ValueError(
-                f"a rollout's actor may not have {' and '.join(divided)} parallelism, where no rank has all of a layer: "
-                "leave it to ZeRO"
+                f"a rollout's actor may not have {' and '.join(divided)} parallelism, where no rank has all of a "
+                "layer: leave it to ZeRO"
             )
         dtype = "bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32"
         self.actor, self.tokenizer = actor, tokenizer
