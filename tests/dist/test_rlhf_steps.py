@@ -161,7 +161,7 @@ def test_engines_of_a_run_that_dies_in_a_save_are_all_of_the_step_before(tmp_pat
     assert left == ["step2", "step2"]
 
 
-def test_what_is_saved_is_the_merged_model_and_an_adapter_that_is_not_empty(
+def test_row11_what_is_saved_is_the_merged_model_and_an_adapter_that_is_not_empty(
     base: dict[str, Any], tmp_path: Path
 ) -> None:
     from peft import PeftModel

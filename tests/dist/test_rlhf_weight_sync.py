@@ -125,7 +125,7 @@ def _check(results: list[dict[str, Any]], tolerance: float, tokens: bool = True)
 
 
 @pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
-def test_greedy_tokens_and_logprobs_are_the_gathered_model_s(stage: int) -> None:
+def test_rows_06_43_greedy_tokens_and_logprobs_are_the_gathered_model_s(stage: int) -> None:
     _check(run_ranks(_generate, 2, stage, "llama"), 1e-4)
 
 
