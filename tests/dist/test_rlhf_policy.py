@@ -6,6 +6,7 @@ control weighs ranks alike, as a mean of the ranks' means would, although one of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from tests.marks import nightly
 from tests.rlhf_support import make_tokenizer
 from tests.unit.infer_models import tiny_decoder
 from thalweg.rlhf.config import RLHFConfig
-from thalweg.rlhf.data import PromptSource
-from thalweg.rlhf.models import ValueModel, build_engine, build_frozen_engine
+from thalweg.rlhf.data import AnswerDataset, PromptSource
+from thalweg.rlhf.models import ValueModel, build_engine, build_frozen_engine, update_ema
 from thalweg.rlhf.policy import Experience, GRPOTrainer, PPOTrainer
 from thalweg.rlhf.rollout import Rollout, pad_sequences
 
@@ -128,3 +129,57 @@ def test_an_update_equals_a_single_process(kind: str) -> None:
         return max(float((a[name] - b[name]).abs().mean()) for a, b in pairs for name in a)
 
     assert gap(_reference(kind, False)) < 1e-5 < 1e-4 < gap(_reference(kind, True))
+
+
+def _average(rank: int, world: int) -> tuple[float, float]:
+    config = _config("grpo")
+    actor = build_engine(tiny_decoder("llama"), config, num_updates=2, accumulation=2)
+    ema = build_frozen_engine(tiny_decoder("llama"), config)
+    prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
+    trainer = GRPOTrainer(config, actor, ema, make_tokenizer(), prompts, lambda *_: torch.zeros(2))
+    want = actor.state_dict()
+    for _ in range(2):
+        trainer.update(_experience(ROWS[rank], rank))
+        update_ema(ema, actor, 0.75)
+        now = actor.state_dict()
+        want = {name: 0.75 * want[name] + 0.25 * now[name] for name in want}
+    got = ema.state_dict()
+    gaps = [max(float((got[name] - other[name]).abs().max()) for name in got) for other in (want, now)]
+    actor.close()
+    ema.close()
+    return gaps[0], gaps[1]
+
+
+def test_the_average_of_an_actor_follows_its_recursion_shard_by_shard() -> None:
+    for gap, control in run_ranks(_average, 2):
+        assert gap < 1e-6 < 1e-3 < control
+
+
+def _mix(rank: int, world: int, coefficient: float) -> dict[str, Tensor]:
+    config = replace(_config("grpo"), beta=0.0, unsup_coef=coefficient, unsupervised_dataset_name="texts")
+    actor = build_engine(tiny_decoder("llama"), config, num_updates=1, accumulation=2)
+    prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
+    texts = AnswerDataset([{"text": "abcdef"}], make_tokenizer(), 16)
+    texts.rows[0]["chosen"] = [4, 90, 3, 1, 17]
+    trainer = GRPOTrainer(config, actor, actor, make_tokenizer(), prompts, lambda *_: torch.zeros(2), pretraining=texts)
+    known = _experience(ROWS[0], 0)
+    trainer.update(replace(known, advantages=torch.zeros_like(known.advantages)))
+    state = actor.state_dict()
+    actor.close()
+    return state
+
+
+def test_the_pretraining_mix_is_the_language_model_s_own_loss() -> None:
+    """Without advantages an update is that of the texts alone, whatever their coefficient: AdamW knows no scale."""
+    got = run_ranks(_mix, 2, 0.5)[0]
+    model = tiny_decoder("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    ids = torch.tensor([[4, 90, 3, 1, 17]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    want, before = model.state_dict(), tiny_decoder("llama").state_dict()
+
+    def gap(other: dict[str, Tensor]) -> float:
+        return max(float((got[name] - other[name]).abs().mean()) for name in got)
+
+    assert gap(want) < 1e-4 < 1e-3 < gap(before)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -26,7 +27,8 @@ OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 2, "max_seq_len": 48, "learning_rate": 3e-3, "max_answer_seq_len": 6,
     "max_prompt_seq_len": 48, "per_device_generation_batch_size": 2, "num_train_steps": 3, "save_interval": 1,
     "sft": {"zero_stage": 2, "gradient_accumulation_steps": 2}, "reward": {"zero_stage": 1},
-    "ppo": {"zero_stage": 3, "critic_zero_stage": 1, "kl_target": 0.1, "kl_horizon": 50, "ppo_epochs": 2},
+    "ppo": {"zero_stage": 3, "critic_zero_stage": 1, "kl_target": 0.1, "kl_horizon": 50, "ppo_epochs": 2,
+            "enable_ema": True, "ema_decay": 0.7, "unsup_coef": 0.5},
     "grpo": {"zero_stage": 3, "num_generations": 4, "reward_function": "tests.rlhf_support:score_vowels"},
     "dpo": {"zero_stage": 3, "lora_dim": 4, "only_optimize_lora": True, "label_smoothing": 0.1},
 }  # fmt: skip
@@ -36,7 +38,8 @@ OPTIONS: dict[str, Any] = {
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("rlhf")
     data = make_data(folder / "data.jsonl")
-    return OPTIONS | {"model_name_or_path": str(make_base(folder / "base")), "data_path": str(data)}
+    ppo = OPTIONS["ppo"] | {"unsupervised_dataset_name": str(data)}
+    return OPTIONS | {"ppo": ppo, "model_name_or_path": str(make_base(folder / "base")), "data_path": str(data)}
 
 
 class _DeadError(Exception):
@@ -87,6 +90,9 @@ def test_a_run_that_died_goes_on_to_the_same_end(
     whole, died = ends
     assert all(len(rows) == 3 for rows in whole.values())
     assert died == whole  # every metric of every step, and the samples' texts
+    for name in ("model", "model_ema")[: 1 + (algorithm == "ppo")]:
+        states = [load_file(tmp_path / run / algorithm / name / "model.safetensors") for run in ("whole", "died")]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     last = whole[algorithm]
     assert last[0] != last[1]
     report = (Path(model).parent / "report.html").read_text()

@@ -80,8 +80,8 @@ def test_a_step_s_block_goes_over_the_file_and_flags_over_both(tmp_path: Path, m
         ({"learningrate": 1}, "there is no option 'learningrate', did you mean learning_rate?"),
         ({"zero_stage": 4}, "zero_stage is 4; it may be 0, 1, 2, 3"),
         ({"data_split": "2,4"}, "data_split is '2,4': give three numbers, as 2,4,4"),
-        ({"enable_ema": True}, "enable_ema is not supported yet: leave it out"),
-        ({"unsup_coef": 27.8}, "unsup_coef is not supported yet: leave it out"),
+        ({"inference_tp_size": 2}, "inference_tp_size is not supported yet: leave it out"),
+        ({"unsup_coef": 27.8}, "unsup_coef and unsupervised_dataset_name go together"),
         ({"actor_weight_decay": 0.1, "critic_weight_decay": 0.2}, "which are one option: give one value"),
     ],
 )

@@ -26,9 +26,7 @@ IGNORED = {
 }  # fmt: skip
 # What they say and has no counterpart here yet, with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "enable_ema": (False, None), "generation_batches": (1, None), "unsup_coef": (0, 0.0, None),
-    "unsupervised_dataset_name": (None, ""),
-    "unsupervised_dataset_config_name": (None, ""), "inference_tp_size": (1, None),
+    "generation_batches": (1, None), "unsupervised_dataset_config_name": (None, ""), "inference_tp_size": (1, None),
     "lora_learning_rate": (None,), "actor_lora_learning_rate": (None,), "critic_lora_learning_rate": (None,),
     "critic_lora_dim": (0, None), "critic_lora_module_name": (None, ""),
     "enable_mixed_precision_lora": (False, None), "mixed_precision_lora": (False, None),
@@ -102,6 +100,10 @@ class RLHFConfig:
     clip_range: float = _option(0.2, "of the ratio to the old policy")
     value_clip_range: float = _option(0.2, "PPO: of the value's step")
     reward_clip: float = _option(5.0, "PPO: of a response's score")
+    enable_ema: bool = _option(False, "PPO, GRPO: average the actor's weights as well, in OUT/<step>/model_ema")
+    ema_decay: float = _option(0.992, "of that average, for each iteration")
+    unsupervised_dataset_name: str = _option("", "PPO, GRPO: texts whose loss is added to the policy's")
+    unsup_coef: float = _option(0.0, "times so much (InstructGPT's pretraining mix)")
     kl_coef: float = _option(0.1, "PPO: of the KL penalty")
     kl_target: float | None = _option(None, "PPO: a response's KL in nats that the penalty holds by adapting")
     kl_horizon: int = _option(10_000, "PPO: responses in which it adapts")
@@ -111,6 +113,8 @@ class RLHFConfig:
             choices, value = each.metadata["choices"], getattr(self, each.name)
             if choices is not None and value not in choices:
                 raise ValueError(f"{each.name} is {value!r}; it may be {', '.join(map(str, choices))}")
+        if bool(self.unsup_coef) != bool(self.unsupervised_dataset_name):
+            raise ValueError("unsup_coef and unsupervised_dataset_name go together: give both, or neither")
         parts = self.data_split.split(",")
         if len(parts) != 3 or not all(x.strip().replace(".", "", 1).isdigit() for x in parts):
             raise ValueError(f"data_split is {self.data_split!r}: give three numbers, as 2,4,4")

@@ -18,6 +18,8 @@ from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.losses import token_logprobs
 from thalweg.rlhf.rollout import Rollout
 from thalweg.rlhf.weight_sync import ActorWeights
+from thalweg.zero.whole_parameter import named_shards
+from thalweg.zero.whole_tensors import to_local
 
 _HEAD_FILE = "value_head.safetensors"
 
@@ -182,6 +184,14 @@ def _read_mapping(source: Any) -> dict[str, Any]:
     return (
         json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else dict(source or {})
     )
+
+
+@torch.no_grad()
+def update_ema(ema: Engine, model: Engine, decay: float) -> None:
+    """Move the average's shards towards a model's, rank by rank; collective."""
+    for (_, average), (_, param) in zip(named_shards(ema.module), named_shards(model.module), strict=True):
+        to_local(average).lerp_(to_local(param).to(average.dtype), 1 - decay)
+    ema.sharded_model.publish_params()
 
 
 # Scoring

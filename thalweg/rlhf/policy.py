@@ -26,8 +26,8 @@ from thalweg.engine import Engine
 from thalweg.infer.types import SamplingParams
 from thalweg.rlhf import checkpoint, losses
 from thalweg.rlhf.config import RLHFConfig
-from thalweg.rlhf.data import Example, PromptSource, pad_token_id
-from thalweg.rlhf.models import adapters_disabled, mean_over_ranks, rollout_logprobs, rollout_values
+from thalweg.rlhf.data import AnswerDataset, Example, PromptSource, pad_token_id
+from thalweg.rlhf.models import adapters_disabled, mean_over_ranks, rollout_logprobs, rollout_values, update_ema
 from thalweg.rlhf.rollout import Rollout, generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
@@ -87,7 +87,8 @@ class GRPOTrainer:
     """Group relative policy optimisation (Shao et al. 2024).
 
     ``actor``: an engine of a causal model whose window is an update's micro-batches; ``reference``: a frozen one, or
-    None where the actor's adapters can be disabled.  ``reward``: what scores responses.
+    None where the actor's adapters can be disabled.  ``reward``: what scores responses.  ``ema``: a frozen engine in
+    fp32, sharded as the actor is, that becomes the average of its weights.  ``pretraining``: texts whose loss is added.
     """
 
     def __init__(
@@ -98,6 +99,9 @@ class GRPOTrainer:
         tokenizer: Any,
         prompts: PromptSource,
         reward: RewardFn,
+        *,
+        ema: Engine | None = None,
+        pretraining: AnswerDataset | None = None,
     ) -> None:
         num_rows = config.per_device_generation_batch_size * config.num_generations
         if num_rows % (config.per_device_train_batch_size * config.num_mini_batches):
@@ -108,6 +112,7 @@ class GRPOTrainer:
             )
         self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer
         self.prompts, self.reward, self.iteration = prompts, reward, 0
+        self.ema, self.pretraining, self._num_micro_batches = ema, pretraining, 0
         self.hybrid = HybridEngine(actor)
         self.params = SamplingParams(
             max_tokens=config.max_answer_seq_len, temperature=config.temperature,
@@ -117,18 +122,21 @@ class GRPOTrainer:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """What is trained, by name."""
-        return {"actor": self.actor}
+        """What a run commits, by name."""
+        return {"actor": self.actor} | ({} if self.ema is None else {"ema": self.ema})
 
     def step(self) -> dict[str, float]:
         """Run an iteration; returns its metrics, means over all ranks; collective."""
         experience, metrics = self.collect()
+        self._num_micro_batches = 0
         updates: list[dict[str, float]] = []
         rows = len(experience.rollout) // self.config.num_mini_batches
         for _ in range(self.config.ppo_epochs):
             for first in range(0, len(experience.rollout), rows):
                 updates.append(self.update(experience[first : first + rows]))
         metrics |= {key: sum(each[key] for each in updates) / len(updates) for key in updates[0]}
+        if self.ema is not None:
+            update_ema(self.ema, self.actor, self.config.ema_decay)
         self.iteration += 1
         return mean_over_ranks(metrics)
 
@@ -194,9 +202,22 @@ class GRPOTrainer:
             logprobs, part.logprobs.to(logprobs), part.advantages.to(logprobs), mask, clip_range=config.clip_range
         )
         kl = losses.masked_mean(losses.kl_estimate(logprobs, part.reference_logprobs.to(logprobs)), mask)
-        self.actor.backward(policy + config.beta * kl, num_items=int(mask.sum()))
+        self.actor.backward(policy + config.beta * kl + self._pretraining_loss(), num_items=int(mask.sum()))
         self.actor.step()
         return {"policy_loss": policy.detach(), "clipped": clipped.detach(), "entropy": entropy}
+
+    def _pretraining_loss(self) -> Tensor | float:
+        """The loss of the next texts, times its coefficient; which they are depends on the iteration alone."""
+        if self.pretraining is None:
+            return 0.0
+        size, data, config = self.config.per_device_train_batch_size, self.pretraining, self.config
+        num_each = config.ppo_epochs * config.per_device_generation_batch_size * config.num_generations // size
+        number = (self.iteration * num_each + self._num_micro_batches) * dist.get_world_size() + dist.get_rank()
+        self._num_micro_batches += 1
+        rows = [data[(number * size + i) % len(data)] for i in range(size)]
+        batch = {name: table.to(self.actor.device) for name, table in data.collate(rows).items()}
+        logits = self.actor(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return config.unsup_coef * losses.sft_loss(logits, batch["input_ids"], batch["response_mask"][:, 1:])
 
     def _actor_forward(self, part: Experience) -> tuple[Tensor, Tensor]:
         rollout, device = part.rollout, self.actor.device
@@ -237,15 +258,15 @@ class PPOTrainer(GRPOTrainer):
     """Proximal policy optimisation with a KL penalty (Ziegler et al. 2019; Ouyang et al. 2022); ``critic``: an engine
     of a :class:`.models.ValueModel`."""
 
-    def __init__(self, config: RLHFConfig, *args: Any, critic: Engine) -> None:
+    def __init__(self, config: RLHFConfig, *args: Any, critic: Engine, **kwargs: Any) -> None:
         self.critic = critic
         self.kl = losses.KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        super().__init__(config, *args)
+        super().__init__(config, *args, **kwargs)
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """Actor and critic."""
-        return {"actor": self.actor, "critic": self.critic}
+        """The critic, too."""
+        return super().engines | {"critic": self.critic}
 
     def advantages(self, experience: Experience) -> Experience:
         """Generalised advantages of the penalised rewards, whitened over all ranks' tokens."""
@@ -269,7 +290,7 @@ class PPOTrainer(GRPOTrainer):
         policy, clipped = losses.policy_loss(
             logprobs, part.logprobs.to(logprobs), part.advantages.to(logprobs), mask, clip_range=config.clip_range
         )
-        self.actor.backward(policy, num_items=num_tokens)
+        self.actor.backward(policy + self._pretraining_loss(), num_items=num_tokens)
         self.actor.step()
         assert part.values is not None and part.returns is not None, "advantages() has made them"
         rollout, device = part.rollout, self.critic.device

@@ -58,7 +58,10 @@ def run_step(step: Step, config: RLHFConfig) -> Path:
     tokenizer = load_tokenizer(_find_model(step, config))
     train = _train_supervised if step in ("sft", "reward", "dpo") else _train_policy
     with ExitStack() as engines:
-        save_model(train(step, config, tokenizer, folder, engines), tokenizer, model)
+        trained = train(step, config, tokenizer, folder, engines)
+        if "ema" in trained:
+            save_model(trained["ema"], tokenizer, folder / "model_ema")
+        save_model(trained["model"], tokenizer, model)
     return model
 
 
@@ -84,7 +87,9 @@ def _find_model(step: Step, config: RLHFConfig) -> str:
 # SFT, reward model, DPO: batches in, a loss out
 
 
-def _train_supervised(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack) -> Engine:
+def _train_supervised(
+    step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack
+) -> dict[str, Engine]:
     examples = load_examples(config.data_path, config.data_split, step, config.seed)
     columns = ("chosen",) if step == "sft" else ("chosen", "rejected")
     data = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
@@ -122,7 +127,7 @@ def _train_supervised(step: Step, config: RLHFConfig, tokenizer: Any, folder: Pa
         if config.save_interval and update % config.save_interval == 0 and update < num_updates:
             checkpoint.commit(folder / "checkpoint", update, {"model": engine}, {})
     run_log.write_report(step)
-    return engine
+    return {"model": engine}
 
 
 def _record(
@@ -184,7 +189,9 @@ def _has_frozen_base(config: RLHFConfig) -> bool:
 # PPO and GRPO
 
 
-def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack) -> Engine:
+def _train_policy(
+    step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack
+) -> dict[str, Engine]:
     prompts = PromptSource(
         load_examples(config.data_path, config.data_split, step, config.seed), tokenizer, config.max_prompt_seq_len,
         config.seed,
@@ -203,6 +210,14 @@ def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, 
     if not _has_frozen_base(config):
         reference = build_frozen_engine(load_policy(path), config, stage=config.actor_zero_stage)
         engines.enter_context(closing(reference))
+    ema = pretraining = None
+    if config.enable_ema:  # in fp32: a step of the average is smaller than bf16 can tell
+        average = load_policy(path, replace(config, gradient_checkpointing=False))
+        ema = build_frozen_engine(average, replace(config, dtype="fp32"), stage=config.actor_zero_stage)
+        engines.enter_context(closing(ema))
+    if config.unsup_coef:
+        texts = load_examples((config.unsupervised_dataset_name,), "1,0,0", "sft", config.seed)
+        pretraining = AnswerDataset(texts, tokenizer, config.max_seq_len)
     arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines)
     if step == "ppo":
         begin = config.critic_model_name_or_path or _find_reward_model(config) or path
@@ -211,9 +226,9 @@ def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, 
             lr=config.critic_learning_rate, stage=config.critic_zero_stage, accumulation=window,
         )  # fmt: skip
         engines.enter_context(closing(critic))
-        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic)
+        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, ema=ema, pretraining=pretraining)
     else:
-        trainer = GRPOTrainer(*arguments)
+        trainer = GRPOTrainer(*arguments, ema=ema, pretraining=pretraining)
     start = trainer.resume(folder / "checkpoint")
     run_log = RunLog(folder, start)
     for iteration in range(start + 1, iterations + 1):
@@ -222,7 +237,7 @@ def _train_policy(step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, 
         if config.save_interval and iteration % config.save_interval == 0 and iteration < iterations:
             trainer.save(folder / "checkpoint")
     run_log.write_report(step)
-    return actor
+    return {"model": actor} | ({} if ema is None else {"ema": ema})
 
 
 def _find_reward_model(config: RLHFConfig) -> str:

@@ -147,7 +147,7 @@ class ActorWeights:
             kind = dtype if param.is_floating_point() else param.dtype
             empty = nn.Parameter(torch.empty(param.shape, dtype=kind, device=device), requires_grad=False)
             self._tensors[name] = memo[id(param)] = empty
-        skeleton = copy.deepcopy(actor, memo).eval()
+        skeleton: Any = copy.deepcopy(actor, memo).eval()
         self._adapters = _remove_adapters(skeleton)
         self.skeleton: Any = skeleton.get_base_model() if hasattr(skeleton, "peft_config") else skeleton
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
@@ -248,7 +248,7 @@ class ActorWeights:
         layer = self._adapters.get(base_layer)
         if layer is None:
             return
-        weight = base_layer.weight
+        weight: Any = base_layer.weight
         storage = weight.data
         layer.merge()
         if weight.data.data_ptr() != storage.data_ptr():  # merged into another tensor, which nobody else sees
