@@ -59,6 +59,7 @@ class RLHFConfig:
     per_device_train_batch_size: int = _option(8, "rows of a micro-batch on each rank")
     gradient_accumulation_steps: int = _option(1, "micro-batches of an update (SFT, reward model, DPO)")
     max_seq_len: int = _option(512, "tokens of a row, at most (SFT, reward model, DPO)")
+    packing: bool = _option(False, "SFT: lay examples end to end in rows of max_seq_len; none sees another")
     num_train_epochs: int = _option(1, "passes over the data, or over the prompts")
     num_train_steps: int = _option(0, "updates, or iterations of PPO and GRPO; 0: what the epochs come to")
     learning_rate: float = _option(1e-5, "at its highest")

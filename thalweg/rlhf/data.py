@@ -23,6 +23,7 @@ from thalweg.rlhf.rollout import pad_sequences
 
 Example = dict[str, Any]
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_OPEN_ROWS = 256  # packed rows that are looked through for room
 _PHASES = {"sft": 0, "reward": 1, "ppo": 2, "dpo": 2, "grpo": 2}
 
 
@@ -114,6 +115,57 @@ class AnswerDataset(Dataset[dict[str, list[int]]]):
         answers = [row[column] for column in self.columns for row in rows]
         names = "input_ids", "attention_mask", "response_mask"
         return dict(zip(names, pad_sequences(prompts, answers, self.pad_id), strict=True))
+
+
+class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
+    """Examples laid end to end in rows of ``max_length`` tokens at most, the longest first, each into the first row with
+    room; none sees another: positions begin anew, and the mask is that of each alone."""
+
+    def __init__(self, data: AnswerDataset, max_length: int) -> None:
+        self.data, self.bins = data, list[list[dict[str, list[int]]]]()
+        room: list[int] = []
+        for row in sorted(data.rows, key=_length, reverse=True):
+            newest = range(max(len(room) - _OPEN_ROWS, 0), len(room))
+            place = next((i for i in newest if room[i] >= _length(row)), None)
+            if place is None:
+                place = len(room)
+                room.append(max_length)
+                self.bins.append([])
+            room[place] -= _length(row)
+            self.bins[place].append(row)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> list[dict[str, list[int]]]:
+        return self.bins[index]
+
+    def collate(self, bins: Sequence[list[dict[str, list[int]]]]) -> dict[str, Tensor]:
+        """As :meth:`AnswerDataset.collate`, with ``position_ids`` and an ``attention_mask`` bool (rows, 1, T, T)."""
+        width = max(sum(map(_length, rows)) for rows in bins)
+        input_ids = torch.full((len(bins), width), self.data.pad_id)
+        position_ids, documents = (torch.zeros(len(bins), width, dtype=torch.int64) for _ in range(2))
+        chosen = torch.zeros(len(bins), width, dtype=torch.bool)
+        for number, rows in enumerate(bins):
+            at = 0
+            for document, row in enumerate(rows, start=1):
+                tokens, stop = [*row["prompt"], *row["chosen"]], at + _length(row)
+                input_ids[number, at:stop] = torch.tensor(tokens)
+                position_ids[number, at:stop] = torch.arange(len(tokens))
+                documents[number, at:stop] = document
+                chosen[number, max(at + len(row["prompt"]), at + 1) : stop] = (
+                    True  # nothing of its own is before a first
+                )
+                at = stop
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        attention = (documents[:, None, :, None] == documents[:, None, None, :]) & causal
+        return {
+            "input_ids": input_ids, "attention_mask": attention, "response_mask": chosen, "position_ids": position_ids
+        }  # fmt: skip
+
+
+def _length(row: dict[str, list[int]]) -> int:
+    return len(row["prompt"]) + len(row["chosen"])
 
 
 class PromptSource:

@@ -24,7 +24,7 @@ from thalweg.engine import Engine
 from thalweg.parallel_dims import init_distributed
 from thalweg.rlhf import checkpoint, losses
 from thalweg.rlhf.config import RLHFConfig, Step, load_rlhf_config
-from thalweg.rlhf.data import AnswerDataset, PromptSource, load_examples
+from thalweg.rlhf.data import AnswerDataset, PackedAnswers, PromptSource, load_examples
 from thalweg.rlhf.models import (
     ValueModel,
     adapt,
@@ -92,7 +92,9 @@ def _train_supervised(
 ) -> dict[str, Engine]:
     examples = load_examples(config.data_path, config.data_split, step, config.seed)
     columns = ("chosen",) if step == "sft" else ("chosen", "rejected")
-    data = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
+    data: Any = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
+    if config.packing and step == "sft":
+        data = PackedAnswers(data, config.max_seq_len)
     size = config.per_device_train_batch_size * config.gradient_accumulation_steps * dist.get_world_size()
     num_updates = config.num_train_steps or config.num_train_epochs * (len(data) // size)
     if num_updates < 1:
@@ -140,7 +142,7 @@ def _record(
 
 def _sft(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
     mask = batch["response_mask"][:, 1:]
-    logits = engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logits = engine(**{name: table for name, table in batch.items() if name != "response_mask"}).logits
     return losses.sft_loss(logits, batch["input_ids"], mask), int(mask.sum()), {}
 
 
