@@ -118,8 +118,10 @@ class AnswerDataset(Dataset[dict[str, list[int]]]):
 
 
 class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
-    """Examples laid end to end in rows of ``max_length`` tokens at most, the longest first, each into the first row with
-    room; none sees another: positions begin anew, and the mask is that of each alone."""
+    """Examples laid end to end in rows of ``max_length`` tokens at most, the longest first, each where there is room.
+
+    None sees another: positions begin anew, and the mask is that of each alone.
+    """
 
     def __init__(self, data: AnswerDataset, max_length: int) -> None:
         self.data, self.bins = data, list[list[dict[str, list[int]]]]()
