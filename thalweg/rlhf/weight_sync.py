@@ -40,7 +40,6 @@ from thalweg.infer.models.spec import DecoderSpec, LinearSpec, UnsupportedModelE
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners.base import ModelInput, QuerySpan
 from thalweg.utils.log import get_logger
-from thalweg.zero.expert_params import is_expert_param
 
 log = get_logger(__name__)
 _WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,8 +60,6 @@ class HybridEngine:
     ) -> None:
         axes = {"tensor": actor.meshes.tp, "pipeline": actor.meshes.pp}
         divided = [name for name, mesh in axes.items() if mesh is not None]
-        if any(is_expert_param(param) for param in actor.module.parameters()):
-            divided.append("expert")
         if divided:
             raise ValueError(
                 f"a rollout's actor may not have {' and '.join(divided)} parallelism, where no rank has all of a "
