@@ -18,6 +18,7 @@ from tests.marks import nightly
 from tests.rlhf_support import make_base, make_data, score_vowels
 from thalweg.rlhf import checkpoint, losses
 from thalweg.rlhf.config import load_rlhf_config
+from thalweg.rlhf.models import ValueModel
 from thalweg.rlhf.report import RunLog
 from thalweg.rlhf.steps import run_all, run_step
 
@@ -183,10 +184,14 @@ def test_row11_what_is_saved_is_the_merged_model_and_an_adapter_that_is_not_empt
     with torch.no_grad():
         want, got, before = merged(ids).logits, adapted.eval()(ids).logits, plain(ids).logits
     assert (got - want).abs().max() < 1e-5 < 1e-4 < (before - want).abs().max()
+    reward = ValueModel.from_pretrained(tmp_path / "reward" / "model")
+    assert reward(ids).abs().max() > 0  # its head was new and said 0
 
 
 def _dpo(rank: int, world: int, options: dict[str, Any], out: str) -> None:
     run_step("dpo", load_rlhf_config(options, "dpo", output_dir=out))
+    lora = {"lora_dim": 4, "only_optimize_lora": True}
+    run_step("reward", load_rlhf_config(options, "reward", output_dir=out, **lora))
 
 
 def test_losses_of_parts_weigh_tokens_alike() -> None:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.checkpoint.filesystem import FileSystem, remove_tree
+from thalweg.data.batches import to_device
 from thalweg.engine import Engine, initialize
+from thalweg.parallel_dims import control_group
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.losses import token_logprobs
 from thalweg.rlhf.rollout import Rollout
@@ -106,14 +108,16 @@ def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
     if not targets:
         raise ValueError(f"lora_module_name {config.lora_module_name!r} is in the name of no linear layer")
     transposed = any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in targets)
-    keep = ["value_head"] if task_type is None else None
     lora = LoraConfig(
         r=config.lora_dim, lora_alpha=config.lora_dim, target_modules=targets, task_type=task_type,
-        fan_in_fan_out=transposed, modules_to_save=keep,
+        fan_in_fan_out=transposed,
     )  # fmt: skip
     adapted = get_peft_model(model, lora)
     if not config.only_optimize_lora:
         adapted.requires_grad_(True)
+    for name, param in adapted.named_parameters():
+        if ".value_head." in name:  # which is new, and part of the base model that is saved
+            param.requires_grad_(True)
     if config.gradient_checkpointing and config.only_optimize_lora:
         model.enable_input_require_grads()
     return adapted
@@ -202,7 +206,8 @@ def rollout_logprobs(engine: Engine, rollout: Rollout, batch_size: int, temperat
     """A model's log-probabilities of a rollout's tokens, (rows, T - 1), 0 outside of responses; collective."""
     out = torch.zeros(rollout.mask.shape)
     for rows, part in _batches(rollout, batch_size):
-        logits = engine(input_ids=part.input_ids, attention_mask=part.attention_mask).logits
+        inputs = {"input_ids": part.input_ids, "attention_mask": part.attention_mask}
+        logits = engine(**to_device(inputs, engine.device)).logits
         out[rows, : part.mask.shape[1]] = token_logprobs(logits, part.input_ids, temperature).cpu()
     return out.masked_fill(~rollout.mask, 0.0)
 
@@ -212,7 +217,8 @@ def rollout_values(engine: Engine, rollout: Rollout, batch_size: int) -> Tensor:
     """A value model's values, fp32 (rows, T), 0 on padding; collective."""
     out = torch.zeros(rollout.input_ids.shape)
     for rows, part in _batches(rollout, batch_size):
-        values = engine(input_ids=part.input_ids, attention_mask=part.attention_mask)
+        inputs = {"input_ids": part.input_ids, "attention_mask": part.attention_mask}
+        values = engine(**to_device(inputs, engine.device))
         out[rows, : values.shape[1]] = values.float().cpu()
     return out.masked_fill(~rollout.attention_mask, 0.0)
 
@@ -256,8 +262,13 @@ def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
     dist.barrier()
 
 
+def all_reduce_on_host(table: Tensor) -> None:
+    """Sum a tensor in the host's memory over all ranks, in place; collective."""
+    dist.all_reduce(table, group=control_group(dist.group.WORLD))
+
+
 def mean_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Each value's mean over the ranks; collective."""
     table = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(table)
+    all_reduce_on_host(table)
     return dict(zip(values, (table / dist.get_world_size()).tolist(), strict=True))

@@ -27,7 +27,14 @@ from thalweg.infer.types import SamplingParams
 from thalweg.rlhf import checkpoint, losses
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.data import AnswerDataset, Example, PromptSource, pad_token_id
-from thalweg.rlhf.models import adapters_disabled, mean_over_ranks, rollout_logprobs, rollout_values, update_ema
+from thalweg.rlhf.models import (
+    adapters_disabled,
+    all_reduce_on_host,
+    mean_over_ranks,
+    rollout_logprobs,
+    rollout_values,
+    update_ema,
+)
 from thalweg.rlhf.rollout import Rollout, generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
@@ -277,7 +284,7 @@ class PPOTrainer(GRPOTrainer):
             experience.scores, logprobs, reference, mask, kl_coef=self.kl.coef, clip=config.reward_clip
         )
         advantages, returns = losses.gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
-        advantages = losses.whiten(advantages, mask, dist.all_reduce)
+        advantages = losses.whiten(advantages, mask, all_reduce_on_host)
         sizes = mean_over_ranks({"kl": float((logprobs - reference).sum(1).mean())})
         self.kl.update(sizes["kl"], len(rollout) * dist.get_world_size())
         return dataclasses.replace(experience, advantages=advantages, values=values, returns=returns)
