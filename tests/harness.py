@@ -12,7 +12,8 @@ tests such a rank puts back what ``_RankState`` lists, globals of modules and me
 cannot put back needs ranks of its own (``run_ranks(..., reuse=False)``): ranks that are to die, or that measure their
 memory, count their threads, open files or warnings.  Ranks of which one failed or hung are not used again.
 
-``run_ranks(..., device="sim")`` gives ranks whose accelerator is simulated (``tests/simdevice``), a device for each.
+``run_ranks(..., device="sim")`` gives ranks whose accelerator is simulated (``tests/simdevice``), a device for each;
+``pytest --device cuda`` gives those tests real ones, which ranks share through gloo where there are too few.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def run_ranks(
     option ``--device`` says.
     """
     device = device or _pools.default_device
-    if device != "cpu":
+    if device == "sim" and _pools.default_device == "cuda":
+        device = "cuda"
+    if device == "sim":
         from tests import simdevice
 
         if (reason := simdevice.missing_tool()) is not None:
@@ -68,7 +71,7 @@ def run_ranks(
 
             pytest.skip(reason)
         simdevice.build()
-    backend = backend or ("gloo" if device == "cpu" else f"cpu:gloo,{device}:simccl")
+    backend = _choose_backend(device, world_size, backend)
     timeout *= _TIMEOUT_FACTOR
     if (_pools.reuse_by_default if reuse is None else reuse) and init and world_size <= _MAX_REUSED_RANKS:
         return _pools.run(fn, world_size, device, backend, args, timeout)
@@ -87,6 +90,21 @@ def run_ranks(
             return _collect_results(processes, results, world_size, timeout)
         finally:
             _end(processes)
+
+
+def _choose_backend(device: str, world_size: int, backend: str | None) -> str:
+    if device != "cuda":
+        return backend or ("gloo" if device == "cpu" else f"cpu:gloo,{device}:simccl")
+    import torch
+
+    enough = torch.cuda.device_count() >= world_size
+    if backend == "simccl" and not enough:
+        import pytest
+
+        pytest.skip(f"needs {world_size} CUDA devices: NCCL takes no two ranks on one")
+    if backend is not None:
+        return backend.replace("simccl", "nccl")
+    return "cpu:gloo,cuda:nccl" if enough else "cpu:gloo,cuda:gloo"
 
 
 def _rank_main(
@@ -116,11 +134,13 @@ def _enter_rank(rank: int, world_size: int, device: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if device != "cpu":
+    if device == "sim":
         from tests import simdevice
 
         simdevice.register(num_devices=world_size)
         torch.accelerator.set_device_index(rank)
+    elif device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
 def _run_on_rank(
@@ -198,6 +218,8 @@ class _RankState:
             from tests import simdevice
 
             simdevice.restore(int(os.environ["RANK"]))
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)

@@ -13,6 +13,7 @@ from tests.harness import run_ranks
 from thalweg.parallel.shard_spec import RaggedShard, ShardSpec, contiguous_spec, fused_spec, split_evenly
 
 SIZES = range(8, 8 + 4 * 40, 4)
+MANY_SIZES = range(8, 8 + 4 * 4000, 4)  # torch's hashes differ from process to process: forty may miss by chance
 
 
 def _laid_out(cut: ShardSpec, placement: Placement, mesh) -> DTensor:
@@ -22,33 +23,33 @@ def _laid_out(cut: ShardSpec, placement: Placement, mesh) -> DTensor:
     return DTensor.from_local(own, mesh, layout, run_check=False, shape=full.shape, stride=(1,))
 
 
-def _mistaken(mesh, plain: bool) -> int:
-    """How many tensors get another's layout: pairs of one shape, one in halves and one in two sections."""
+def _mistaken(mesh, size: int, plain: bool) -> int:
+    """How many of two tensors of one shape, one in halves and one in two sections, get the other's layout."""
+    half = size // 2
+    halves = contiguous_spec(0, size, 2)
+    fused = fused_spec(0, [half, half], [[span, span] for span in split_evenly(half, 2)])
+    first: Placement = Shard(0) if plain else halves.placement()
+    _clear_fast_path_sharding_prop_cache()  # a small table has few buckets
     wrong = 0
-    for size in SIZES:
-        half = size // 2
-        halves = contiguous_spec(0, size, 2)
-        fused = fused_spec(0, [half, half], [[span, span] for span in split_evenly(half, 2)])
-        first: Placement = Shard(0) if plain else halves.placement()
-        _clear_fast_path_sharding_prop_cache()  # a small table has few buckets
-        for cut, placement in ((halves, first), (fused, fused.placement())):
-            found = _laid_out(cut, placement, mesh).detach()
-            own = repr(found.placements[0]) == repr(placement)
-            if not plain:  # ranks that disagree on a layout cannot gather it
-                own = own and torch.equal(found.full_tensor(), torch.arange(float(size)))
-            wrong += not own
+    for cut, placement in ((halves, first), (fused, fused.placement())):
+        found = _laid_out(cut, placement, mesh).detach()
+        own = repr(found.placements[0]) == repr(placement)
+        if not plain:  # ranks that disagree on a layout cannot gather it
+            own = own and torch.equal(found.full_tensor(), torch.arange(float(size)))
+        wrong += not own
     return wrong
 
 
-def _cached(rank: int, world: int) -> tuple[int, int]:
+def _cached(rank: int, world: int) -> tuple[int, bool]:
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("tp", "dp"))
-    return _mistaken(mesh, plain=False), _mistaken(mesh, plain=True)
+    wrong = sum(_mistaken(mesh, size, plain=False) for size in SIZES)
+    return wrong, any(_mistaken(mesh, size, plain=True) for size in MANY_SIZES)
 
 
 def test_cuts_of_one_shape_are_not_mistaken_for_each_other():
     for wrong, control in run_ranks(_cached, 2):
         assert wrong == 0
-        assert control > 0  # with a plain Shard beside Pieces it happens: the reason for this rule
+        assert control  # with a plain Shard beside Pieces it happens: the reason for this rule
 
 
 def _turned(rank: int, world: int) -> bool:

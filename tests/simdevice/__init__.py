@@ -19,6 +19,8 @@ import subprocess
 import sys
 import sysconfig
 import types
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -106,11 +108,13 @@ def is_registered() -> bool:
 
 def restore(device_index: int) -> None:
     """As a rank has it at its start, for the next test."""
-    native().set_late(False)
-    torch.accelerator.set_device_index(device_index)
-    torch.get_device_module(DEVICE).manual_seed_all(0)
+    if is_registered():
+        native().set_late(False)
+    torch.accelerator.set_device_index(device_index % torch.accelerator.device_count())
+    torch.get_device_module(_accelerator()).manual_seed_all(0)
     torch.accelerator.reset_peak_memory_stats()
-    reset_counts()
+    if is_registered():
+        reset_counts()
 
 
 def _make_backend(options: Any, _: Any) -> Any:
@@ -211,6 +215,9 @@ def _make_module(compiled: Any) -> types.ModuleType:
 @contextlib.contextmanager
 def late_work() -> Iterator[None]:
     """Within it, work on side streams runs only when something waits for it; what is left runs at its end."""
+    if not is_registered():  # a real device is as late as it is
+        yield
+        return
     native().set_late(True)
     try:
         yield
@@ -218,17 +225,68 @@ def late_work() -> Iterator[None]:
         native().set_late(False)
 
 
+def _accelerator() -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return found
+
+
+class _CudaCounts:
+    """What a simulated device counts by itself, of a real one: torch's warnings of syncs, the profiler's kernels."""
+
+    def __init__(self) -> None:
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._warnings = warnings.catch_warnings(record=True)
+
+    def begin(self) -> None:
+        torch.cuda.synchronize()
+        self._recorded = self._warnings.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        self._profiler.__enter__()
+
+    def end(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self._warnings.__exit__(None, None, None)
+        torch.cuda.synchronize()
+        self._profiler.__exit__(None, None, None)
+        self.syncs = Counter(
+            f"{found.filename}:{found.lineno}"
+            for found in self._recorded or ()
+            if "synchronizing CUDA" in str(found.message)
+        )
+        events = self._profiler.events() or ()
+        self.launches = sum(not event.name.lower().startswith(("memcpy", "memset")) for event in events)
+
+
+_cuda_counts: list[_CudaCounts] = []  # of the last reset_counts(), until they are asked for
+
+
+def _counts() -> tuple[int, int, dict[str, int]]:
+    """Launches, syncs, and what the syncs were for."""
+    if is_registered():
+        return native().counts()
+    counts = _cuda_counts[-1]
+    if not hasattr(counts, "launches"):
+        counts.end()
+    return counts.launches, counts.syncs.total(), dict(counts.syncs)
+
+
 def num_syncs() -> tuple[int, dict[str, int]]:
     """How often the host has waited for the device since :func:`reset_counts`, and for what."""
-    _, count, causes = native().counts()
+    _, count, causes = _counts()
     return count, dict(causes)
 
 
 def num_launches() -> int:
     """How many kernels were launched since :func:`reset_counts`."""
-    return native().counts()[0]
+    return _counts()[0]
 
 
 def reset_counts() -> None:
-    """Begin to count anew."""
-    native().reset_counts()
+    """Begin to count anew; on a real device, until the counts are asked for."""
+    if is_registered():
+        native().reset_counts()
+        return
+    _cuda_counts[:] = [_CudaCounts()]
+    _cuda_counts[0].begin()

@@ -164,7 +164,7 @@ def test_every_option_is_read(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter")
     model.save_pretrained(tmp_path / "model")
     RecordingConfig.read.clear()
-    assert EngineConfig(device="cpu") == EngineConfig() and not RecordingConfig.read
+    assert EngineConfig(device="auto") == EngineConfig() and not RecordingConfig.read
     run(load_engine(tmp_path / "model", used(draft_model=str(tmp_path / "model"))))
     run(load_engine(model, used(lora_adapters={"a": str(tmp_path / "adapter")})), adapter="a")
     offload = {"weight_offload": "nvme", "weight_offload_dir": str(tmp_path), "weight_offload_bytes": 1 << 22}

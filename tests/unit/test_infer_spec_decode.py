@@ -179,9 +179,9 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
             taken.update({(id(sequence), sequence.num_generated_tokens + i): token for i, token in enumerate(guesses)})
         return found
 
-    def gullible(logits: Any, row: int, token: int, value: float, sequence: Any) -> Any:
+    def gullible(output: Any, row: int, sequence: Any) -> Any:
         guessed = taken.pop((id(sequence), sequence.num_generated_tokens), None)
-        return choose(logits, row, token, value, sequence) if guessed is None else SampledToken(guessed)
+        return choose(output, row, sequence) if guessed is None else SampledToken(guessed)
 
     monkeypatch.setattr(DraftModelProposer, "propose", noted)
     monkeypatch.setattr(loop, "sample_token", gullible)

@@ -94,7 +94,7 @@ def test_a_ring_of_one_goes_tile_by_tile_and_skips_what_nobody_sees(monkeypatch)
     forward = context.block_forward
     monkeypatch.setattr(context, "block_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
     spans = ((0, 5), (5, 10), (10, 15), (15, 20))
-    layout = context.RingAttentionSpec((spans,), True, seen, 0.3, 1)
+    layout = context.RingAttentionSpec((spans,), True, seen, 0.3)
     out = context.RingAttention(None).attend(*leaves, layout)
     assert len(calls) == 8  # of 16: the later tiles, and those of another document, are left out
     index = torch.arange(20)

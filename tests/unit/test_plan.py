@@ -17,8 +17,9 @@ from thalweg.plan.extrapolate import measure_extrapolated
 from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import load_meta_model
-from thalweg.plan.memory.rank_memory import RankMemory
-from thalweg.plan.spec.cluster import DEVICES, Cluster, build_cluster
+from thalweg.plan.memory.rank_memory import CachingAllocator, RankMemory
+from thalweg.plan.spec.cluster import Cluster, accelerator_cluster, build_cluster
+from thalweg.plan.spec.devices import DEVICES, find_device, get_device
 from thalweg.plan.spec.run_spec import RankTopology, RunSpec
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
 from thalweg.plan.trace.step import trace_step
@@ -27,6 +28,7 @@ from thalweg.utils.trees import copy_to_meta
 from thalweg.zero.policy import ZeroPolicy
 
 SHAPE = GPTConfig(vocab_size=256, n_layer=2, n_head=2, n_embd=64, block_size=64)
+NEARLY = "604MiB"  # 60 beside what the libraries take
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
 
@@ -51,7 +53,7 @@ def test_the_lectures_case():
 def test_the_plan_gives_the_published_numbers_of_a_real_model():
     # 7.5 billion parameters: 36 layers of 4,096 and a vocabulary of 51,200, tied.
     shape = {"vocab_size": 51200, "n_layer": 36, "n_head": 32, "n_embd": 4096, "block_size": 1024}
-    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory=80 << 30, flops=DEVICES["h100"].flops)
+    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory=80 << 30, flops=get_device("h100").flops)
     config = {**CONFIG, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     found = thalweg.plan(shape, config, cluster=cluster, sequence_length=128, suggest=False)
     assert found.num_parameters == pytest.approx(7.5e9, rel=0.01)
@@ -168,19 +170,16 @@ def test_views_and_in_place_results_cost_nothing():
     assert sum(event[0] for event in tape.events) == 0
 
 
-def test_a_heap_keeps_its_highest_and_a_device_what_is_alive():
-    heap, device = RankMemory(100, 1.5), RankMemory(0, None)
-    for memory in (heap, device):
-        memory.allocate(1, 1000, "activations")
-        memory.allocate(2, 400, "optimizer")
-        memory.free(1)
-        memory.adjust_mmapped("gathered", 300)
+def test_a_heap_keeps_its_highest():
+    heap = RankMemory(100, 1.5)
+    heap.allocate(1, 1000, "activations")
+    heap.allocate(2, 400, "optimizer")
+    heap.free(1)
+    heap.adjust_mmapped("gathered", 300)
     assert heap.resident_bytes == 100 + 2100 + 300
-    assert device.resident_bytes == 400 + 300
     at_peak = heap.breakdown_at_peak()
     assert (at_peak.activations, at_peak.optimizer, at_peak.gathered) == (1000, 400, 300)
     assert at_peak.fragmentation == 700 and at_peak.process == 100 and at_peak.total == 2500
-    assert device.breakdown_at_peak().total == 1400 and device.breakdown_at_peak().fragmentation == 0
     heap.allocate(3, 900, "activations")  # fits into what is free
     assert heap.resident_bytes == 2500
     mapped = RankMemory(0, 1.5, mmap_threshold=500)
@@ -190,9 +189,65 @@ def test_a_heap_keeps_its_highest_and_a_device_what_is_alive():
     assert mapped.resident_bytes == 0 and mapped.breakdown_at_peak().total == 1000
 
 
+def test_a_device_gives_out_blocks_as_torch_does():
+    """By the rules of torch's caching allocator, worked out by hand."""
+    mib, blocks = 2**20, CachingAllocator()
+
+    def held_after(*, free: tuple[int, ...] = (), **sizes: int) -> float:
+        for number in free:
+            blocks.free(number)
+        for name, size in sizes.items():
+            blocks.allocate(int(name[1:]), size)
+        return blocks.held_bytes / mib
+
+    assert held_after(b1=1000, b2=mib) == 2  # 1,024 bytes and 1 MiB of one segment of 2 MiB
+    assert held_after(b3=mib) == 4  # what is left of it is too small by 1,024 bytes
+    assert held_after(b4=3 * mib, b5=15 * mib) == 24  # below 10 MiB: of a segment of 20, whose rest others may take
+    assert held_after(b6=11 * mib + 1) == 36  # a segment of its own of whole 2 MiB; its last MiB is not split off
+    assert held_after(free=(6,)) == 24  # wholly free: it could go back
+    assert held_after(free=(4,), b7=2 * mib) == 24  # the smallest free block that holds it
+    assert held_after(b8=3 * mib) == 24
+    assert held_after(free=(5, 7), b9=17 * mib) == 24  # neighbours join
+    assert held_after(free=(1, 2, 3, 8, 9)) == 0
+
+    device = RankMemory(0, None)
+    device.allocate(1, 12 * mib, "activations")
+    device.allocate(2, 4 * mib, "optimizer")
+    device.free(1)
+    device.adjust_mmapped("gathered", 300)
+    assert device.resident_bytes == 4 * mib + 300
+    peak = device.breakdown_at_peak()
+    assert (peak.activations, peak.optimizer) == (12 * mib, 4 * mib)
+    assert peak.total == 32 * mib and peak.fragmentation == 16 * mib
+
+
+def test_a_device_is_known_by_its_exact_name_or_measured(monkeypatch):
+    """W8: "rtx4090" is in no driver's name, and a device that nobody knows is no H100."""
+    assert len(DEVICES) >= 30
+    for name, device in DEVICES.items():
+        assert find_device(name.upper()) is device and get_device(name) is device
+        assert device.flops.get("tf32", 1e20) >= device.flops["fp32"]  # products are never slower in less precision
+        assert 8 << 30 < device.memory_bytes < 300 << 30 and device.source
+    assert get_device("rtx4090").name == "NVIDIA GeForce RTX 4090"
+    assert find_device("NVIDIA H100") is None and find_device("NVIDIA Nobody 1") is None
+    assert get_device("NVIDIA H100 PCIe").flops["bf16"] < 0.8 * get_device("h100").flops["bf16"]
+    with pytest.raises(ValueError, match=r"'rtx409' is not known; near it: .*rtx4090"):
+        build_cluster(device="rtx409")
+
+    plain, tf32 = (accelerator_cluster(get_device("h100"), tf32) for tf32 in (False, True))
+    assert plain.peak_flops(torch.float32) == 67e12 and tf32.peak_flops(torch.float32) == 494.5e12
+    assert plain.peak_flops(torch.bfloat16) == tf32.peak_flops(torch.bfloat16) == 989e12
+
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="this machine has none"):
+            build_cluster(device="gpu")
+        guessed = thalweg.plan(GPT(SHAPE), CONFIG, device_memory="80GiB", sequence_length=32)
+        assert any("no device is named" in line for line in guessed.assumptions)
+
+
 def test_recomputation_stages_and_precision_move_the_right_bytes():
     source = {"vocab_size": 512, "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128}
-    gpu = Cluster(num_nodes=1, devices_per_node=8, device_memory=80 << 30, flops=DEVICES["h100"].flops)
+    gpu = Cluster(num_nodes=1, devices_per_node=8, device_memory=80 << 30, flops=get_device("h100").flops)
     answers = {}
     for stage in range(4):
         answers[stage] = thalweg.plan(source, {**CONFIG, "zero_optimization": {"stage": stage}}, cluster=gpu)
@@ -229,7 +284,7 @@ def test_the_answer_has_its_keys_and_fits_or_not():
     assert {"traffic", "step_seconds", "bottleneck", "fits", "suggestion"} <= found.keys()
     assert found["fits"] is True
     assert json.loads(json.dumps(found)) == found
-    small = thalweg.plan(tiny, {**CONFIG, "train_micro_batch_size_per_gpu": 64}, device="h100", device_memory="60MiB")
+    small = thalweg.plan(tiny, {**CONFIG, "train_micro_batch_size_per_gpu": 64}, device="h100", device_memory=NEARLY)
     assert small.fits is False
     assert small.suggestion
     changed = thalweg.plan.plan  # the package is callable, and a package
@@ -241,8 +296,8 @@ def test_a_suggestion_fits_when_it_is_followed():
 
     tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
     config = {**CONFIG, "train_micro_batch_size_per_gpu": 64}
-    first = thalweg.plan(tiny, config, device="h100", device_memory="60MiB")
-    second = thalweg.plan(tiny, apply_changes(config, first.suggestion), device="h100", device_memory="60MiB")
+    first = thalweg.plan(tiny, config, device="h100", device_memory=NEARLY)
+    second = thalweg.plan(tiny, apply_changes(config, first.suggestion), device="h100", device_memory=NEARLY)
     assert second.fits is True
     assert first.fits is False
     assert second.tokens_per_step == first.tokens_per_step

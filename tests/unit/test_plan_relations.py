@@ -59,7 +59,7 @@ configs = st.fixed_dictionaries(
 
 def ask(model: Any, config: dict[str, Any], nodes: int, local: int, length: int, **more: Any) -> Plan:
     where = Cluster(num_nodes=nodes, devices_per_node=local, **more)
-    return thalweg.plan(model, config, cluster=where, sequence_length=length, suggest=False)
+    return thalweg.plan(model, config, cluster=where, sequence_length=length, suggest=False, process_bytes=0)
 
 
 @pytest.mark.nightly
@@ -98,7 +98,7 @@ def test_the_timeline_of_a_deep_model_reaches_its_peak(policy: str) -> None:
     found = ask(DEEP, config, 1, 2, 64)
     shallow = ask(DEEP | {"n_layer": 6}, config, 1, 2, 64)
     highest = max(sample.resident_bytes for sample in found.timeline)
-    assert highest == pytest.approx(found.per_rank.total, rel=0.02)
+    assert highest == pytest.approx(found.per_rank.total - found.per_rank.fragmentation, rel=0.02)
     assert highest > 3 * max(sample.resident_bytes for sample in shallow.timeline)
     state = {sample.live_bytes.get("optimizer", 0) for sample in found.timeline}
     assert max(state) == pytest.approx(found.per_rank.optimizer, rel=0.02)
@@ -151,12 +151,12 @@ def test_a_given_batch_has_fewer_rows_where_fewer_are_suggested() -> None:
     tokens = torch.zeros(16, 128, dtype=torch.int64, device="meta")
     batch = {"tokens_BT": tokens, "labels_BT": tokens}
     config = CONFIG | {"train_micro_batch_size_per_gpu": 16}
-    whole = thalweg.plan(shape, config, batch=batch, device="h100")
+    whole = thalweg.plan(shape, config, batch=batch, device="h100", process_bytes=0)
     half = {**config, "train_micro_batch_size_per_gpu": 8, "activation_checkpointing": {"policy": "full"}}
     fewer = ask(shape, half, 1, 1, 128)
     room = (fewer.per_rank.total + 1000) // 2 * 2
     assert room < whole.per_rank.total
-    found = thalweg.plan(shape, config, batch=batch, cluster=Cluster(device_memory=room))
+    found = thalweg.plan(shape, config, batch=batch, cluster=Cluster(device_memory=room), process_bytes=0)
     assert found.suggestion and found.suggestion["train_micro_batch_size_per_gpu"] <= 8
     assert found.suggestion["gradient_accumulation_steps"] >= 2
     shared = input_spec_from_call((tokens, torch.zeros(1, 128), torch.zeros(()), True), {})

@@ -10,12 +10,13 @@ import thalweg
 from thalweg.config import load
 from thalweg.ops.linear.autotune_cache import AutotuneCache
 from thalweg.plan.search.search import auto_keys
-from thalweg.plan.spec.cluster import DEVICES, Cluster
+from thalweg.plan.spec.cluster import Cluster
+from thalweg.plan.spec.devices import get_device
 from thalweg.plan.spec.run_spec import unmodelled_options
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
 
 SHAPE = {"vocab_size": 512, "n_layer": 8, "n_head": 4, "n_embd": 128, "block_size": 128}
-GPUS = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 40, flops=DEVICES["h100"].flops)
+GPUS = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 40, flops=get_device("h100").flops)
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
 LONG = {"sequence_length": 128}
 

@@ -103,11 +103,12 @@ def _check_devices() -> CheckResult:
     try:
         import torch
 
-        count = torch.cuda.device_count()
-        if not count:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
             return CheckResult("devices", "ok", "no GPU: ranks run on the processor, over gloo")
-        names = [torch.cuda.get_device_properties(index) for index in range(count)]
-        found = ", ".join(f"{one.name} ({one.total_memory // _GIB} GiB)" for one in names)
+        module = torch.get_device_module(accelerator)
+        sizes = [torch.accelerator.get_memory_info(index)[1] for index in range(torch.accelerator.device_count())]
+        found = ", ".join(f"{module.get_device_name(i)} ({size // _GIB} GiB)" for i, size in enumerate(sizes))
     except (ImportError, OSError, RuntimeError) as error:
         return CheckResult("devices", "warn", str(error).splitlines()[0], "check the driver with nvidia-smi")
     return CheckResult("devices", "ok", found)

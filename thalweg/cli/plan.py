@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   thalweg plan --model config.json --config ds_config.json --devices-per-node 2 --html plan.html
   thalweg plan --pipeline schedule.svg --stages 4 --micro-batches 8 --schedule zb_h1
 
-Without --device and --device-memory the ranks are processes on this machine's processor.
+Without --device and --device-memory the ranks use this machine's accelerator, or its processor where it has none.
 Exit code 0, also for a run that does not fit: `fits` says so.
 """
 
@@ -52,7 +52,7 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
     parser.add_argument("--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
     parser.add_argument("--devices-per-node", type=int, default=1, metavar="M", help="ranks on each (1)")
-    parser.add_argument("--device", metavar="KIND", help="cpu, h100, h200, a100, v100, rtx4090")
+    parser.add_argument("--device", metavar="KIND", help="cpu, auto (what is here), or a name: h100, a100, l4, ...")
     parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
     parser.add_argument(

@@ -87,11 +87,15 @@ class ParallelGroup:
 
     # Collectives, counted
 
+    def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        """These ranks, as a group that takes tensors from where ``tensor`` is."""
+        return control_group(self.process_group, tensor.device)
+
     def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place; returns the tensor."""
         nbytes = tensor.nbytes
         with self.ledger.timed("all_reduce", name, self.axis, full_bytes=nbytes, world_size=self.size):
-            self.comm.all_reduce(tensor, op=op, group=control_group(self.process_group, tensor.device))
+            self.comm.all_reduce(tensor, op=op, group=self.group_for(tensor))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
@@ -101,7 +105,7 @@ class ParallelGroup:
         received = [torch.empty_like(sent) for _ in range(self.size)]
         full = sent.nbytes * self.size
         with self.ledger.timed("all_gather", name, self.axis, full_bytes=full, world_size=self.size):
-            self.comm.all_gather(received, sent, group=control_group(self.process_group, sent.device))
+            self.comm.all_gather(received, sent, group=self.group_for(sent))
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
@@ -111,8 +115,7 @@ class ParallelGroup:
         received = torch.empty(self.size, *chunks[0].shape, dtype=tensor.dtype, device=tensor.device)
         with self.ledger.timed("reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size):
             # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
-            group = control_group(self.process_group, tensor.device)
-            self.comm.all_to_all_single(received, torch.stack(chunks), group=group)
+            self.comm.all_to_all_single(received, torch.stack(chunks), group=self.group_for(tensor))
             total = received.sum(0)
         return total.narrow(dim, 0, sizes[self.rank])
 
@@ -120,8 +123,7 @@ class ParallelGroup:
         """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``recv_counts`` come back."""
         received = sent.new_empty(sum(recv_counts))
         with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
-            group = control_group(self.process_group, sent.device)
-            self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=group)
+            self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=self.group_for(sent))
         return received
 
 

@@ -27,6 +27,7 @@ from thalweg.plan.memory.replay import replay_events
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster, build_cluster, get_disk_limit
 from thalweg.plan.spec.config_changes import choose_max_in_cpu, find_nvme_path
+from thalweg.plan.spec.devices import CONTEXT_BYTES, library_bytes
 from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
 from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_time
 from thalweg.plan.trace.fake_groups import supports_tp
@@ -78,6 +79,7 @@ class Planner:
         input_spec = self._input_spec(model, run_spec)
         timelines: list[list[MemorySample]] = []
         repeated_blocks = find_repeated_blocks(model)
+        holes: list[int] = []  # of a device's allocator: as many in a deep model as in a shallow one
 
         def measure(shallow_model: nn.Module) -> dict[str, Any]:
             # A GPU gets the parameters one by one; on a CPU the whole model is there first.
@@ -92,6 +94,8 @@ class Planner:
             if run_spec.updates_in_backward and disk_keeps_up(seconds):
                 replayed = replay_events(trace, run_spec, disk_keeps_up=True, **replay_args)
             timelines.append(replayed.timeline)
+            if self.cluster.device != "cpu":
+                holes.append(replayed.peak.fragmentation)
             return {
                 "segments": align_segments(replayed.segments, depths),
                 "double_counted": {"bytes": replayed.double_counted_bytes},
@@ -115,7 +119,11 @@ class Planner:
             costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
         seconds, bottleneck = combine_times(costs["time"], self.cluster)
         is_full_depth, cluster = len(timelines) == 1, self.cluster
-        per_rank = MemoryBreakdown(**costs["memory"]) if is_full_depth else get_highest_segment(costs["segments"])
+        if is_full_depth:
+            per_rank = MemoryBreakdown(**costs["memory"])
+        else:
+            per_rank = get_highest_segment(costs["segments"])
+            per_rank = replace(per_rank, fragmentation=max(holes, default=per_rank.fragmentation))
         if cluster.device == "cpu":
             groups = cluster.devices_per_node // run_spec.topology.ranks_per_node  # each has shared memory of its own
             host_bytes = cluster.devices_per_node * per_rank.total - groups * costs["double_counted"]["bytes"]
@@ -140,13 +148,22 @@ class Planner:
             world_size=self.cluster.world_size,
             timeline=timelines[0] if is_full_depth else build_timeline(costs["segments"]),
             not_counted=unmodelled_keys,
-            assumptions=[_describe_deferred_init(model)] if is_deferred and self.deferred_init is None else [],
+            assumptions=self._list_assumptions(is_deferred),
             published=self._formula_bytes(run_spec, input_spec),
             disk_limit=get_disk_limit(cluster, find_nvme_path(config)),
             ranks_per_node=cluster.devices_per_node,
             model=type(model).__name__,
             config=config,
         )
+
+    def _list_assumptions(self, is_deferred: bool) -> list[str]:
+        """What neither the config nor the command line says."""
+        found = []
+        if is_deferred and self.deferred_init is None:
+            found.append(_describe_deferred_init(self.meta_model.model))
+        if self.cluster.is_assumed:
+            found.append(f"the speed of {self.cluster.name}, as no device is named")
+        return found
 
     def _formula_bytes(self, run_spec: RunSpec, input_spec: InputSpec | None) -> dict[str, float]:
         facts = get_model_size(self.meta_model.model)
@@ -193,9 +210,9 @@ def build_planner(
 
 
 def _process_bytes(meta_model: MetaModel, cluster: Cluster) -> int:
-    """What this process holds without the model: the ranks will be such processes."""
+    """What a rank holds without the model: on a processor what this process does, on a device what libraries take."""
     if cluster.device != "cpu":
-        return 0
+        return CONTEXT_BYTES + library_bytes([cluster.world_size])
     resident = int(resident_mib() * 2**20)
     own = sum(parameter.nbytes for parameter in meta_model.model.parameters()) if meta_model.is_materialized else 0
     return max(0, resident - own)

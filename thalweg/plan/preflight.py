@@ -78,7 +78,9 @@ class Preflight:
         # Where shards, gradients and optimizer state lie between two steps.
         on_host = shards_on_host(config.zero_optimization, device.type == "cpu")
         self._state_device = torch.device("cpu") if on_host else device
-        self._process_bytes = measure_process_bytes(model, self._state_device)
+        groups = [mesh.size(), get_tp_size(config)]
+        self._process_bytes = measure_process_bytes(model, self._state_device, groups)
+        self._rank_process_bytes = measure_process_bytes(model, device, groups)
         self._limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, self._resident_bytes)
         self._meta_model: MetaModel | None = None
         self._state_bytes = 0
@@ -129,8 +131,16 @@ class Preflight:
         plan = self._try_predict(input_spec)
         if plan is not None and plan.not_counted:  # a bound: no job is refused by it
             skip_memory_check(f"{', '.join(plan.not_counted)} is not modelled yet for {plan.model}")
-        if plan is not None and plan.fits is False:
-            self._reject(plan, input_spec)
+        if plan is None or plan.fits is not False:
+            return
+        if self._device.type != "cpu" and plan.excess_bytes <= plan.per_rank.fragmentation:  # it may fit without holes
+            _log.warning(
+                "this job may not fit, by %s of holes that the allocator leaves: "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True avoids most of them",
+                format_bytes(plan.excess_bytes),
+            )
+            return
+        self._reject(plan, input_spec)
 
     @property
     def _num_local_ranks(self) -> int:
@@ -187,7 +197,7 @@ class Preflight:
         assert self._meta_model is not None
         cluster = build_job_cluster(self._topology, self._device, self._limit_bytes, self._config)
         micro = int(self._config.train_micro_batch_size_per_gpu)
-        planner = Planner(self._meta_model, cluster, input_spec, None, self._process_bytes, micro_batch=micro)
+        planner = Planner(self._meta_model, cluster, input_spec, None, self._rank_process_bytes, micro_batch=micro)
         deferred = not self._meta_model.is_materialized
         return replace(planner, cpu_budget_s=_TRACE_CPU_BUDGET_S, deferred_init=deferred)
 

@@ -20,7 +20,7 @@ LABEL_DESCRIPTIONS = {
     "activations": "what the backward pass needs, temporaries, unreduced gradients",
     "logits": "results as wide as the vocabulary",
     "fragmentation": "holes of the allocator",
-    "process": "interpreter, torch and libraries",
+    "process": "interpreter, torch and libraries; on a device its context and communicators",
 }
 
 

@@ -19,8 +19,9 @@ from thalweg.plan.inputs.input_spec import infer_input_spec
 from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
 from thalweg.plan.planner import Planner
 from thalweg.plan.search.search import auto_keys, choose_auto_values, with_auto_values
-from thalweg.plan.spec.cluster import DEVICES, Cluster, available_host_memory, local_cluster
+from thalweg.plan.spec.cluster import Cluster, accelerator_cluster, available_host_memory, local_cluster
 from thalweg.plan.spec.config_changes import choose_max_in_cpu
+from thalweg.plan.spec.devices import library_bytes, local_device
 from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.log import get_logger
@@ -75,7 +76,8 @@ def _choose_for_job(
     )
     limit = find_memory_limit(config, device, num_local_ranks, resident_bytes)
     cluster = build_job_cluster(topology, device, limit, config)
-    planner = Planner(meta_model, cluster, None, None, measure_process_bytes(model, device))
+    process_bytes = measure_process_bytes(model, device, [mesh.size(), get_tp_size(config)])
+    planner = Planner(meta_model, cluster, None, None, process_bytes)
     try:
         infer_input_spec(meta_model.model, 1)
     except ValueError:
@@ -89,13 +91,18 @@ def get_topology(mesh: DeviceMesh, device: torch.device, tp_size: int = 1) -> Ra
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if not 0 < local_world_size <= world_size or world_size % local_world_size:
         local_world_size = world_size
-    return RankTopology(world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "cuda")
+    return RankTopology(
+        world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "accelerator"
+    )
 
 
-def measure_process_bytes(model: nn.Module, device: torch.device) -> int:
-    """What this process holds but for ``model``; 0 for ranks that compute elsewhere."""
+def measure_process_bytes(model: nn.Module, device: torch.device, group_sizes: list[int] | None = None) -> int:
+    """What this process holds on ``device`` but for ``model``: on the host what is resident; on an accelerator what its
+    libraries are going to take, with groups of these sizes (its context is gone from the free memory already)."""
+    if device.type != "cpu":
+        return library_bytes(group_sizes or [])
     model_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    return max(0, int(resident_mib() * 2**20) - model_bytes) if device.type == "cpu" else 0
+    return max(0, int(resident_mib() * 2**20) - model_bytes)
 
 
 def find_memory_limit(config: Config, device: torch.device, num_local_ranks: int, resident_bytes: int) -> int | None:
@@ -127,8 +134,7 @@ def build_job_cluster(topology: RankTopology, device: torch.device, limit: int |
     if device.type == "cpu":
         machine = local_cluster(topology.ranks_per_node)
         return replace(machine, num_nodes=topology.num_nodes, host_memory=limit, disk_bytes=None)
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    base = next((cluster for key, cluster in DEVICES.items() if key in name), DEVICES["h100"])
+    base = accelerator_cluster(local_device(device), tf32=torch.get_float32_matmul_precision() != "highest")
     host = config.memory.host_limit
     host_memory = available_host_memory() if host is None else parse_bytes(host, "memory.host_limit")
     machines: dict[str, int] = {"num_nodes": topology.num_nodes, "devices_per_node": topology.ranks_per_node}

@@ -263,6 +263,11 @@ class _BucketedLinear(LinearSpec):
         super().__init__(self._read, layer.bias, shape, modules=layer.modules, copy_rows_fn=self._copy, **more)
         self._layer, self._fetch = layer, fetch
 
+    @property
+    def is_stored(self) -> bool:
+        """What is read is to be kept: the modules' own tensors will be gone."""
+        return True
+
     def _read(self) -> Tensor:
         self._fetch(self.modules)
         weight = self._layer.weight

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraWeights
 from thalweg.infer.models import spec as specs
@@ -33,7 +34,7 @@ def cpu_unsupported_reason(
     spec: DecoderSpec | EncoderSpec | None, config: EngineConfig, kv_cache_dtype: str
 ) -> str | None:
     """Return why the CPU kernels cannot run a described model as the config asks, or None."""
-    if torch.device(config.device).type != "cpu":
+    if resolve_device(config.device).type != "cpu":
         return f"the CPU kernels do not run on {config.device}"
     weight_format = get_weight_format(config)
     if weight_format == "fp16":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 _MemoryState = tuple[int, dict[str, int], dict[str, int]]  # bytes of the heap; alive in it, and mapped, by label
 
@@ -28,6 +29,76 @@ class MemoryBreakdown:
         return sum(getattr(self, item.name) for item in fields(self))
 
 
+_MIB = 2**20
+
+
+class CachingAllocator:
+    """Where torch's caching allocator puts blocks on a device, and so how many bytes it cannot give back.
+
+    The rules of ``c10/cuda/CUDACachingAllocator.cpp`` for one stream, without expandable segments: blocks of up to 1
+    MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have one of their own, rounded up to
+    2 MiB; the smallest free block that is large enough is taken, and split where what is left is worth it; neighbours
+    join when they are freed.  Segments that are wholly free do not count: they go back before memory runs out.
+    """
+
+    _SMALL, _SMALL_SEGMENT, _LARGE, _LARGE_SEGMENT, _ROUND = _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB, 2 * _MIB
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        # Free blocks by size: (bytes, segment, begin), of segments of small blocks and of others.
+        self._free: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])
+        self._segments: list[tuple[int, dict[int, int], dict[int, int]]] = []  # bytes; free blocks by begin, by end
+        self._used: dict[int, tuple[int, int, int, bool]] = {}
+
+    def allocate(self, storage_id: int, num_bytes: int) -> None:
+        """A block of this many bytes."""
+        size = max(512, -(-num_bytes // 512) * 512)
+        small = size <= self._SMALL
+        free = self._free[small]
+        index = bisect.bisect_left(free, (size, 0, 0))
+        if index == len(free):
+            whole = self._LARGE_SEGMENT if size < self._LARGE else -(-size // self._ROUND) * self._ROUND
+            whole = self._SMALL_SEGMENT if small else whole
+            self._segments.append((whole, {}, {}))
+            self._add_free(small, len(self._segments) - 1, 0, whole)
+            index = bisect.bisect_left(free, (size, 0, 0))
+        found, segment, begin = free[index]
+        self._take_free(small, segment, begin, found)
+        if found == self._segments[segment][0]:
+            self.held_bytes += found
+        if found - size >= 512 if small else found - size > self._SMALL:
+            self._add_free(small, segment, begin + size, found - size)
+            found = size
+        self._used[storage_id] = (segment, begin, found, small)
+
+    def free(self, storage_id: int) -> None:
+        """The block is free again; one that is not known is let be."""
+        if storage_id not in self._used:
+            return
+        segment, begin, size, small = self._used.pop(storage_id)
+        whole, by_begin, by_end = self._segments[segment]
+        if (after := by_begin.get(begin + size)) is not None:
+            self._take_free(small, segment, begin + size, after)
+            size += after
+        if (before := by_end.get(begin)) is not None:
+            self._take_free(small, segment, begin - before, before)
+            begin, size = begin - before, size + before
+        self._add_free(small, segment, begin, size)
+        if size == whole:
+            self.held_bytes -= whole
+
+    def _add_free(self, small: bool, segment: int, begin: int, size: int) -> None:
+        bisect.insort(self._free[small], (size, segment, begin))
+        _, by_begin, by_end = self._segments[segment]
+        by_begin[begin] = by_end[begin + size] = size
+
+    def _take_free(self, small: bool, segment: int, begin: int, size: int) -> None:
+        free = self._free[small]
+        del free[bisect.bisect_left(free, (size, segment, begin))]
+        _, by_begin, by_end = self._segments[segment]
+        del by_begin[begin], by_end[begin + size]
+
+
 @dataclass
 class MemorySample:
     """The timeline's entry: where the step is, what is alive by label, what is resident."""
@@ -41,11 +112,12 @@ class RankMemory:
     """The memory of one rank while events are played.
 
     ``heap_factor``: how large a heap is against the most that was ever alive in it, as glibc gives little back; None
-    for a device, where memory that is free is given to others.
+    for a device, where memory that is free is given to others, but for the holes that its allocator leaves.
     """
 
     def __init__(self, process_bytes: int, heap_factor: float | None, mmap_threshold: int | None = None) -> None:
         self.process_bytes, self._heap_factor, self._mmap_threshold = process_bytes, heap_factor, mmap_threshold
+        self._device, self._peak_held_bytes = CachingAllocator() if heap_factor is None else None, 0
         self.live_bytes: Counter[str] = Counter()
         self.mmapped_bytes: Counter[str] = Counter()
         self.peak_bytes = 0
@@ -64,12 +136,16 @@ class RankMemory:
         fits = self._num_live_bytes + num_bytes <= self._highest_live_bytes
         is_mapping = self._mmap_threshold is not None and num_bytes >= self._mmap_threshold and not fits
         self._allocations[storage_id] = (num_bytes, label, is_mapping)
+        if self._device is not None:
+            self._device.allocate(storage_id, num_bytes)
         self._adjust(num_bytes, label, is_mapping)
 
     def free(self, storage_id: int) -> None:
         """The block is free again."""
         if storage_id in self._allocations:
             num_bytes, label, is_mapping = self._allocations.pop(storage_id)
+            if self._device is not None:
+                self._device.free(storage_id)
             self._adjust(-num_bytes, label, is_mapping)
 
     def adjust_mmapped(self, label: str, num_bytes: int) -> None:
@@ -86,6 +162,9 @@ class RankMemory:
                 self._highest_live_bytes, self._live_at_highest = self._num_live_bytes, dict(self.live_bytes)
         if num_bytes > 0:
             self._update_peak()
+            if self._device is not None:
+                mapped_bytes = sum(self.mmapped_bytes.values())
+                self._peak_held_bytes = max(self._peak_held_bytes, self._device.held_bytes + mapped_bytes)
 
     @property
     def _heap_bytes(self) -> int:
@@ -115,7 +194,7 @@ class RankMemory:
         is_peak, is_segment_peak = resident_bytes > self.peak_bytes, resident_bytes > self._segment_peak
         if not is_peak and not (self._segment and is_segment_peak):
             return
-        alive = dict(self.live_bytes) if self._heap_factor is None else self._live_at_highest
+        alive = dict(self.live_bytes) if self._device is not None else self._live_at_highest
         state = (self._heap_bytes, alive, dict(self.mmapped_bytes))
         if is_peak:
             self.peak_bytes, self._state_at_peak = resident_bytes, state
@@ -123,8 +202,13 @@ class RankMemory:
             self._segment_peak, self._state_at_segment_peak = resident_bytes, state
 
     def breakdown_at_peak(self) -> MemoryBreakdown:
-        """The peak by what it is for; holes are what the heap holds beyond what is alive at its highest."""
-        return self._make_breakdown(*self._state_at_peak)
+        """The peak by what it is for; holes are what the heap, or a device's allocator, holds at its highest beyond
+        what is alive at its highest."""
+        parts = self._make_breakdown(*self._state_at_peak)
+        if self._device is None:
+            return parts
+        holes = self.process_bytes + self._peak_held_bytes - self.peak_bytes
+        return replace(parts, fragmentation=max(0, holes))
 
     def _make_breakdown(self, top: int, live_bytes: dict[str, int], mmapped_bytes: dict[str, int]) -> MemoryBreakdown:
         by_label = Counter(live_bytes) + Counter(mmapped_bytes)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from thalweg.ops.linear.kernels import KERNELS, REFERENCE, is_usable
+from thalweg.plan.spec.devices import Device, get_device, local_device
 from thalweg.plan.spec.run_spec import RankTopology
 from thalweg.utils.formatting import parse_bytes
 
@@ -25,12 +26,13 @@ class Cluster:
     ``device_memory`` is that of one device; for CPU ranks they share ``host_memory`` and it
     stays None.  ``intra_bandwidth`` and ``inter_bandwidth`` are one device's share of the links
     inside a node and of its network; ``host_bandwidth`` is one device's link to the host;
-    ``disk_*`` are of a node.  ``flops`` by dtype, of one device (for CPU ranks: of one rank).
+    ``disk_*`` are of a node.  ``flops`` by dtype, of one device (for CPU ranks: of one rank).  ``is_assumed``: nobody
+    said which device it is.
     """
 
     num_nodes: int = 1
     devices_per_node: int = 1
-    device: Literal["cpu", "cuda"] = "cuda"
+    device: Literal["cpu", "accelerator"] = "accelerator"
     name: str = ""
     device_memory: int | None = None
     host_memory: int | None = None
@@ -45,6 +47,7 @@ class Cluster:
     disk_write_bandwidth: float = 2.0e9
     efficiency: float = 0.5
     call_seconds: float = 4e-6
+    is_assumed: bool = False
 
     @property
     def topology(self) -> RankTopology:
@@ -58,7 +61,7 @@ class Cluster:
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of one device in ``dtype``."""
-        table = self.flops or {"fp32": 6.0e13, "bf16": 9.89e14}
+        table = self.flops or get_device("h100").flops
         name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
         return table.get(name) or table.get("bf16") or table["fp32"]
 
@@ -74,30 +77,7 @@ class Cluster:
 
 
 LOCAL_MACHINE = "this machine"
-_GIB = 2**30
-# Data sheets: dense peaks, memory, bandwidth of memory, of the links inside a node and to the host.
-DEVICES: dict[str, Cluster] = {
-    "h100": Cluster(
-        name="h100", device_memory=80 * _GIB, flops={"fp32": 4.9e14, "bf16": 9.89e14, "fp16": 9.89e14},
-        memory_bandwidth=3.35e12, intra_bandwidth=4.5e11, inter_bandwidth=5.0e10, host_bandwidth=5.5e10,
-    ),
-    "h200": Cluster(
-        name="h200", device_memory=141 * _GIB, flops={"fp32": 4.9e14, "bf16": 9.89e14, "fp16": 9.89e14},
-        memory_bandwidth=4.8e12, intra_bandwidth=4.5e11, inter_bandwidth=5.0e10, host_bandwidth=5.5e10,
-    ),
-    "a100": Cluster(
-        name="a100", device_memory=80 * _GIB, flops={"fp32": 1.56e14, "bf16": 3.12e14, "fp16": 3.12e14},
-        memory_bandwidth=2.0e12, intra_bandwidth=3.0e11, inter_bandwidth=2.5e10, host_bandwidth=2.5e10,
-    ),
-    "v100": Cluster(
-        name="v100", device_memory=32 * _GIB, flops={"fp32": 1.57e13, "bf16": 1.57e13, "fp16": 1.25e14},
-        memory_bandwidth=9.0e11, intra_bandwidth=1.5e11, inter_bandwidth=1.25e10, host_bandwidth=1.2e10,
-    ),
-    "rtx4090": Cluster(
-        name="rtx4090", device_memory=24 * _GIB, flops={"fp32": 8.3e13, "bf16": 1.65e14, "fp16": 1.65e14},
-        memory_bandwidth=1.0e12, intra_bandwidth=2.5e10, inter_bandwidth=3.0e9, host_bandwidth=2.5e10,
-    ),
-}  # fmt: skip
+_THIS_DEVICE = ("auto", "gpu", "cuda", "accelerator")  # the accelerator that is here, whatever it is
 
 
 def build_cluster(
@@ -109,29 +89,47 @@ def build_cluster(
     host_memory: int | str | None = None,
     disk: int | str | None = None,
 ) -> Cluster:
-    """A cluster from what a user says: the kind of device (a name of DEVICES, ``cpu``, or None to guess).
+    """A cluster from what a user says: the device (a name as in ``devices.py``, ``cpu``, or None to guess).
 
-    Without a kind, a device memory means a GPU, and nothing at all this machine's processor.
+    Without a device, its memory alone means an H100 (see :attr:`Cluster.is_assumed`), and nothing at all the
+    accelerator of this machine, else its processor.
 
     Raises:
-        ValueError: an unknown kind of device, or a size that is none.
+        ValueError: an unknown device, or a size that is none.
     """
     if num_nodes < 1 or devices_per_node < 1:
         raise ValueError(f"{num_nodes} nodes with {devices_per_node} devices each have no rank; give 1 or more of both")
-    kind = (device or ("h100" if device_memory is not None else "cpu")).lower()
-    if kind in ("cuda", "gpu"):
-        kind = "h100"
-    if kind == "cpu":
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kind = "" if device is None else device.lower()
+    if device is None and device_memory is not None and here is None:
+        base = replace(accelerator_cluster(get_device("h100")), is_assumed=True)
+    elif kind == "cpu" or (device is None and here is None):
         base = local_cluster(num_ranks=devices_per_node)
-    elif kind in DEVICES:
-        base = DEVICES[kind]
+    elif device is not None and kind not in _THIS_DEVICE:
+        base = accelerator_cluster(get_device(device))
+    elif here is not None:
+        base = replace(accelerator_cluster(local_device(here)), host_memory=available_host_memory())
     else:
-        raise ValueError(f"device {device!r} is not known; it may be cpu, {', '.join(DEVICES)}")
+        raise ValueError(f"device {device!r}: this machine has none; name the one to plan for, as in h100")
     overrides: dict[str, Any] = {"num_nodes": num_nodes, "devices_per_node": devices_per_node}
     for key, value in (("device_memory", device_memory), ("host_memory", host_memory), ("disk_bytes", disk)):
         if value is not None:
             overrides[key] = parse_bytes(value, key)
     return replace(base, **overrides)
+
+
+def accelerator_cluster(device: Device, tf32: bool = False) -> Cluster:
+    """One host with one such device; ``tf32``: products of fp32 matrices run in reduced precision."""
+    return Cluster(
+        name=device.name,
+        device_memory=device.memory_bytes,
+        flops={**device.flops, "fp32": device.peak_flops(torch.float32, tf32)},
+        memory_bandwidth=device.memory_bandwidth,
+        intra_bandwidth=device.link_bandwidth,
+        # One port of a network as fast as the host's bus, as such machines have it.
+        inter_bandwidth=min(device.host_bandwidth, 5.0e10),
+        host_bandwidth=device.host_bandwidth,
+    )
 
 
 def local_cluster(num_ranks: int = 1) -> Cluster:

@@ -25,7 +25,7 @@ INTRA_NODE, INTER_NODE = "inside a node", "between nodes"
 
 @dataclass(frozen=True)
 class RankTopology:
-    """``num_nodes`` hosts with ``ranks_per_node`` ranks each, on ``device`` ``"cpu"`` or ``"cuda"``."""
+    """``num_nodes`` hosts with ``ranks_per_node`` ranks each, on ``device`` ``"cpu"`` or ``"accelerator"``."""
 
     num_nodes: int = 1
     ranks_per_node: int = 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from thalweg.comm import CommsLog
 from thalweg.parallel.comm_group import ParallelGroup
@@ -34,6 +34,9 @@ class FakeParallelGroup(ParallelGroup):
         self.size, self.rank, self.axis = size, 0, axis
         self.ledger, self.has_dropout = ledger, False
         self._cached_input = self._saved_rng = None
+
+    def group_for(self, tensor: Tensor) -> Any:
+        """None: there is nobody to talk to."""
 
 
 def apply_fake_tp(model: nn.Module, tp_size: int, ledger: CommsLog) -> None:
