@@ -305,3 +305,20 @@ def _undescribed(rank: int, world: int) -> bool:
         DECODERS["llama"] = saved
     engine.close()
     return hybrid.runner == "transformers" and responses == [_greedy(plain, p, -1) for p in PROMPTS[rank]]
+
+
+def _on_device(rank: int, world: int) -> tuple[str, bool]:
+    engine = _actor(3, "llama")
+    _train(engine, 0)
+    plain, hybrid = _plain(engine, "llama", None), HybridEngine(engine)
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    with hybrid.generation() as core:
+        responses = generate_rollout(core, PROMPTS[rank], params, seed=0, pad_id=0).responses()
+    engine.close()
+    return engine.device.type, responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[rank]]
+
+
+@pytest.mark.nightly
+def test_an_actor_on_a_device_generates_there() -> None:
+    """The torch runner keeps a model's own tensors on a device, where the skeleton's are gone by then."""
+    assert run_ranks(_on_device, 2, device="sim", reuse=False) == [("sim", True)] * 2
