@@ -49,7 +49,7 @@ class HybridEngine:
     """An actor in training, and between the ends of :meth:`generation` an inference engine of its weights.
 
     ``actor``: the engine of a causal Hugging Face model, or of a PEFT model of one.  ``config``: how to generate; by
-    default in the dtype that the actor computes in.  ``runner`` insists on one, as in ``load_engine``.
+    default in the dtype that the actor computes in, and on its device.  ``runner`` insists on one, as in ``load_engine``.
 
     Raises:
         ValueError: the actor's layers, or stages of them, are divided among ranks.
@@ -67,7 +67,8 @@ class HybridEngine:
             )
         dtype = "bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32"
         self.actor, self.tokenizer = actor, tokenizer
-        self.config = config or EngineConfig(dtype=dtype, device=str(actor.device))
+        config = config or EngineConfig(dtype=dtype)
+        self.config = replace(config, device=str(actor.device)) if config.device == "auto" else config
         self.weights = ActorWeights(actor, _WEIGHT_DTYPES[dtype], torch.device(self.config.device))
         self._is_verified = False
         self.runner = runner
