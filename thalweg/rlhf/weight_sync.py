@@ -49,7 +49,7 @@ class HybridEngine:
     """An actor in training, and between the ends of :meth:`generation` an inference engine of its weights.
 
     ``actor``: the engine of a causal Hugging Face model, or of a PEFT model of one.  ``config``: how to generate; by
-    default in the dtype that the actor computes in, and on its device.  ``runner`` insists on one, as in ``load_engine``.
+    default in the dtype that the actor computes in, on its device.  ``runner`` insists on one, as in ``load_engine``.
 
     Raises:
         ValueError: the actor's layers, or stages of them, are divided among ranks.
