@@ -59,6 +59,7 @@ class CpuRunner(ModelRunner):
         self._weights = weights or InMemoryWeights(decoder, weight_format)
         self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
+        assert isinstance(request.num_blocks, int), "on a processor they are counted first"
         self.num_blocks, self.num_slots, self.comm = request.num_blocks, request.num_slots, request.comm
         shape = (self.num_slots, -(-request.max_model_len // self.block_size))
         # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.
