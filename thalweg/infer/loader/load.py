@@ -66,6 +66,7 @@ def load_engine(
     weights_id: Any = None,
     draft_model: nn.Module | None = None,
     workers: Any = None,
+    spec: DecoderSpec | None = None,
 ) -> LLMEngine | EmbeddingEngine:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
@@ -73,8 +74,9 @@ def load_engine(
     default the directory's own, or none for a live model.  ``runner`` insists on ``cpu``, ``torch`` or
     ``transformers``.  ``weights_id``: the identity of a live model's weights, by which a file of packed ones is found
     again.  ``draft_model``: a live model in place of ``options.draft_model``.  ``workers``: the other ranks of the
-    options, by default processes that are started here.  Encoder models give an :class:`EmbeddingEngine`.  Raises
-    ValueError where no runner can run the model as the options ask.
+    options, by default processes that are started here.  ``spec``: a live model's description, where the caller has
+    made it, and verifies it.  Encoder models give an :class:`EmbeddingEngine`.  Raises ValueError where no runner can
+    run the model as the options ask.
     """
     options = _with_device(options or EngineConfig(), model)
     if options.num_ranks > 1 and workers is None:
@@ -104,7 +106,7 @@ def load_engine(
     if draft_model is None and options.draft_model is not None:
         _check_same_vocab(tokenizer, load_tokenizer(options.draft_model, options), options.draft_model)
         draft_model = load_model(options.draft_model, replace(options, device="cpu"))
-    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers)
+    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers, spec)
 
 
 def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
@@ -168,6 +170,7 @@ def _load_generator(
     name: str,
     draft_model: Any,
     workers: Any,
+    spec: DecoderSpec | None,
 ) -> LLMEngine:
     """Return the engine of a model that generates."""
     if options.lora_adapters and options.weight_offload:
@@ -177,7 +180,7 @@ def _load_generator(
     if workers is not None:
         runner, max_length = _make_parallel_runner(model, options, forced_runner, workers)
     else:
-        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec)
+        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec, spec)
     metadata = _make_metadata(model, options, name, kind, max_length)
     proposer = None
     if draft_spec is not None:
@@ -248,10 +251,17 @@ def _describe(model: Any, options: EngineConfig, kind: str) -> tuple[Any, str]:
 
 
 def _make_runner(
-    model: Any, options: EngineConfig, forced_runner: str | None, weights_id: Any, draft_spec: DecoderSpec | None
+    model: Any,
+    options: EngineConfig,
+    forced_runner: str | None,
+    weights_id: Any,
+    draft_spec: DecoderSpec | None,
+    spec: DecoderSpec | None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner of a model in this process, and its longest sequence."""
-    spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "decoder")
+    undescribed = ""
+    if spec is None and forced_runner != "transformers":
+        spec, undescribed = _describe(model, options, "decoder")
     runner_type = choose_runner(DECODER_RUNNERS, spec, options, forced_runner, undescribed)
     if spec is None:
         max_length = transformers_runner.get_max_length(model.config.get_text_config(), options.max_model_len)

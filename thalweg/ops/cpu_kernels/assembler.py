@@ -66,11 +66,9 @@ def _kernel(emit: Callable[..., str]) -> Callable[..., str]:
     """Return the method that names the kernel ``emit`` makes of its arguments, after making it once."""
 
     def get_or_emit(self: KernelSet, *args: Any) -> str:
-        if (emit, *args) not in self._names:
-            module = KernelModule(self.isa)
-            name = self._names[emit, *args] = emit(module, *args)
-            self._modules[name] = module
-        return self._names[emit, *args]
+        name, llvm_ir = _emit_kernel(emit, self.isa, args)
+        self._llvm_ir[name] = llvm_ir
+        return name
 
     return get_or_emit
 
@@ -82,8 +80,7 @@ class KernelSet:
         selected = isa or select_isa()
         assert selected is not None, "unsupported_reason() tells"
         self.isa = selected
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._modules: dict[str, Any] = {}
+        self._llvm_ir: dict[str, str] = {}
 
     # Normalise rows (``rms``, ``layer``, ``none``) and make them ready as a kind.
     norm = _kernel(pointwise.emit_norm)
@@ -112,11 +109,18 @@ class KernelSet:
 
     def compile(self) -> dict[str, JitModule]:
         """Turn everything into machine code, by kernel; what another engine has needed is at hand."""
-        return {name: _compile_module(self.llvm_ir(name), self.isa) for name in self._modules}
+        return {name: _compile_module(llvm_ir, self.isa) for name, llvm_ir in self._llvm_ir.items()}
 
     def llvm_ir(self, name: str) -> str:
         """Return a kernel as LLVM reads it."""
-        return str(self._modules[name])
+        return self._llvm_ir[name]
+
+
+@lru_cache(256)
+def _emit_kernel(emit: Callable[..., str], isa: Isa, args: tuple[Any, ...]) -> tuple[str, str]:
+    """A kernel's name and its code for LLVM, whose making costs as much as reading it: engines come and go."""
+    module = KernelModule(isa)
+    return emit(module, *args), str(module)
 
 
 @lru_cache(128)
