@@ -1,0 +1,244 @@
+"""Datasets to ``input`` and ``output``: each schema's columns, its prompt, the metric its answers are judged by.
+
+Rows come by ``datasets`` from the hub or from local files, or from the samples in the package, which were written by
+hand in the columns of each schema.  A row that cannot be used (empty, or without an answer) is counted and left out; a
+dataset that cannot be used at all is a ValueError that says why.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thalweg.study.config import StudyDataset
+
+SAMPLES = Path(__file__).parent / "samples"
+MAX_LINE_BYTES = 64 << 20  # of a local file: a longer line is not one row of text
+_BUILDERS = {"jsonl": "json", "json": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet"}
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DatasetSchema:
+    """How a row is read.
+
+    ``template``: the prompt, with columns in braces.  ``output``: the column of the answer, or a function of the row.
+    ``labels``: what a numbered answer is called.  ``metrics``: names of ``metrics.METRICS``.
+    """
+
+    template: str
+    output: str | Callable[[Row], str]
+    metrics: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    # Columns that are not text, made into some.
+    derive: Callable[[Row], Mapping[str, str]] = lambda row: {}
+    sample: str = ""
+
+
+def _cited(row: Row) -> dict[str, str]:
+    """The abstracts that a paper of Multi-XScience cites; the hub's form has lists, the authors' a mapping."""
+    cited = row["ref_abstract"]
+    if "abstract" in cited:
+        return {"cited": " ".join(cited["abstract"])}
+    return {"cited": " ".join(one["abstract"] for one in cited.values())}
+
+
+def _language_pair(row: Row) -> dict[str, str]:
+    """The two texts of a translation, in the order of the columns."""
+    (source, text), (target, _) = list(row["translation"].items())[:2]
+    return {"source_language": source, "target_language": target, "text": text}
+
+
+_LABEL = ("accuracy", "macro_f1")
+_ENTAILMENT = ("entailment", "neutral", "contradiction")
+_PAIR = "{sentence1}\n{sentence2}\n"
+SCHEMAS: dict[str, DatasetSchema] = {
+    # BigBIO's schemas (Fries et al. 2022), of which SciTail has the first and Multi-XScience the second.
+    "bigbio_te": DatasetSchema(
+        "Premise: {premise}\nHypothesis: {hypothesis}\nIs the hypothesis entailed by the premise? Answer entailment or"
+        " neutral.\nAnswer:",
+        "label", _LABEL, sample="scitail",
+    ),
+    "bigbio_t2t": DatasetSchema(
+        "Abstract: {text_1}\nSummarize the work that this paper cites.\nSummary:",
+        "text_2", ("rouge1", "rouge2", "rougeL"), sample="multi_xscience",
+    ),
+    # Multi-XScience as its authors publish it (Lu et al. 2020), which has the related work itself.
+    "multi_xscience": DatasetSchema(
+        "Abstract: {abstract}\nCited work: {cited}\nWrite the related-work section.\nRelated work:",
+        "related_work", ("rouge1", "rouge2", "rougeL"), derive=_cited, sample="multi_xscience_source",
+    ),
+    "squad": DatasetSchema(
+        "Context: {context}\nQuestion: {question}\nAnswer:",
+        lambda row: row["answers"]["text"][0], ("exact_match", "f1"), sample="squad",
+    ),
+    "translation": DatasetSchema(
+        "Translate from {source_language} to {target_language}: {text}\nTranslation:",
+        lambda row: list(row["translation"].values())[1], ("bleu",), derive=_language_pair, sample="translation",
+    ),
+    # GLUE's tasks (Wang et al. 2019), with the columns and the numbered labels that the hub has.
+    "sst2": DatasetSchema(
+        "{sentence}\nIs this review negative or positive?\nAnswer:", "label", _LABEL, ("negative", "positive"),
+        sample="sst2",
+    ),
+    "cola": DatasetSchema(
+        "{sentence}\nIs this sentence acceptable or unacceptable English?\nAnswer:", "label", _LABEL,
+        ("unacceptable", "acceptable"), sample="cola",
+    ),
+    "mnli": DatasetSchema(
+        "Premise: {premise}\nHypothesis: {hypothesis}\nAnswer entailment, neutral or contradiction.\nAnswer:",
+        "label", _LABEL, _ENTAILMENT, sample="mnli",
+    ),
+    "stsb": DatasetSchema(
+        _PAIR + "How similar are the sentences, from 0 to 5?\nAnswer:",
+        lambda row: f"{float(row['label']):.1f}", ("pearson",), sample="stsb",
+    ),
+    "mrpc": DatasetSchema(
+        _PAIR + "Do the sentences say the same? Answer no or yes.\nAnswer:", "label", _LABEL, ("no", "yes"),
+        sample="mrpc",
+    ),
+    "qqp": DatasetSchema(
+        "{question1}\n{question2}\nDo the questions ask the same? Answer no or yes.\nAnswer:", "label", _LABEL,
+        ("no", "yes"), sample="qqp",
+    ),
+    "qnli": DatasetSchema(
+        "Question: {question}\nSentence: {sentence}\nDoes the sentence answer it? Answer yes or no.\nAnswer:",
+        "label", _LABEL, ("yes", "no"), sample="qnli",
+    ),
+    "rte": DatasetSchema(
+        "Premise: {sentence1}\nHypothesis: {sentence2}\nAnswer entailment or not entailment.\nAnswer:", "label", _LABEL,
+        ("entailment", "not entailment"), sample="rte",
+    ),
+    # Rows that are normalised already.
+    "input_output": DatasetSchema("{input}", "output", ("exact_match", "f1")),
+}  # fmt: skip
+
+
+def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
+    """Return the rows of a dataset as their source has them.
+
+    Raises ValueError: no such file or sample, not UTF-8, a line beyond :data:`MAX_LINE_BYTES`, damaged JSON; and what
+    ``datasets`` raises for names on the hub.
+    """
+    if dataset.path.startswith("sample:"):
+        name = dataset.path.removeprefix("sample:")
+        file = SAMPLES / f"{name}.jsonl"
+        if not file.is_file():
+            names = ", ".join(sorted(one.stem for one in SAMPLES.glob("*.jsonl")))
+            raise ValueError(f"there is no sample {name!r} in the package: there are {names}")
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    import datasets
+
+    suffix = Path(dataset.path).suffix.lstrip(".").lower()
+    if suffix not in _BUILDERS:
+        return list(datasets.load_dataset(dataset.path, dataset.subset, split=dataset.split, revision=dataset.revision))
+    if not Path(dataset.path).is_file():
+        raise ValueError(f"there is no file {dataset.path}")
+    if suffix != "parquet":
+        _check_text_file(Path(dataset.path))
+    options = {"sep": "\t"} if suffix == "tsv" else {}
+    try:
+        loaded = datasets.load_dataset(_BUILDERS[suffix], data_files=dataset.path, split="train", **options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"{dataset.path} cannot be read: {error.__cause__ or error}") from error
+    return list(loaded)
+
+
+def _check_text_file(path: Path) -> None:
+    """Raise ValueError for what would otherwise end in the parser's memory, or in its middle."""
+    decoder, line, length = codecs.getincrementaldecoder("utf-8")(), 1, 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError as error:
+                number = line + chunk[: error.start].count(b"\n")
+                raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file") from None
+            newlines = chunk.count(b"\n")
+            length = len(chunk) - chunk.rfind(b"\n") - 1 if newlines else length + len(chunk)
+            line += newlines
+            if length > MAX_LINE_BYTES:
+                raise ValueError(f"{path}, line {line}: longer than {MAX_LINE_BYTES >> 20} MiB; one row is to be one line")
+
+
+def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str, Any]], int]:
+    """Return rows of ``input``, ``output`` and ``references`` (all accepted answers), and how many were left out.
+
+    Raises ValueError where a column is missing, or no row is left.
+    """
+    schema = SCHEMAS[dataset.schema_name]
+    template = dataset.template or schema.template
+    usable, num_skipped = [], 0
+    for number, row in enumerate(rows):
+        try:
+            output = schema.output(row) if callable(schema.output) else row[schema.output]
+            columns = {**row, **schema.derive(row)}
+            prompt = template.format_map({key: _text(value) for key, value in columns.items()})
+        except (KeyError, AttributeError) as error:
+            raise ValueError(
+                f"row {number + 1} has no {error} for schema {dataset.schema_name}; its columns are {', '.join(row)}"
+            ) from None
+        except (IndexError, TypeError, ValueError):  # no answer, or None where text should be
+            num_skipped += 1
+            continue
+        answer = _answer(output, schema.labels)
+        empty = any(not _text(row.get(key)).strip() for key in _fields(template) if key in row)
+        if answer is None or empty:
+            num_skipped += 1
+            continue
+        found = row.get("answers")
+        references = [answer] if not isinstance(found, Mapping) else list(dict.fromkeys(found["text"]))
+        usable.append({"input": prompt, "output": answer, "references": references})
+    if not usable:
+        raise ValueError(f"none of {len(rows)} rows has both an input and an output for schema {dataset.schema_name}")
+    return usable, num_skipped
+
+
+def _fields(template: str) -> list[str]:
+    from string import Formatter
+
+    return [name for _, name, _, _ in Formatter().parse(template) if name]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _answer(output: Any, labels: tuple[str, ...]) -> str | None:
+    """An answer as text; None where there is none (-1 is GLUE's mark of a hidden label)."""
+    if labels and str(output).lstrip("-").isdigit():
+        return labels[int(output)] if 0 <= int(output) < len(labels) else None
+    return _text(output).strip() or None
+
+
+def explore(rows: Sequence[Row], num_skipped: int, tokenizers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts of a dataset: rows, the most frequent outputs (its labels, where it has some), and for each
+    tokenizer the distribution of the tokens of ``input`` and ``output``."""
+    counts = Counter(row["output"] for row in rows)
+    # Answers that are nearly all different are texts, not labels.
+    labels = dict(counts.most_common()) if len(counts) <= max(1, min(20, len(rows) // 2)) else {}
+    lengths: dict[str, Any] = {}
+    for name, tokenizer in tokenizers.items():
+        lengths[name] = {}
+        for column in ("input", "output"):
+            encoded = tokenizer([row[column] for row in rows], truncation=False, verbose=False)["input_ids"]
+            lengths[name][column] = _distribution([len(ids) for ids in encoded])
+    return {"rows": len(rows), "skipped": num_skipped, "labels": labels, "tokens": lengths}
+
+
+def _distribution(lengths: list[int]) -> dict[str, Any]:
+    """Quantiles and a histogram of 20 bins."""
+    import numpy as np
+
+    counts, edges = np.histogram(lengths, bins=20)
+    quantiles = np.percentile(lengths, [0, 25, 50, 75, 95, 100]).tolist()
+    return {
+        "mean": float(np.mean(lengths)),
+        **dict(zip(("min", "p25", "median", "p75", "p95", "max"), quantiles, strict=True)),
+        "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
+    }
