@@ -1,0 +1,248 @@
+"""One process of one cell: load, warm up, measure, write one JSON file.
+
+    python -m thalweg.study.cell SPEC.json
+
+The spec holds all there is to know, and the file that it names gets a result whatever happens: a ``status`` other than
+``ok`` comes with a ``reason``.  Peers run this file with their own interpreter, which needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from thalweg.study.prepare import auto_class, read_json, write_json
+from thalweg.utils.formatting import format_bytes, parse_bytes
+
+
+def main(spec_path: str) -> None:
+    """Measure a cell and publish its result."""
+    spec = read_json(Path(spec_path))
+    result: dict[str, Any]
+    try:
+        result = {"status": "ok", **measure(spec)}
+    except Exception as error:
+        result = describe_failure(error)
+        if os.environ.get("THALWEG_TRACEBACK"):
+            raise
+    write_json(Path(spec["result"]), result)
+
+
+def describe_failure(error: Exception) -> dict[str, Any]:
+    """Return the status and the reason of a cell that could not be measured."""
+    kind, text = type(error).__name__, " ".join(str(error).split())[:600]
+    if kind == "UnsupportedTechnique":
+        return {"status": "unsupported", "reason": text}
+    no_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in text
+    return {"status": "out of memory" if no_memory else "failed", "reason": f"{kind}: {text}"}
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what one process measured; see :func:`measure_inference` and ``training.measure_training``."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(spec["hardware"]["threads"])
+    torch.manual_seed(spec["seed"])
+    config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
+    shape = describe_shape(config)
+    check_memory(spec, shape["parameters"])
+    spec["rows"] = read_json(Path(spec["data"]))["rows"][: spec["dataset"]["samples"]]
+    meter = ResourceMeter(spec["hardware"]["device"])
+    if spec["task"] == "training":
+        from thalweg.study.training import measure_training
+
+        measured = measure_training(spec, meter)
+    else:
+        measured = measure_inference(spec, meter)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
+    return {**measured, "shape": shape, "versions": versions}
+
+
+def describe_shape(config: Any) -> dict[str, int]:
+    """Return what decides how many bytes a step reads: parameters in all, those of a decoding step (no encoder, of
+    the embedding a row), and the elements of the keys and values of a position in all layers."""
+    import torch
+
+    with torch.device("meta"):
+        model: Any = auto_class(config).from_config(config)
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
+    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
+    parameters = sum(p.numel() for p in model.parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    is_tied = head is None or head.weight is embedding or bool(getattr(config, "tie_word_embeddings", False))
+    decoding = parameters - (0 if is_tied else embedding.numel())
+    if config.is_encoder_decoder:
+        # Encoder and decoder may share the embedding, which is no product.
+        decoding -= sum(p.numel() for p in model.get_encoder().parameters() if p is not embedding)
+    return {
+        "parameters": parameters, "decoding_parameters": decoding, "kv_elements": 2 * layers * heads * width,
+        "encoder_decoder": int(config.is_encoder_decoder),
+    }  # fmt: skip
+
+
+def check_memory(spec: dict[str, Any], parameters: int) -> None:
+    """Raise MemoryError where the plain weights cannot fit, before the system kills somebody."""
+    from thalweg.plan.spec.cluster import available_host_memory
+
+    limit = spec["hardware"]["memory"]
+    available = available_host_memory() if limit is None else parse_bytes(limit, "memory")
+    # fp32 weights; in training their gradients and two moments beside them.
+    needed = parameters * (16 if spec["task"] == "training" else 4)
+    if available is not None and needed > available and not spec["technique"]["options"].get("weight_offload"):
+        raise MemoryError(f"{format_bytes(needed)} of weights and states, {format_bytes(available)} of memory")
+
+
+class ResourceMeter:
+    """Peak memory by tier, and energy where the machine tells it (Intel's RAPL counters)."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.imports = _status_bytes("VmRSS")
+        self.load_peak = 0
+        self._energy: int | None = None
+
+    def begin(self) -> None:
+        """The load is over: the peak and the energy of the measurement begin here."""
+        import torch
+
+        self.load_peak = _status_bytes("VmHWM")
+        with suppress(OSError):  # without it, the peak is that of the whole process
+            Path("/proc/self/clear_refs").write_text("5")
+        if self.device != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+        self._energy = _energy_microjoules()
+
+    def end(self, disk_folder: Path) -> dict[str, Any]:
+        """Return bytes by tier, and joules since :meth:`begin` (None where nobody tells)."""
+        import torch
+
+        energy = _energy_microjoules()
+        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        files = [file for file in disk_folder.rglob("*") if file.is_file()] if disk_folder.is_dir() else []
+        return {
+            "host_peak": max(self.load_peak, _status_bytes("VmHWM")),
+            "host_run_peak": _status_bytes("VmHWM"),
+            "host_imports": self.imports,
+            "host_children_peak": children,
+            "device_peak": torch.accelerator.max_memory_allocated() if self.device != "cpu" else None,
+            "disk": sum(file.stat().st_size for file in files),
+            "joules": None if None in (energy, self._energy) else (energy - self._energy) / 1e6,  # type: ignore
+        }
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _energy_microjoules() -> int | None:
+    """The packages' counters together; None where there are none, or they are for root alone."""
+    total, found = 0, False
+    for counter in Path("/sys/class/powercap").glob("intel-rapl:[0-9]*/energy_uj"):
+        if counter.parent.name.count(":") == 1:
+            with suppress(OSError):
+                total, found = total + int(counter.read_text()), True
+    return total if found else None
+
+
+def measure_inference(spec: dict[str, Any], meter: ResourceMeter) -> dict[str, Any]:
+    """Return the turns of one process: in each, all samples once.
+
+    ``turns``: seconds in all, medians over batches of the seconds until first tokens and of those of a later step,
+    and how many tokens came.  ``outputs``: tokens of each sample, which must be the same in each turn.
+    """
+    import statistics
+
+    import transformers
+
+    from thalweg.study.datasets import SCHEMAS
+    from thalweg.study.metrics import score
+    from thalweg.study.techniques import build_generator
+
+    dataset, start = spec["dataset"], time.perf_counter()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(spec["model"]["path"])
+    texts = [row["input"] for row in spec["rows"]]
+    prompts = tokenizer(texts, truncation=True, max_length=dataset["max_prompt_tokens"])["input_ids"]
+    generator = build_generator(spec)
+    size = len(prompts) if getattr(generator, "continuous", False) else dataset["batch_size"]
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    load_seconds = time.perf_counter() - start
+    turns, outputs = [], []
+    try:
+        for number in range(spec["turns"] + 1):
+            if number == 1:
+                meter.begin()
+            made = [generator.generate(batch, dataset["new_tokens"]) for batch in batches]
+            tokens = [one for batch in made for one in batch.outputs]
+            if number:
+                assert tokens == outputs, "greedy outputs differ from turn to turn"
+                steps = [(g.seconds - g.first_seconds) / max(1, max(map(len, g.outputs)) - 1) for g in made]
+                turns.append({
+                    "seconds": sum(g.seconds for g in made), "tokens": sum(map(len, tokens)),
+                    "first_seconds": statistics.median(g.first_seconds for g in made),
+                    "step_seconds": statistics.median(steps),
+                })  # fmt: skip
+            outputs = tokens
+        resources = meter.end(Path(spec["scratch"]))
+    finally:
+        generator.close()
+    texts = [tokenizer.decode(one, skip_special_tokens=True) for one in outputs]
+    quality = score(SCHEMAS[dataset["schema"]].metrics, texts, [row["references"] for row in spec["rows"]])
+    return {
+        "turns": turns, "outputs": outputs, "quality": quality, "load_seconds": load_seconds, **resources,
+        "samples": len(prompts), "batch_size": size, "prompt_tokens": sum(map(len, prompts)) / len(prompts),
+        "predicted": predict_inference(spec, generator, size, prompts),
+    }  # fmt: skip
+
+
+def predict_inference(spec: dict[str, Any], generator: Any, batch_size: int, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return what the plan's model of this machine gives for the same work: seconds of a first token and of a step.
+
+    A step reads the decoder's weights once and the keys and values of each sequence, or computes if that takes longer;
+    what comes from another tier comes at that tier's speed.  Where measured times are longer, the rest is not
+    arithmetic and not bytes: Python, dispatch of operators, waiting.
+    """
+    import torch
+    import transformers
+
+    from thalweg.plan.spec.cluster import build_cluster
+
+    hardware, dataset = spec["hardware"], spec["dataset"]
+    cluster = build_cluster(device=hardware["device"])
+    shape = describe_shape(transformers.AutoConfig.from_pretrained(spec["model"]["path"]))
+    itemsize = generator.weight_itemsize
+    threads = hardware["threads"] if cluster.device == "cpu" else 1
+    flops = threads * cluster.peak_flops(torch.float32 if itemsize == 4 else torch.bfloat16)
+    longest = max(map(len, prompts))
+    # Half of what is generated is there at the mean step.
+    positions = longest + dataset["new_tokens"] / 2
+    batch = min(batch_size, dataset["batch_size"])
+    weights = shape["decoding_parameters"] * itemsize * generator.copies
+    cache = batch * positions * shape["kv_elements"] * (4 if itemsize == 4 else 2)
+    link = {"host": cluster.host_bandwidth, "disk": cluster.disk_read_bandwidth}.get(generator.tier, 1.0)
+    streamed = generator.streamed_bytes / link
+    memory_seconds = (weights + cache) / cluster.memory_bandwidth
+    compute_seconds = 2 * shape["decoding_parameters"] * batch / flops
+    first_parameters = shape["parameters"] if shape["encoder_decoder"] else shape["decoding_parameters"]
+    first = 2 * first_parameters * batch * longest / flops
+    return {
+        "step_seconds": max(memory_seconds, compute_seconds, streamed),
+        "first_seconds": max(first, first_parameters * itemsize * generator.copies / cluster.memory_bandwidth, streamed),
+        "weight_bytes": weights, "cache_bytes": cache, "streamed_bytes": generator.streamed_bytes,
+        "tier": generator.tier, "memory_seconds": memory_seconds, "compute_seconds": compute_seconds,
+        "streamed_seconds": streamed, "memory_bandwidth": cluster.memory_bandwidth, "flops": flops,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
