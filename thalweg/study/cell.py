@@ -11,25 +11,25 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from thalweg.study.prepare import auto_class, read_json, write_json
+from thalweg.study.prepare import read_json, write_json
 from thalweg.utils.formatting import format_bytes, parse_bytes
 
 
-def main(spec_path: str) -> None:
+def run_cell(spec_path: str) -> None:
     """Measure a cell and publish its result."""
     spec = read_json(Path(spec_path))
-    result: dict[str, Any]
     try:
         result = {"status": "ok", **measure(spec)}
-    except Exception as error:
+    except Exception as error:  # whatever it is, it is the reason in the row
+        traceback.print_exc()  # into the cell's log
         result = describe_failure(error)
-        if os.environ.get("THALWEG_TRACEBACK"):
-            raise
     write_json(Path(spec["result"]), result)
 
 
@@ -49,9 +49,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(spec["hardware"]["threads"])
     torch.manual_seed(spec["seed"])
-    config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
-    shape = describe_shape(config)
-    check_memory(spec, shape["parameters"])
+    check_memory(spec, spec["model"]["shape"]["parameters"])
     spec["rows"] = read_json(Path(spec["data"]))["rows"][: spec["dataset"]["samples"]]
     meter = ResourceMeter(spec["hardware"]["device"])
     if spec["task"] == "training":
@@ -61,31 +59,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     else:
         measured = measure_inference(spec, meter)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
-    return {**measured, "shape": shape, "versions": versions}
-
-
-def describe_shape(config: Any) -> dict[str, int]:
-    """Return what decides how many bytes a step reads: parameters in all, those of a decoding step (no encoder, of
-    the embedding a row), and the elements of the keys and values of a position in all layers."""
-    import torch
-
-    with torch.device("meta"):
-        model: Any = auto_class(config).from_config(config)
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
-    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    parameters = sum(p.numel() for p in model.parameters())
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    is_tied = head is None or head.weight is embedding or bool(getattr(config, "tie_word_embeddings", False))
-    decoding = parameters - (0 if is_tied else embedding.numel())
-    if config.is_encoder_decoder:
-        # Encoder and decoder may share the embedding, which is no product.
-        decoding -= sum(p.numel() for p in model.get_encoder().parameters() if p is not embedding)
-    return {
-        "parameters": parameters, "decoding_parameters": decoding, "kv_elements": 2 * layers * heads * width,
-        "encoder_decoder": int(config.is_encoder_decoder),
-    }  # fmt: skip
+    return {**measured, "versions": versions}
 
 
 def check_memory(spec: dict[str, Any], parameters: int) -> None:
@@ -205,7 +179,9 @@ def measure_inference(spec: dict[str, Any], meter: ResourceMeter) -> dict[str, A
     }  # fmt: skip
 
 
-def predict_inference(spec: dict[str, Any], generator: Any, batch_size: int, prompts: list[list[int]]) -> dict[str, Any]:
+def predict_inference(
+    spec: dict[str, Any], generator: Any, batch_size: int, prompts: list[list[int]]
+) -> dict[str, Any]:
     """Return what the plan's model of this machine gives for the same work: seconds of a first token and of a step.
 
     A step reads the decoder's weights once and the keys and values of each sequence, or computes if that takes longer;
@@ -213,14 +189,12 @@ def predict_inference(spec: dict[str, Any], generator: Any, batch_size: int, pro
     arithmetic and not bytes: Python, dispatch of operators, waiting.
     """
     import torch
-    import transformers
 
     from thalweg.plan.spec.cluster import build_cluster
 
     hardware, dataset = spec["hardware"], spec["dataset"]
     cluster = build_cluster(device=hardware["device"])
-    shape = describe_shape(transformers.AutoConfig.from_pretrained(spec["model"]["path"]))
-    itemsize = generator.weight_itemsize
+    shape, itemsize = spec["model"]["shape"], generator.weight_itemsize
     threads = hardware["threads"] if cluster.device == "cpu" else 1
     flops = threads * cluster.peak_flops(torch.float32 if itemsize == 4 else torch.bfloat16)
     longest = max(map(len, prompts))
@@ -235,14 +209,22 @@ def predict_inference(spec: dict[str, Any], generator: Any, batch_size: int, pro
     compute_seconds = 2 * shape["decoding_parameters"] * batch / flops
     first_parameters = shape["parameters"] if shape["encoder_decoder"] else shape["decoding_parameters"]
     first = 2 * first_parameters * batch * longest / flops
+    first_read = first_parameters * itemsize * generator.copies / cluster.memory_bandwidth
     return {
         "step_seconds": max(memory_seconds, compute_seconds, streamed),
-        "first_seconds": max(first, first_parameters * itemsize * generator.copies / cluster.memory_bandwidth, streamed),
+        "first_seconds": max(first, first_read, streamed),
         "weight_bytes": weights, "cache_bytes": cache, "streamed_bytes": generator.streamed_bytes,
         "tier": generator.tier, "memory_seconds": memory_seconds, "compute_seconds": compute_seconds,
         "streamed_seconds": streamed, "memory_bandwidth": cluster.memory_bandwidth, "flops": flops,
     }  # fmt: skip
 
 
+def _end_with_parent() -> None:
+    """End this process with the study's own, which holds its standard input open."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    run_cell(sys.argv[1])

@@ -163,7 +163,7 @@ def _check_text_file(path: Path) -> None:
             length = len(chunk) - chunk.rfind(b"\n") - 1 if newlines else length + len(chunk)
             line += newlines
             if length > MAX_LINE_BYTES:
-                raise ValueError(f"{path}, line {line}: longer than {MAX_LINE_BYTES >> 20} MiB; one row is to be one line")
+                raise ValueError(f"{path}, line {line}: over {MAX_LINE_BYTES >> 20} MiB; a row is to be one line")
 
 
 def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str, Any]], int]:

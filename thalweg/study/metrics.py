@@ -104,9 +104,7 @@ def interval(rounds: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     return _bootstrap([(one,) for one in rounds], lambda drawn: float(np.median(np.concatenate([a for (a,) in drawn]))))
 
 
-def ratio_interval(
-    ours: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]
-) -> tuple[float, float, float]:
+def ratio_interval(ours: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Return how many times as long ``baseline`` takes as ``ours``, and the 95% interval, by the same bootstrap.
 
     The median over rounds of the ratio of a round's medians: the two were measured one soon after the other.

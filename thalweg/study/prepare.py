@@ -63,14 +63,15 @@ def _read_dataset(dataset: StudyDataset) -> dict[str, Any]:
 
 def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int) -> dict[str, Any]:
     """Return where a model is; one of random weights is made there, with a tokenizer of the study's own texts."""
+    import torch
+    import transformers
+
     from thalweg.utils.hub import check_model_path
 
     if model.config is None:
         check_model_path(str(model.path))
-        return {"path": str(model.path), "random": False}
-    import torch
-    import transformers
-
+        config = transformers.AutoConfig.from_pretrained(model.path)
+        return {"path": str(model.path), "random": False, "shape": describe_shape(config)}
     fields = dict(model.config)
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(seed)
@@ -83,7 +84,7 @@ def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int
     _train_tokenizer(texts, config.vocab_size).save_pretrained(temporary)
     shutil.rmtree(folder, ignore_errors=True)  # half of one, from a run that was killed
     temporary.rename(folder)
-    return {"path": str(folder.absolute()), "random": True}
+    return {"path": str(folder.absolute()), "random": True, "shape": describe_shape(config)}
 
 
 def auto_class(config: Any) -> Any:
@@ -91,6 +92,32 @@ def auto_class(config: Any) -> Any:
     import transformers
 
     return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+
+
+def describe_shape(config: Any) -> dict[str, int]:
+    """Return what decides how many bytes a step reads: parameters in all, those of a decoding step (no encoder, of
+    the embedding a row), and the elements of the keys and values of a position in all layers."""
+    import torch
+
+    with torch.device("meta"):
+        model: Any = auto_class(config).from_config(config)
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = (
+        getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
+    )
+    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
+    parameters = sum(p.numel() for p in model.parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    is_tied = head is None or head.weight is embedding or bool(getattr(config, "tie_word_embeddings", False))
+    decoding = parameters - (0 if is_tied else embedding.numel())
+    if config.is_encoder_decoder:
+        # Encoder and decoder may share the embedding, which is no product.
+        decoding -= sum(p.numel() for p in model.get_encoder().parameters() if p is not embedding)
+    return {
+        "parameters": parameters, "decoding_parameters": decoding, "kv_elements": 2 * layers * heads * width,
+        "encoder_decoder": int(config.is_encoder_decoder),
+    }  # fmt: skip
 
 
 def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
@@ -128,9 +155,3 @@ def main(folder: str) -> None:
     """The body of the process that prepares: what a large dataset takes of memory is given back when it ends."""
     root = Path(folder)
     prepare(StudyConfig.model_validate(read_json(root / "study.json")["config"]), root)
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1])

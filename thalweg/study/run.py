@@ -7,15 +7,17 @@ missing.  Machine code of peers, and of ours, starts and dies with its process.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import thalweg
+from thalweg.study import prepare
+from thalweg.study.cell import run_cell
 from thalweg.study.config import (
     StudyConfig,
     StudyDataset,
@@ -86,10 +90,10 @@ def run_study(config: StudyConfig, folder: Path, progress: Callable[[str], None]
     """
     _claim_folder(config, folder)
     turns = list(list_turns(config))
-    missing = [turn for turn in turns if not _result_path(folder, turn[1], turn[2]).exists()]
+    missing = [turn for turn in turns if not result_path(folder, turn[1], turn[2]).exists()]
     if missing:
         progress(f"{config.name}: {len(missing)} of {len(turns)} processes to go; preparing datasets and models")
-        _run_process([sys.executable, "-m", "thalweg.study.prepare", str(folder)], {}, config.timeout, folder / "prepare.log")
+        _run_process(prepare.main, str(folder), folder / "prepare.log", config.timeout)
     seconds: list[float] = []
     for index, (group, cell, number) in enumerate(missing):
         start = time.perf_counter()
@@ -100,7 +104,7 @@ def run_study(config: StudyConfig, folder: Path, progress: Callable[[str], None]
         progress(f"[{len(turns) - len(missing) + index + 1}/{len(turns)}, {left / 60:.0f} min left] {cell.name}"
                  f" round {number + 1}: {text}")  # fmt: skip
     shutil.rmtree(folder / "scratch", ignore_errors=True)
-    failed = {cell.name for _, cell, number in turns if read_json(_result_path(folder, cell, number))["status"] != "ok"}
+    failed = {cell.name for _, cell, number in turns if read_json(result_path(folder, cell, number))["status"] != "ok"}
     return {"processes": len(missing), "cells": len({cell.name for _, cell, _ in turns}), "failed": len(failed)}
 
 
@@ -118,20 +122,20 @@ def _claim_folder(config: StudyConfig, folder: Path) -> None:
         raise ValueError(f"{folder} holds a study with other {keys}: give --out another folder")
 
 
-def _result_path(folder: Path, cell: Cell, number: int) -> Path:
+def result_path(folder: Path, cell: Cell, number: int) -> Path:
     return folder / "cells" / cell.name / f"round-{number}.json"
 
 
 def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: Cell, number: int) -> dict[str, Any]:
     """Run one process and return its result, or what became of it."""
-    path = _result_path(folder, cell, number)
+    path = result_path(folder, cell, number)
     data = folder / "data" / f"{slug(cell.dataset.name)}.json"
     inputs = [data, folder / "models" / f"{slug(cell.model.name)}.json"]
     problems = [
         read_json(file).get("error") if file.exists() else f"preparing it has failed, see {folder / 'prepare.log'}"
         for file in inputs
     ]
-    earlier = read_json(_result_path(folder, cell, 0)) if number else {"status": "ok"}
+    earlier = read_json(result_path(folder, cell, 0)) if number else {"status": "ok"}
     if any(problems):
         result = {"status": "failed", "reason": next(filter(None, problems))}
     elif earlier["status"] != "ok":  # it would fail again
@@ -145,10 +149,9 @@ def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: Cell, n
             "result": str(path.absolute()), "scratch": str(scratch.absolute()),
         }  # fmt: skip
         write_json(path.with_name("spec.json"), spec)
-        python = cell.technique.python or sys.executable
-        command = [python, "-m", "thalweg.study.cell", str(path.with_name("spec.json"))]
-        log = path.with_name(f"round-{number}.log")
-        reason = _run_process(command, _environment(cell), config.timeout, log)
+        log, given = path.with_name(f"round-{number}.log"), str(path.with_name("spec.json"))
+        python = cell.technique.python
+        reason = _run_process(run_cell, given, log, config.timeout, python, **_environment(cell))
         if path.exists():
             return read_json(path)
         result = {"status": "out of memory" if "SIGKILL" in reason else "failed", "reason": f"{reason}; {_tail(log)}"}
@@ -170,30 +173,71 @@ def _environment(cell: Cell) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(cell.hardware.threads), **launcher, **cell.technique.env}
 
 
-def _run_process(command: list[str], variables: dict[str, str], timeout: float, log: Path) -> str:
-    """Run a process, and what it starts, to its end; return how it ended.  Its output goes to a file."""
-    root = str(Path(str(thalweg.__file__)).parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([root, inherited]) if inherited else root
+# Imported once, in the process from which cells are forked: a cell begins with them loaded and nothing else done.
+_PRELOADED = ["torch", "transformers.generation", "transformers.modeling_utils", "thalweg.study.cell"]
+
+
+def _run_process(
+    function: Callable[[str], None],
+    argument: str,
+    log: Path,
+    timeout: float,
+    python: str | None = None,
+    **variables: str,
+) -> str:
+    """Run ``function(argument)`` in a process of its own, to its end; return how it ended.
+
+    The process is forked from a server that has imported torch and done nothing with it; with ``python`` it is that
+    interpreter, new.  Its output goes to ``log``, what it leaves in temporary folders goes with it, and it ends with
+    this process.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    # What our own kernels leave in memory-backed files goes with the folder, also after a SIGKILL.
-    with log.open("wb") as output, tempfile.TemporaryDirectory(prefix="thalweg-study-") as temporary:
-        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": temporary, **variables}
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return f"no end after {timeout:g} s"
-        finally:
-            # Its ranks are of its session; where it has ended there is nobody left.
+    with tempfile.TemporaryDirectory(prefix="thalweg-study-") as temporary:
+        variables = {"TMPDIR": temporary, **variables}
+        if python is None:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOADED)
+            process: Any = context.Process(target=_enter, args=(function, argument, str(log), variables))
+            process.start()
+            process.join(timeout)
+            code = process.exitcode
+        else:
+            root = str(Path(str(thalweg.__file__)).parent.parent)
+            path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+            command = [python, "-m", function.__module__, argument]
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+                    env={**os.environ, "PYTHONPATH": path, **variables},
+                )  # fmt: skip
             try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+        # Its ranks are of its session; where it has ended there is nobody left.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if code is None:
+            return f"no end after {timeout:g} s"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _enter(function: Callable[[str], None], argument: str, log: str, variables: dict[str, str]) -> None:
+    """The first thing that a forked process does."""
+    os.setsid()
+    os.environ.update(variables)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    function(argument)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _tail(log: Path) -> str:

@@ -131,7 +131,7 @@ class ZeroStage3(HuggingFace):
 
     def __init__(self, spec: dict[str, Any], library: str, config: dict[str, Any]) -> None:
         if importlib.util.find_spec(library) is None:
-            raise UnsupportedTechnique(f"{library} is not installed; give the technique `python`, an interpreter with it")
+            raise UnsupportedTechnique(f"{library} is not installed; give `python`, an interpreter that has it")
         config = {"train_micro_batch_size_per_gpu": 1, **config}
         if library == "deepspeed":
             from transformers.integrations import HfDeepSpeedConfig

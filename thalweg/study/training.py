@@ -77,7 +77,7 @@ def make_ds_config(batch_size: int, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": _LEARNING_RATE}},
+        "optimizer": {"type": "AdamW", "params": {"lr": _LEARNING_RATE, "weight_decay": 0.0}},
         **given,
     }
 
@@ -133,7 +133,7 @@ def predict_training(
 
 def _torch_step(model: Any) -> Step:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def step(micro_batches: list[dict[str, Tensor]]) -> float:
         total = 0.0
