@@ -175,18 +175,15 @@ def measure_inference(spec: dict[str, Any], meter: ResourceMeter) -> dict[str, A
     return {
         "turns": turns, "outputs": outputs, "quality": quality, "load_seconds": load_seconds, **resources,
         "samples": len(prompts), "batch_size": size, "prompt_tokens": sum(map(len, prompts)) / len(prompts),
-        "predicted": predict_inference(spec, generator, size, prompts),
+        "work": describe_work(spec, generator, size, prompts),
     }  # fmt: skip
 
 
-def predict_inference(
-    spec: dict[str, Any], generator: Any, batch_size: int, prompts: list[list[int]]
-) -> dict[str, Any]:
-    """Return what the plan's model of this machine gives for the same work: seconds of a first token and of a step.
+def describe_work(spec: dict[str, Any], generator: Any, batch_size: int, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return what a decoding step and a first token move and compute, and the speeds that the plan measures here.
 
-    A step reads the decoder's weights once and the keys and values of each sequence, or computes if that takes longer;
-    what comes from another tier comes at that tier's speed.  Where measured times are longer, the rest is not
-    arithmetic and not bytes: Python, dispatch of operators, waiting.
+    A step reads the decoder's weights once, and the keys and values of each sequence; what comes from another tier
+    comes at that tier's speed.  Bytes and operations are counted, not measured: ``results.predict`` divides them.
     """
     import torch
 
@@ -195,27 +192,21 @@ def predict_inference(
     hardware, dataset = spec["hardware"], spec["dataset"]
     cluster = build_cluster(device=hardware["device"])
     shape, itemsize = spec["model"]["shape"], generator.weight_itemsize
-    threads = hardware["threads"] if cluster.device == "cpu" else 1
-    flops = threads * cluster.peak_flops(torch.float32 if itemsize == 4 else torch.bfloat16)
-    longest = max(map(len, prompts))
+    precision = torch.float32 if itemsize == 4 else torch.bfloat16
+    longest, batch = max(map(len, prompts)), min(batch_size, dataset["batch_size"])
     # Half of what is generated is there at the mean step.
     positions = longest + dataset["new_tokens"] / 2
-    batch = min(batch_size, dataset["batch_size"])
-    weights = shape["decoding_parameters"] * itemsize * generator.copies
-    cache = batch * positions * shape["kv_elements"] * (4 if itemsize == 4 else 2)
-    link = {"host": cluster.host_bandwidth, "disk": cluster.disk_read_bandwidth}.get(generator.tier, 1.0)
-    streamed = generator.streamed_bytes / link
-    memory_seconds = (weights + cache) / cluster.memory_bandwidth
-    compute_seconds = 2 * shape["decoding_parameters"] * batch / flops
     first_parameters = shape["parameters"] if shape["encoder_decoder"] else shape["decoding_parameters"]
-    first = 2 * first_parameters * batch * longest / flops
-    first_read = first_parameters * itemsize * generator.copies / cluster.memory_bandwidth
     return {
-        "step_seconds": max(memory_seconds, compute_seconds, streamed),
-        "first_seconds": max(first, first_read, streamed),
-        "weight_bytes": weights, "cache_bytes": cache, "streamed_bytes": generator.streamed_bytes,
-        "tier": generator.tier, "memory_seconds": memory_seconds, "compute_seconds": compute_seconds,
-        "streamed_seconds": streamed, "memory_bandwidth": cluster.memory_bandwidth, "flops": flops,
+        "weight_bytes": shape["decoding_parameters"] * itemsize * generator.copies,
+        "cache_bytes": batch * positions * shape["kv_elements"] * precision.itemsize,
+        "streamed_bytes": generator.streamed_bytes, "tier": generator.tier,
+        "step_flop": 2 * shape["decoding_parameters"] * batch, "first_flop": 2 * first_parameters * batch * longest,
+        "first_bytes": first_parameters * itemsize * generator.copies, "precision": str(precision),
+        "speeds": {
+            "memory": cluster.memory_bandwidth, "host": cluster.host_bandwidth, "disk": cluster.disk_read_bandwidth,
+            str(precision): cluster.peak_flops(precision) * (hardware["threads"] if cluster.device == "cpu" else 1),
+        },
     }  # fmt: skip
 
 

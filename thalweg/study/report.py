@@ -98,7 +98,8 @@ _METHOD_TEXT = (
     " process measured {turns} passes over the samples (training: {steps} steps) after a warm-up. Times are medians;"
     " intervals are 95%, by the bootstrap over rounds and repeats within them; a ratio is the median over rounds of"
     " the baseline's median to the technique's: above 1 the technique is faster. Memory is the peak of resident bytes,"
-    " libraries and loading included. The plan's speeds of memory and arithmetic were measured in the same process."
+    " libraries and loading included. The speeds of memory and"
+    " arithmetic are the best that any process of the study read."
 )
 
 
@@ -169,9 +170,10 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
             cells.append("-" if value is None else (f"{value:.3g}", value))
         if is_inference:
             equal = row.get("equal_outputs")
-            cells.append("-" if equal is None else (f"{equal:.0%}", equal))
+            different = row.get("different_outputs")
+            cells.append("-" if equal is None else (f"{equal:.0%}, {different} different", equal))
         else:
-            planned = row["predicted"].get("seconds")
+            planned = row["plan"].get("seconds")
             cells.append("-" if planned is None else (f"{1e3 * planned:.1f}", planned))
         quality = (f"{key} {'-' if value is None else f'{value:.3f}'}" for key, value in row["quality"].items())
         body.append([*cells, ", ".join(quality)])

@@ -22,19 +22,22 @@ def collect(folder: Path) -> dict[str, Any]:
     study = read_json(folder / "study.json")
     config = StudyConfig.model_validate(study["config"])
     explored = folder / "explored.json"
+    baselines = []
     rows, noise, recommended = [], [], []
     for group in list_groups(config):
         found = _group_rows(config, folder, group)
         *techniques, null = found
-        for row in techniques:
-            if row["status"] == "ok":
-                row["why"] = explain(row, techniques[0])
         rows += techniques
+        baselines += [techniques[0]] * len(techniques)
         keys = ("hardware", "model", "dataset", "task")
         place = {key: null[key] for key in keys}
         noise.append({**place, "status": null["status"], "ratio": null.get("ratio")})
         if group.task == "inference" and techniques[0]["status"] == "ok":
             recommended.append({**place, **_recommend(techniques, null)})
+    _predict([row for row in rows if "work" in row])
+    for row, baseline in zip(rows, baselines, strict=True):
+        if row["status"] == "ok":
+            row["why"] = explain(row, baseline)
     return {
         "name": config.name,
         "provenance": study["provenance"],
@@ -87,7 +90,7 @@ def _make_row(
         "host_run_peak": max(one["host_run_peak"] for one in rounds),
         "host_imports": min(one["host_imports"] for one in rounds),
         "device_peak": rounds[0]["device_peak"], "disk": max(one["disk"] for one in rounds),
-        "quality": rounds[0]["quality"], "predicted": rounds[0]["predicted"], "versions": rounds[0]["versions"],
+        "quality": rounds[0]["quality"], "versions": rounds[0]["versions"],
     }  # fmt: skip
     for key in ("first_seconds", "step_seconds"):
         if key in rounds[0]["turns"][0]:
@@ -99,8 +102,12 @@ def _make_row(
         row["ratio"] = ratio_interval(seconds, per_sample(baseline))
         if "outputs" in rounds[0]:
             row["equal_outputs"] = agreement(rounds[0]["outputs"], baseline[0]["outputs"])
-    if "losses" in rounds[0]:
-        row["losses"] = rounds[0]["losses"]
+            # Equality says little where all samples give the same.
+            row["different_outputs"] = len({tuple(one) for one in rounds[0]["outputs"]})
+    if group.task == "training":
+        row |= {"losses": rounds[0]["losses"], "plan": rounds[0]["plan"]}
+    else:
+        row["work"] = {**rounds[0]["work"], "speeds": _best([one["work"]["speeds"] for one in rounds])}
     return row
 
 
@@ -110,50 +117,66 @@ def _cost(hardware: StudyHardware, seconds_per_sample: float) -> float | None:
     return None if price is None else 1000 * seconds_per_sample * price / 3600
 
 
+def _best(speeds: list[dict[str, float]]) -> dict[str, float]:
+    """The best reading of each speed: neighbours only ever make a reading worse."""
+    return {key: max(one.get(key, 0.0) for one in speeds) for key in {key for one in speeds for key in one}}
+
+
+def _predict(rows: list[dict[str, Any]]) -> None:
+    """Give rows of inference ``predicted``: seconds of a step and of a first token at the best speeds that any process
+    of the study read on the same hardware."""
+    speeds = {
+        name: _best([row["work"]["speeds"] for row in rows if row["hardware"] == name])
+        for name in {row["hardware"] for row in rows}
+    }
+    for row in rows:
+        work, speed = row["work"], speeds[row["hardware"]]
+        memory = (work["weight_bytes"] + work["cache_bytes"]) / speed["memory"]
+        streamed = work["streamed_bytes"] / speed[work["tier"] or "memory"]
+        compute, first = work["step_flop"] / speed[work["precision"]], work["first_flop"] / speed[work["precision"]]
+        row["predicted"] = {
+            "step_seconds": max(memory, compute, streamed), "memory_seconds": memory, "compute_seconds": compute,
+            "streamed_seconds": streamed, "first_seconds": max(first, work["first_bytes"] / speed["memory"], streamed),
+            "memory_bandwidth": speed["memory"], "flops": speed[work["precision"]],
+        }  # fmt: skip
+
+
 def explain(row: dict[str, Any], baseline: dict[str, Any]) -> str:
     """Return why a technique takes the time it takes: the plan's bytes and arithmetic beside the measurement."""
-    predicted = row["predicted"]
     if row["task"] == "training":
         return _explain_training(row)
+    work, predicted = row["work"], row["predicted"]
     step, model = row["step_seconds"][0], predicted["step_seconds"]
     parts = [
-        f"a step moves {format_bytes(predicted['weight_bytes'])} of weights and"
-        f" {format_bytes(predicted['cache_bytes'])} of keys and values, at"
-        f" {predicted['memory_bandwidth'] / 1e9:.0f} GB/s"
-        f" {1e3 * predicted['memory_seconds']:.2f} ms; its arithmetic takes {1e3 * predicted['compute_seconds']:.2f} ms"
+        f"a step moves {format_bytes(work['weight_bytes'])} of weights and {format_bytes(work['cache_bytes'])} of keys"
+        f" and values, at {predicted['memory_bandwidth'] / 1e9:.0f} GB/s {1e3 * predicted['memory_seconds']:.2f} ms; its"
+        f" arithmetic at {predicted['flops'] / 1e9:.0f} GFLOP/s takes {1e3 * predicted['compute_seconds']:.2f} ms"
     ]
     if row["kind"] == "zero3":
         parts.append(
             "stage 3 gathers each parameter before its use and frees it after: read, written and read again for every"
             " token, which a model that fits into memory pays for nothing"
         )
-    if predicted["tier"]:
-        streamed = predicted["streamed_bytes"]
-        if streamed:
-            ms = 1e3 * predicted["streamed_seconds"]
-            parts.append(
-                f"{format_bytes(streamed)} of them come from the {predicted['tier']} in each step, {ms:.2f} ms"
-            )
-        elif predicted["tier"] == "host":
-            parts.append("they are read from the page cache itself, and nothing is copied")
-        else:
-            parts.append("the ring of buffers holds them all, so that none is read again")
+    elif work["streamed_bytes"]:
+        ms = 1e3 * predicted["streamed_seconds"]
+        parts.append(f"{format_bytes(work['streamed_bytes'])} come from the {work['tier']} in each step, {ms:.2f} ms")
+    elif work["tier"] == "host":
+        parts.append("weights are read from the page cache itself, and nothing is copied")
+    elif work["tier"]:
+        parts.append("the ring of buffers holds all weights, so that none is read again")
     if step > model:
         share = 1 - model / step
         parts.append(f"measured {1e3 * step:.2f} ms, of which {share:.0%} is neither: Python, dispatch, waiting")
     else:
-        parts.append(
-            f"measured {1e3 * step:.2f} ms, less than the memory's speed allows: the weights stay in the processor's"
-            " cache, or the machine was slower while its speed was measured"
-        )
+        parts.append(f"measured {1e3 * step:.2f} ms, less than the model of the machine gives: weights stay in a cache")
     if baseline is not row and baseline["status"] == "ok":
-        times = baseline["step_seconds"][0] / step
-        parts.append(f"the baseline's step takes {times:.2f} times as long")
+        times, first = (baseline[key][0] / row[key][0] for key in ("step_seconds", "first_seconds"))
+        parts.append(f"the baseline's step takes {times:.2f} times as long, its first token {first:.2f} times")
     return "; ".join(parts) + "."
 
 
 def _explain_training(row: dict[str, Any]) -> str:
-    predicted = row["predicted"]
+    predicted = row["plan"]
     if "seconds" not in predicted:
         return f"no plan: {predicted.get('error', 'LoRA is not planned')}"
     step = row["seconds_per_sample"][0] * row["samples"]

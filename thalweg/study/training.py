@@ -45,7 +45,7 @@ def measure_training(spec: dict[str, Any], meter: Any) -> dict[str, Any]:
     model.train()
     config = make_ds_config(dataset["batch_size"], options.pop("config", {}))
     num_micro_batches = config["gradient_accumulation_steps"]
-    predicted = {} if lora is not None else predict_training(spec, config, batches[0], options)
+    planned = {} if lora is not None else predict_training(spec, config, batches[0], options)
     if options:
         raise ValueError(f"training techniques have no option {', '.join(options)}")
     is_plain = spec["technique"]["kind"] == "torch_train"
@@ -68,7 +68,7 @@ def measure_training(spec: dict[str, Any], meter: Any) -> dict[str, Any]:
     return {
         "turns": turns, "losses": losses, "quality": {"last loss": losses[-1]}, "load_seconds": load_seconds,
         **resources, "samples": dataset["batch_size"] * num_micro_batches, "batch_size": dataset["batch_size"],
-        "predicted": predicted,
+        "plan": planned,
     }  # fmt: skip
 
 
