@@ -149,8 +149,8 @@ def explain(row: dict[str, Any], baseline: dict[str, Any]) -> str:
     step, model = row["step_seconds"][0], predicted["step_seconds"]
     parts = [
         f"a step moves {format_bytes(work['weight_bytes'])} of weights and {format_bytes(work['cache_bytes'])} of keys"
-        f" and values, at {predicted['memory_bandwidth'] / 1e9:.0f} GB/s {1e3 * predicted['memory_seconds']:.2f} ms; its"
-        f" arithmetic at {predicted['flops'] / 1e9:.0f} GFLOP/s takes {1e3 * predicted['compute_seconds']:.2f} ms"
+        f" and values, {1e3 * predicted['memory_seconds']:.2f} ms at {predicted['memory_bandwidth'] / 1e9:.0f} GB/s;"
+        f" its arithmetic takes {1e3 * predicted['compute_seconds']:.2f} ms at {predicted['flops'] / 1e9:.0f} GFLOP/s"
     ]
     if row["kind"] == "zero3":
         parts.append(
