@@ -15,11 +15,12 @@ from thalweg.study import cell as cell_module
 from thalweg.study import datasets as study_datasets
 from thalweg.study import run as study_run
 from thalweg.study.config import PRESETS, StudyConfig, StudyDataset, load_study
-from thalweg.study.datasets import SCHEMAS, explore, load_rows, normalize
+from thalweg.study.datasets import explore, load_rows, normalize
 from thalweg.study.metrics import agreement, interval, ratio_interval, score
 from thalweg.study.report import write_report
 from thalweg.study.results import collect
 from thalweg.study.run import list_turns, run_study
+from thalweg.study.schemas import SCHEMAS
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -41,6 +42,11 @@ def study_of(**changes: Any) -> StudyConfig:
         "datasets": [scitail], "techniques": ["hugging face", "thalweg"],
         "hardware": [{"name": "one", "threads": 1, "price_per_hour": 3.6}], **changes,
     })  # fmt: skip
+
+
+def split_words(texts: list[str], **_: Any) -> dict[str, list[list[str]]]:
+    """A tokenizer."""
+    return {"input_ids": [text.split() for text in texts]}
 
 
 # The file
@@ -152,11 +158,8 @@ def test_a_local_file_gives_what_the_sample_gives(suffix: str, tmp_path: Path) -
 
 
 def test_labels_are_counted_and_texts_are_not() -> None:
-    def tokenizer(texts: list[str], **_: Any) -> dict[str, list[list[str]]]:
-        return {"input_ids": [text.split() for text in texts]}
-
     labels = [{"input": "a b c", "output": one} for one in ("yes", "no", "yes", "yes")]
-    found = explore(labels, 1, {"words": tokenizer})
+    found = explore(labels, 1, {"words": split_words})
     assert found["labels"] == {"yes": 3, "no": 1}
     assert found["tokens"]["words"]["input"]["median"] == 3
     assert sum(found["tokens"]["words"]["input"]["histogram"]["counts"]) == 4
@@ -243,7 +246,10 @@ def fake_process(seconds: dict[str, float], failing: dict[str, str] | None = Non
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Processes that take no time."""
+    """Processes that take no time, models that are not there."""
+    made = {"path": "", "random": True, "shape": {"parameters": 1}}
+    monkeypatch.setattr(study_run.prepare, "_make_model", lambda *args: made)
+    monkeypatch.setattr(study_run.prepare, "load_tokenizer", lambda path: split_words)
     return lambda *args: monkeypatch.setattr(study_run, "_run_process", fake_process(*args))
 
 
@@ -286,6 +292,7 @@ def test_a_bad_dataset_fails_its_own_cells_alone(tmp_path: Path, quick: Any) -> 
 
 
 def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path, quick: Any, monkeypatch: Any) -> None:
+    quick({})
     process, calls = fake_process({"hugging face": 4.0, "thalweg": 1.0}), []
 
     def stopped(function: Any, argument: str, *args: Any, **kwargs: Any) -> str:

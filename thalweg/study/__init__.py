@@ -1,6 +1,7 @@
 """The study: what an optimisation is worth, in time, memory, quality and money, on your models, data and machine.
 
     study.yaml  ->  config      models x datasets x techniques x hardware, checked at once
+                    schemas     which columns of a dataset are what
                     prepare     datasets to ``input``/``output`` rows, models to folders, label counts, lengths
                     run         groups of cells; in each, rounds of fresh processes that take turns
                     cell        one process: load, warm up, measure, one JSON file

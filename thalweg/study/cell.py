@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from thalweg.study.prepare import read_json, write_json
+from thalweg.study.prepare import load_tokenizer, read_json, write_json
 from thalweg.utils.formatting import format_bytes, parse_bytes
 
 
@@ -137,14 +137,12 @@ def measure_inference(spec: dict[str, Any], meter: ResourceMeter) -> dict[str, A
     """
     import statistics
 
-    import transformers
-
-    from thalweg.study.datasets import SCHEMAS
     from thalweg.study.metrics import score
+    from thalweg.study.schemas import SCHEMAS
     from thalweg.study.techniques import build_generator
 
     dataset, start = spec["dataset"], time.perf_counter()
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(spec["model"]["path"])
+    tokenizer = load_tokenizer(spec["model"]["path"])
     texts = [row["input"] for row in spec["rows"]]
     prompts = tokenizer(texts, truncation=True, max_length=dataset["max_prompt_tokens"])["input_ids"]
     generator = build_generator(spec)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from thalweg.study.schemas import SCHEMAS
+
 STUDIES = Path(__file__).parent / "studies"
 Task = Literal["inference", "training"]
 
@@ -38,7 +40,7 @@ class StudyDataset(_Section):
     """A dataset: ``path`` is a name on the hub, a local file (jsonl, json, csv, tsv, parquet), or ``sample:NAME`` for
     one of the hand-written samples in the package.
 
-    ``schema``: how a row becomes ``input`` and ``output``, a key of ``datasets.SCHEMAS``; ``template`` replaces its
+    ``schema``: how a row becomes ``input`` and ``output``, a key of ``schemas.SCHEMAS``; ``template`` replaces its
     prompt.  ``samples`` rows are measured, in batches of ``batch_size``, with at most ``max_prompt_tokens`` tokens in
     and ``new_tokens`` out; all rows are explored.
     """
@@ -57,8 +59,6 @@ class StudyDataset(_Section):
     @field_validator("schema_name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from thalweg.study.datasets import SCHEMAS
-
         if name not in SCHEMAS:
             raise ValueError(f"{name!r} is no schema: there are {', '.join(SCHEMAS)}")
         return name

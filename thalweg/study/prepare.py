@@ -137,14 +137,19 @@ def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def _explore(config: StudyConfig, folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer of a folder, or of a name on the hub."""
     import transformers
 
+    return transformers.AutoTokenizer.from_pretrained(path)
+
+
+def _explore(config: StudyConfig, folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     tokenizers = {}
     for model in config.models:
         made = read_json(folder / "models" / f"{slug(model.name)}.json")
         if "error" not in made:
-            tokenizers[model.name] = transformers.AutoTokenizer.from_pretrained(made["path"])
+            tokenizers[model.name] = load_tokenizer(made["path"])
     return {
         name: {"error": one["error"]} if "error" in one else explore(one["rows"], one["skipped"], tokenizers)
         for name, one in data.items()

@@ -9,7 +9,7 @@ from typing import Any
 from thalweg.study.config import StudyConfig, StudyHardware
 from thalweg.study.metrics import MISSING, agreement, interval, ratio_interval
 from thalweg.study.prepare import read_json
-from thalweg.study.run import Cell, CellGroup, list_groups, result_path
+from thalweg.study.run import CellGroup, StudyCell, list_groups, result_path
 from thalweg.utils.formatting import format_bytes
 
 
@@ -56,13 +56,13 @@ def _group_rows(config: StudyConfig, folder: Path, group: CellGroup) -> list[dic
     return [_make_row(group, cell, rounds[cell.technique.name], baseline, folder) for cell in group.cells]
 
 
-def _read_rounds(config: StudyConfig, folder: Path, cell: Cell) -> list[dict[str, Any]]:
+def _read_rounds(config: StudyConfig, folder: Path, cell: StudyCell) -> list[dict[str, Any]]:
     paths = [result_path(folder, cell, number) for number in range(config.rounds)]
     return [read_json(path) for path in paths if path.exists()]
 
 
 def _make_row(
-    group: CellGroup, cell: Cell, rounds: list[dict[str, Any]], baseline: list[dict[str, Any]], folder: Path
+    group: CellGroup, cell: StudyCell, rounds: list[dict[str, Any]], baseline: list[dict[str, Any]], folder: Path
 ) -> dict[str, Any]:
     model = folder / "models" / f"{Path(cell.name).parts[1]}.json"
     row: dict[str, Any] = {

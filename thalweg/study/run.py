@@ -41,7 +41,7 @@ from thalweg.study.prepare import read_json, write_json
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """One model, dataset, technique and hardware setting."""
 
     model: StudyModel
@@ -62,18 +62,18 @@ class CellGroup:
     one the baseline again."""
 
     task: Task
-    cells: tuple[Cell, ...]
+    cells: tuple[StudyCell, ...]
 
 
 def list_groups(config: StudyConfig) -> list[CellGroup]:
     """Return all cells of a study in the order of the config."""
     return [
-        CellGroup(task, tuple(Cell(model, dataset, one, hardware) for one in config.with_null(task)))
+        CellGroup(task, tuple(StudyCell(model, dataset, one, hardware) for one in config.with_null(task)))
         for hardware, model, dataset, task in product(config.hardware, config.models, config.datasets, config.tasks)
     ]
 
 
-def list_turns(config: StudyConfig) -> Iterator[tuple[CellGroup, Cell, int]]:
+def list_turns(config: StudyConfig) -> Iterator[tuple[CellGroup, StudyCell, int]]:
     """Yield the processes of a study in order: within a round the cells of a group in turns, each round beginning
     with another."""
     for group in list_groups(config):
@@ -122,11 +122,11 @@ def _claim_folder(config: StudyConfig, folder: Path) -> None:
         raise ValueError(f"{folder} holds a study with other {keys}: give --out another folder")
 
 
-def result_path(folder: Path, cell: Cell, number: int) -> Path:
+def result_path(folder: Path, cell: StudyCell, number: int) -> Path:
     return folder / "cells" / cell.name / f"round-{number}.json"
 
 
-def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: Cell, number: int) -> dict[str, Any]:
+def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: StudyCell, number: int) -> dict[str, Any]:
     """Run one process and return its result, or what became of it."""
     path = result_path(folder, cell, number)
     data = folder / "data" / f"{slug(cell.dataset.name)}.json"
@@ -159,7 +159,7 @@ def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: Cell, n
     return result
 
 
-def _environment(cell: Cell) -> dict[str, str]:
+def _environment(cell: StudyCell) -> dict[str, str]:
     """One rank's variables, for libraries that ask for a launcher; and as many threads as the setting has."""
     import socket
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.study.prepare import load_tokenizer
 from thalweg.study.techniques import load_plain
 
 _LEARNING_RATE = 1e-4
@@ -28,11 +29,9 @@ def measure_training(spec: dict[str, Any], meter: Any) -> dict[str, Any]:
     ``turns``: seconds of each step and its tokens (padding is not counted); ``losses``: of all steps, the first ones
     included.
     """
-    import transformers
-
     dataset, options = spec["dataset"], dict(spec["technique"]["options"])
     start = time.perf_counter()
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(spec["model"]["path"])
+    tokenizer = load_tokenizer(spec["model"]["path"])
     model = load_plain(spec, torch.float32)
     batches = make_batches(spec["rows"], tokenizer, dataset, model.config.is_encoder_decoder)
     if options.pop("activation_checkpointing", False):
