@@ -229,7 +229,8 @@ def fake_process(seconds: dict[str, float], failing: dict[str, str] | None = Non
         time = seconds[name.removesuffix(" (null)")]
         turn = {"seconds": time, "tokens": 16, "first_seconds": time / 4, "step_seconds": time / 8}
         result = {
-            "status": "ok", "turns": [turn, turn], "outputs": [[1, 2]] * 4, "quality": {"accuracy": 0.5, "f1": None},
+            "status": "ok", "turns": [turn, turn], "outputs": [[1, 2], [3]] * 2,
+            "quality": {"accuracy": 0.5, "f1": None},
             "load_seconds": 1.0, "host_peak": 2e8, "host_run_peak": 1e8, "host_imports": 5e7, "host_children_peak": 0,
             "device_peak": None, "disk": 0, "joules": None, "samples": 4, "batch_size": 2, "versions": {},
             "work": {
@@ -270,6 +271,17 @@ def test_what_is_not_faster_than_noise_is_not_recommended(tmp_path: Path, quick:
     quick({"hugging face": 1.0, "thalweg": 1.0})
     run_study(study_of(), tmp_path, lambda line: None)
     assert collect(tmp_path)["recommended"][0]["fastest"] == "hugging face"
+
+
+def test_outputs_that_do_not_depend_on_prompts_show_no_quality(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 4.0, "thalweg": 1.0})
+    run_study(study_of(), tmp_path, lambda line: None)
+    for path in tmp_path.glob("cells/*/*/*/*/round-*.json"):
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps({**result, "outputs": [[1, 2]] * 4}))
+    found = collect(tmp_path)
+    assert found["rows"][1]["equal_outputs"] == 1 and found["rows"][1]["different_outputs"] == 1
+    assert found["recommended"][0]["fastest"] == "hugging face"
 
 
 def test_a_failed_cell_is_a_row_with_the_reason(tmp_path: Path, quick: Any) -> None:

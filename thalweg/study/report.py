@@ -122,8 +122,13 @@ def _place(row: dict[str, Any]) -> list[str]:
 def _ms(estimate: Sequence[float] | None) -> str | tuple[str, float]:
     if estimate is None:
         return "-"
-    middle, low, high = (1e3 * one for one in estimate)
-    return f"{middle:.3g} [{low:.3g}, {high:.3g}]", middle
+    middle, low, high = (_digits(1e3 * one) for one in estimate)
+    return f"{middle} [{low}, {high}]", 1e3 * estimate[0]
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _ratio(estimate: Sequence[float] | None) -> str | tuple[str, float]:
@@ -144,7 +149,7 @@ def _overview_table(rows: list[dict[str, Any]]) -> ReportTable:
         for name in datasets:
             row = by_dataset[name]
             is_ok = row["status"] == "ok"
-            times = f"{1e3 * row['seconds_per_sample'][0]:.3g} ms" if is_ok else row["status"]
+            times = f"{_digits(1e3 * row['seconds_per_sample'][0])} ms" if is_ok else row["status"]
             ratio = f", {row['ratio'][0]:.2f}x" if is_ok and row.get("ratio") else ""
             cells.append((times + ratio, row["seconds_per_sample"][0]) if is_ok else times)
         body.append([*key, *cells])
@@ -154,7 +159,8 @@ def _overview_table(rows: list[dict[str, Any]]) -> ReportTable:
 def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
     is_inference = rows[0]["task"] == "inference"
     timed = ["first token ms", "next tokens ms"] if is_inference else []
-    headers = [*_PLACE, "technique", "ms a sample", "baseline's / its time", *timed, "tokens/s", "memory peak", "disk"]
+    headers = [*_PLACE, "technique", "ms a sample", "baseline's / its time", *timed, "tokens/s"]
+    headers += ["load s", "memory peak", "of it after loading", "disk"]
     headers += ["J a sample", "1,000 samples cost", "equal outputs" if is_inference else "plan ms a step", "quality"]
     body = []
     for row in rows:
@@ -163,8 +169,10 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
         cells = [*_place(row), row["technique"], _ms(row["seconds_per_sample"]), _ratio(row.get("ratio"))]
         cells += [_ms(row[key]) for key in ("first_seconds", "step_seconds") if is_inference]
         peak = row["host_peak"] if row["device_peak"] is None else row["device_peak"]
-        speed = row["tokens_per_second"][0]
-        cells += [(f"{speed:,.0f}", speed), (format_bytes(peak), peak)]
+        running = row["host_run_peak"] if row["device_peak"] is None else row["device_peak"]
+        load, speed = row["load_seconds"], row["tokens_per_second"][0]
+        cells += [(f"{speed:,.0f}", speed), (f"{load:.1f}", load)]
+        cells += [(format_bytes(value), value) for value in (peak, running)]
         cells.append((format_bytes(row["disk"]), row["disk"]) if row["disk"] else "-")
         for value in (row["joules_per_sample"], row["cost_per_1000"]):
             cells.append("-" if value is None else (f"{value:.3g}", value))
