@@ -269,7 +269,7 @@ def _time_figures(found: dict[str, Any], task: str) -> list[Block]:
             errors = [[1e3 * (t[0] - t[1]) for t in times], [1e3 * (t[2] - t[0]) for t in times]]
             axis.barh(names, [1e3 * t[0] for t in times], xerr=errors, color=_COLOURS[0], capsize=3)
             axis.invert_yaxis()
-            axis.set_title(", ".join(place))
+            axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)
             axis.set_xlabel("ms a sample")
 
     def draw_steps(axes: Any) -> None:
@@ -284,7 +284,7 @@ def _time_figures(found: dict[str, Any], task: str) -> list[Block]:
             rest = [step - part for step, part in zip(steps, moved, strict=True)]
             axis.barh(names, rest, left=moved, color=_COLOURS[2], label="the rest")
             axis.invert_yaxis()
-            axis.set_title(", ".join(place))
+            axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)
             axis.set_xlabel("ms of a decoding step")
             axis.legend(frameon=False)
 
