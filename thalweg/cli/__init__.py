@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "plan": "what a run will need: bytes, traffic, seconds",
     "tune": "find the fastest configuration that fits",
     "ckpt": "inspect, verify or export a checkpoint",
+    "study": "what techniques give for your models and data",
     "bench": "run one of the benchmarks",
     "rlhf": "fine-tune a model: SFT, a reward model, PPO, DPO, GRPO",
     "serve": "serve a model over HTTP (OpenAI's API and a chat page)",
