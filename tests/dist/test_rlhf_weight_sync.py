@@ -322,3 +322,28 @@ def _on_device(rank: int, world: int) -> tuple[str, bool]:
 def test_an_actor_on_a_device_generates_there() -> None:
     """The torch runner keeps a model's own tensors on a device, where the skeleton's are gone by then."""
     assert run_ranks(_on_device, 2, device="sim", reuse=False) == [("sim", True)] * 2
+
+
+def _one_differs(rank: int, world: int) -> tuple[str | None, bool]:
+    from thalweg.infer.models.spec import UnsupportedModelError
+    from thalweg.rlhf import weight_sync
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedModelError("off by much")
+
+    engine = _actor(3, "llama")
+    plain, hybrid, check = _plain(engine, "llama", None), HybridEngine(engine), weight_sync.check_logits_close
+    if rank == 1:
+        weight_sync.check_logits_close = refuse
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    try:
+        with hybrid.generation() as core:
+            responses = generate_rollout(core, PROMPTS[rank], params, seed=0, pad_id=0).responses()
+    finally:
+        weight_sync.check_logits_close = check
+    engine.close()
+    return hybrid.runner, responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[rank]]
+
+
+def test_where_one_rank_finds_other_logits_all_use_the_model_s_code() -> None:
+    assert run_ranks(_one_differs, 2) == [("transformers", True)] * 2

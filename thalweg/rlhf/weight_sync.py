@@ -29,6 +29,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.engine import Engine
@@ -39,6 +40,7 @@ from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, UnsupportedModelError
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners.base import ModelInput, QuerySpan
+from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -98,13 +100,16 @@ class HybridEngine:
             probe = None if spec is None else self._probe(core)
         if probe is None or self._is_verified or self.config.quantization:
             return core
-        try:
-            self._verify(*probe)
-        except UnsupportedModelError as reason:
-            core.close()
-            self._use_model_code(reason)
-            return self._load()
-        return core
+        gap = self._verify(*probe)
+        # All ranks go the same way: their kernels, chosen by measurement, may differ in the last bits of a logit.
+        failed = torch.tensor(float(gap is not None))
+        dist.all_reduce(failed, group=control_group(self.actor.meshes.world_group))
+        if not failed:
+            self._is_verified = True
+            return core
+        core.close()
+        self._use_model_code(gap or UnsupportedModelError("another rank's logits are not the actor's"))
+        return self._load()
 
     def _use_model_code(self, reason: UnsupportedModelError) -> None:
         log.warning("rollouts run through the model's own code, with a whole copy of its weights: %s", reason)
@@ -118,15 +123,18 @@ class HybridEngine:
         core.runner.free_slot(0)
         return tokens, logits.clone()
 
-    def _verify(self, tokens: list[int], logits: Tensor) -> None:
-        """Raise UnsupportedModelError unless the actor gives these logits; collective."""
+    def _verify(self, tokens: list[int], logits: Tensor) -> UnsupportedModelError | None:
+        """Return by how much these are not the actor's logits, or None; collective."""
         ids = torch.tensor([tokens], device=self.actor.device)
         with torch.no_grad(), eval_mode(self.actor.module):
             expected = self.actor(input_ids=ids).logits[0].float()
         dtypes = {self.weights.dtype, _WEIGHT_DTYPES[get_weight_format(self.config)]}
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        check_logits_close(logits.to(expected.device), expected, coarsest)
-        self._is_verified = True
+        try:
+            check_logits_close(logits.to(expected.device), expected, coarsest)
+        except UnsupportedModelError as gap:
+            return gap
+        return None
 
 
 class ActorWeights:
