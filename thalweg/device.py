@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,6 +58,31 @@ def current_accelerator() -> torch.device:
 def communication_backend(device_type: str) -> str:
     """What collectives of such a device's tensors run on by default."""
     return "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+
+
+def resolve_device(name: str | torch.device = "auto") -> torch.device:
+    """The device of this name, with its index; ``auto``: the accelerator where there is one, else the CPU.
+
+    A kind without an index means this local rank's own device under a launcher, else the current one.
+
+    Raises:
+        ValueError: torch sees no such device here, or this rank has none of its own.
+    """
+    if str(name) == "cpu":
+        return torch.device("cpu")
+    accelerator = current_accelerator()
+    device = accelerator if name == "auto" else torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if device.type == accelerator.type else 0
+    if count == 0 or (device.index or 0) >= count:
+        found = f"{count} of that kind" if count else "no such device"
+        raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
+    if device.index is not None:
+        return device
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
+        return pick_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 RngState = tuple[Tensor, Tensor | None]
@@ -202,7 +229,7 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one."""
     if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
+        tensor = pin(tensor)
     return tensor.to(device, non_blocking=True)
 
 
@@ -224,3 +251,15 @@ def unlock_pages(memory: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     with suppress(RuntimeError):
         runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for."""
+    flat = copy_to_device(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])), device)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Return a host tensor in memory that the accelerator reads by itself; where both share theirs, the tensor."""
+    return tensor if current_accelerator().type == "mps" else tensor.pin_memory()
