@@ -117,7 +117,9 @@ class Accelerator:
         """The stream that work goes to; None where there are none."""
         return None if self._type == "cpu" else self._module.current_stream(device_index)
 
-    default_stream = current_stream
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work goes to if nobody says otherwise; None where there are none."""
+        return None if self._type == "cpu" else self._module.default_stream(device_index)
 
     def range_push(self, message: str) -> None:
         """Begin a named range of the profiler's."""

@@ -42,6 +42,7 @@ from thalweg.utils.env import read_rank_info
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.utils.versions import warn_of_untried_torch
+from thalweg.zero.shard import ShardedModel
 from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import gather_state_dict
 
@@ -407,6 +408,11 @@ class Engine(nn.Module):
     def micro_steps(self) -> int:
         """Micro-batches ended so far."""
         return self._window.micro_steps
+
+    @property
+    def sharded_model(self) -> ShardedModel:
+        """The model under ZeRO: its units, and where their parameters are."""
+        return self._components.sharded
 
     @property
     def ledger(self) -> CommsLog:

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.dist.models import make_batch, tiny_gpt
+from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import MICRO_BATCH_SIZE, full_tensor
 from tests.harness import run_ranks
+from tests.marks import nightly
+from thalweg.zero.whole_parameter import get_shard
 
 REUSE_RANKS = True
 
@@ -87,10 +89,15 @@ WITHOUT_SYNC = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_of_adamw_waits_for_nothing(world):
+IN_THE_GATE = ("stage 0", "stage 2, clipped", "stage 3, clipped", "fp16", "schedule", "tokens")
+
+
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, IN_THE_GATE), nightly(1, tuple(WITHOUT_SYNC)), nightly(2, tuple(WITHOUT_SYNC))]
+)
+def test_a_step_of_adamw_waits_for_nothing(world, names):
     """S3: norm, clip factor and verdict stay on the device."""
-    for syncs in run_ranks(_syncs_of_steps, world, WITHOUT_SYNC, device="sim"):
+    for syncs in run_ranks(_syncs_of_steps, world, {name: WITHOUT_SYNC[name] for name in names}, device="sim"):
         assert {name: found for name, found in syncs.items() if found} == {}
 
 
@@ -98,6 +105,23 @@ def test_an_optimizer_that_must_be_told_waits_once():
     """The control: the counter sees what is there to be seen."""
     sgd = _stage(2, optimizer={"type": "SGD", "params": {"lr": 1e-2}}, gradient_clipping=0.05)
     assert run_ranks(_syncs_of_steps, 1, {"sgd": sgd}, device="sim") == [{"sgd": {"event": 3}}]
+
+
+def _syncs_of_two_places(rank: int, world: int) -> dict[str, int]:
+    """Of a step whose parameters are on the host but for a 0-dim one, which comes first."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    engine = _initialize(OddShapesModel(), zero_optimization=zero)
+    assert {get_shard(p).device.type for p in engine.module.parameters()} == {"cpu", "sim"}
+    engine.backward(engine(*_batch(0, rank, world, engine.device)))
+    found = _count_syncs(engine.step)
+    engine.close()
+    return found
+
+
+def test_a_verdict_for_two_places_is_read_here():
+    """A kernel of the host's would read it before it has come."""
+    for found in run_ranks(_syncs_of_two_places, 2, device="sim"):
+        assert found["event"] == 1, found
 
 
 def _train_with_overflows(rank: int, world: int, dtype: str, late: bool) -> dict[str, Any]:
@@ -130,8 +154,7 @@ def _train_with_overflows(rank: int, world: int, dtype: str, late: bool) -> dict
     return found
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("dtype", "late"), [("fp16", True), nightly("bf16", True), nightly("bf16", False)])
 def test_what_hangs_on_the_verdict_is_made_good(dtype, late):
     """Counters, loss scale and schedule are those of the CPU, which knows at once that a step is skipped."""
     host = run_ranks(_train_with_overflows, 2, dtype, False, device="cpu")[0]
@@ -256,7 +279,7 @@ def _ledger(rank: int, world: int, stage: int) -> dict[str, tuple[int, int]]:
     return {kind: (entry.full_bytes, entry.sent_bytes) for kind, entry in entries.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [nightly(0), nightly(2), 3])
 def test_the_ledger_has_what_fsdp2_moves_on_a_device(stage):
     """W7."""
     nbytes = 2 * 2 * 64 * 64 * 4  # two steps, two layers
@@ -382,3 +405,22 @@ def test_exchanges_of_sequences_wait_for_nothing_and_a_masked_ring_once():
     for found in run_ranks(_syncs_of_sequences, 2, device="sim"):
         assert found["ulysses"] == {} and found["ring backward"] == {}
         assert sum(found["ring"].values()) == 1
+
+
+def _memory_of_grouped_heads(rank: int, world: int) -> int:
+    from thalweg.ops.attention.block import block_backward, block_forward
+
+    q, keys = torch.randn(1, 8, 4, 64, device="sim"), torch.randn(1, 1, 4096, 64, device="sim")
+    options: dict[str, Any] = {"causal": False, "mask": None, "scale": 0.1}
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    out, lse = block_forward(q, keys, keys, **options)
+    forward = torch.accelerator.max_memory_allocated() - before
+    grads = block_backward(q, q, keys, keys, out, lse, **options)
+    assert [grad.shape for grad in grads] == [q.shape, keys.shape, keys.shape]
+    return forward // keys.nbytes
+
+
+def test_keys_of_grouped_heads_are_not_repeated():
+    """S7: eight query heads share the keys, which take 1 MiB."""
+    assert run_ranks(_memory_of_grouped_heads, 1, device="sim")[0] < 4

@@ -119,7 +119,8 @@ def test_a_device_trains_as_the_cpu_does(on_host, late):
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_tier_on_a_device_trains_as_the_cpu_does(world):
-    cases = {**ALL_CASES, **{f"odd {name}": case for name, case in CASES.items()}}
+    # In 16 bits the odd model's fp32 buffer meets a norm of the root unit, which casts no inputs: torch refuses.
+    cases = {**ALL_CASES, **{f"odd {name}": case for name, case in CASES.items() if case.dtype == "fp32"}}
     host = run_ranks(_train, world, cases, False, device="cpu", timeout=600)[0]
     for late in (False, True):
         for outcomes in run_ranks(_train, world, cases, late, device="sim", timeout=900):
@@ -315,12 +316,17 @@ def _train_jobs(
     return found
 
 
-def _check_jobs(jobs: dict[str, tuple[dict[str, Any], bool]], folder: Path, backends: tuple[str | None, ...]) -> None:
+def _check_jobs(
+    jobs: dict[str, tuple[dict[str, Any], bool]],
+    folder: Path,
+    backends: tuple[str | None, ...],
+    reuse: bool | None = False,
+) -> None:
     def run(**options: Any) -> list[dict[str, list[float]]]:
         place = str(folder / str(len(list(folder.iterdir()))))
         Path(place).mkdir()
         resumes = options["device"] != "cpu"
-        return run_ranks(_train_jobs, 2, jobs, place, resumes, timeout=400, reuse=False, **options)
+        return run_ranks(_train_jobs, 2, jobs, place, resumes, timeout=400, reuse=reuse, **options)
 
     host = run(device="cpu")[0]
     assert all(losses[0] > losses[-1] + 0.01 for losses in host.values()), host
@@ -337,7 +343,7 @@ IN_THE_GATE = ("tensor", "pipeline", "experts", "on the host")
 )
 def test_every_axis_and_tier_saves_and_resumes_as_the_cpu_trains(tmp_path, names, backends):
     """C3: with ``simccl`` alone, which has no backend for the host's tensors, as with a job's usual ones."""
-    _check_jobs({name: JOBS[name] for name in names}, tmp_path, backends)
+    _check_jobs({name: JOBS[name] for name in names}, tmp_path, backends, None if names is IN_THE_GATE else False)
 
 
 @pytest.mark.nightly
@@ -476,6 +482,48 @@ def test_a_device_that_nobody_knows_is_measured():
     assert all(1e6 < figure < 1e14 for figure in found["figures"]) and found["memory"]
     assert found["seconds"] < 5 and found["cached"] and not found["known"]
     assert found["precision"] == "highest"
+
+
+def _accelerator(rank: int, world: int) -> dict[str, Any]:
+    from thalweg import get_accelerator
+    from thalweg.cli.demo.precision import has_fast_bf16
+    from thalweg.cli.doctor import _check_devices
+    from thalweg.launch.spec import _count_gpus
+
+    accelerator = get_accelerator()
+    x = torch.ones(1 << 18, device=accelerator.device_name())
+    accelerator.manual_seed(3)
+    state = accelerator.get_rng_state()
+    drawn = torch.rand(2, device=x.device)
+    accelerator.set_rng_state(state)
+    assert torch.equal(drawn.cpu(), torch.rand(2, device=x.device).cpu())
+    with accelerator.stream(accelerator.Stream()):
+        assert accelerator.current_stream() != accelerator.default_stream()
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    accelerator.range_push("nothing here takes it")
+    return {
+        "names": [
+            accelerator.device_name(1),
+            accelerator.current_device_name(),
+            accelerator.communication_backend_name(),
+        ],
+        "index": [accelerator.current_device(), accelerator.device_count(), _count_gpus()],
+        "on": accelerator.on_accelerator(x) and not accelerator.is_synchronized_device(),
+        "bf16": accelerator.is_bf16_supported() and has_fast_bf16(),
+        "memory": accelerator.memory_allocated() >= x.nbytes and accelerator.max_memory_allocated() >= x.nbytes,
+        "total": accelerator.total_memory() - accelerator.available_memory() == accelerator.memory_allocated(),
+        "pinned": accelerator.is_pinned(accelerator.pin_memory(torch.ones(2))),
+        "doctor": _check_devices().found,
+    }
+
+
+def test_an_accelerator_that_torch_knows_is_known_everywhere():
+    """By what ``torch.accelerator`` says, not by the word "cuda"."""
+    for rank, found in enumerate(run_ranks(_accelerator, 2, device="sim")):
+        assert found.pop("names") == ["sim:1", f"sim:{rank}", "simccl"] and found.pop("index") == [rank, 2, 2]
+        assert found.pop("doctor").startswith("simulated (4 GiB), ")
+        assert all(found.values()), found
 
 
 def _deterministic(rank: int, world: int) -> str | None:

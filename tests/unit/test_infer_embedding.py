@@ -18,7 +18,7 @@ from thalweg.ops import cpu_kernels
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = EngineConfig(dtype="fp32", max_model_len=96, max_num_batched_tokens=100)
-RUNNER = "TorchEncoder" if cpu_kernels.unsupported_reason("fp32") else "CpuEncoder"
+RUNNER = "TorchEncoder" if cpu_kernels.unsupported_reason() else "CpuEncoder"
 PROMPTS = [[(13 * i * i + 3 * n + 5) % 128 + 2 for i in range(n)] for n in (1, 2, 16, 17, 33, 90, 5)]
 PROMPTS.append([7, 1, 9, 0, 1, 1, 12])  # with tokens that RoBERTa takes for padding, which have no position
 

@@ -207,7 +207,7 @@ def test_the_schedulers_output_says_all_that_a_runner_needs() -> None:
     assert output.model_input.encoder_block_tables == [encoder_input.blocks]
 
 
-@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 def test_no_more_threads_run_a_program_than_have_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention's scratch has a row for each thread; a thread more would write behind it."""
     engine = load_engine(tiny_decoder("llama"), OPTIONS, runner="cpu")
@@ -229,7 +229,7 @@ def test_no_more_threads_run_a_program_than_have_scratch_memory(monkeypatch: pyt
     assert used and max(used) <= cpu_kernels.MAX_THREADS
 
 
-@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 @pytest.mark.parametrize("weight_format", ["fp32", "int8"])
 def test_the_number_of_threads_changes_no_bit(weight_format: str) -> None:
     """It may change from step to step, as ThreadTuner does."""

@@ -16,9 +16,7 @@ from thalweg.infer.runners.base import ModelInput, QuerySpan
 from thalweg.infer.runners.torch_runner import KVCacheTensor
 from thalweg.ops import cpu_kernels
 
-kernels = pytest.mark.skipif(
-    bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
-)
+kernels = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,7 +29,7 @@ TARGETS = {
     "qwen3_moe": ["q_proj", "o_proj"],
     "granite": ["o_proj", "down_proj"],
 }
-RUNNERS = ["torch"] if cpu_kernels.unsupported_reason("fp32") else ["cpu", "torch"]
+RUNNERS = ["torch"] if cpu_kernels.unsupported_reason() else ["cpu", "torch"]
 
 
 def adapted(model: Any, folder: Path, seed: int, **fields: Any) -> Any:

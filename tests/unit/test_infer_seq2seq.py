@@ -18,7 +18,7 @@ from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNNER = "torch" if cpu_kernels.unsupported_reason("fp32") else "cpu"
+RUNNER = "torch" if cpu_kernels.unsupported_reason() else "cpu"
 OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=8, max_model_len=96, max_num_batched_tokens=64)
 SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
 T5 = sorted(set(SEQ2SEQ_CONFIGS) - {"bart"})

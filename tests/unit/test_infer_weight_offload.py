@@ -32,9 +32,7 @@ from thalweg.ops import cpu_kernels
 from thalweg.storage_io.disk import Disk
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 60))]
-kernels = pytest.mark.skipif(
-    bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
-)
+kernels = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 
 
 @pytest.fixture(scope="module", autouse=True)

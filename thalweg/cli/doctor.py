@@ -144,6 +144,16 @@ def _check_cpu_features() -> CheckResult:
     return CheckResult("processor features", "warn", ", ".join(found), "bf16 is emulated here: train in fp32")
 
 
+def _check_cpu_kernels() -> CheckResult:
+    from thalweg.ops import cpu_kernels  # imports torch
+
+    isa, reason = cpu_kernels.host_isa(), cpu_kernels.unsupported_reason()
+    if isa is None:
+        cure = "pip install 'thalweg[native]'" if "llvmlite" in reason else "serve on a processor of these kinds"
+        return CheckResult("inference kernels", "warn", f"torch's operators, several times slower: {reason}", cure)
+    return CheckResult("inference kernels", "ok", f"CPU kernels for {isa.name}")
+
+
 def _check_memory() -> CheckResult:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -263,6 +273,7 @@ CHECKS: tuple[Callable[[], CheckResult], ...] = (
     _check_devices,
     _check_processor,
     _check_cpu_features,
+    _check_cpu_kernels,
     _check_memory,
     _check_shared_memory,
     _check_limits,

@@ -25,7 +25,8 @@ def get_weight_format(options: EngineConfig) -> str:
         return options.dtype
     if resolve_device(options.device).type != "cpu":
         return "bf16"
-    return "fp32" if cpu_kernels.unsupported_reason("bf16") else "bf16"
+    isa = cpu_kernels.host_isa()
+    return "bf16" if isa is not None and isa.bf16_dot else "fp32"
 
 
 def get_kv_cache_dtype(options: EngineConfig) -> str:

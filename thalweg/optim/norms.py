@@ -201,4 +201,5 @@ def clip_factor(norm: NumberT, max_norm: float) -> NumberT:
     """``max_norm / (norm + 1e-6)`` if that is below 1, else 1: the scale of gradients of that norm, a float or a 0-dim
     tensor."""
     factor: Any = max_norm / (norm + 1e-6)
-    return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
+    at_most_1: Any = factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
+    return at_most_1

@@ -12,7 +12,7 @@ masters and gradients through buffers from and to a swap file; ``MmapStep`` (off
 general sibling.  All three give the same bits in fp32.
 
 *On an accelerator the host does not wait for the verdict.*  Where the optimiser's kernel takes it (torch's fused Adam:
-``grad_scale`` and ``found_inf``, as of a GradScaler), norm, clip factor and verdict stay on the device, and the host
+``found_inf``, as of a GradScaler), norm, clip factor and verdict stay on the device, and the host
 goes on to the next forward pass.  What hangs on the verdict here (counters, loss scale, schedule) is settled when
 somebody asks, or when the next update or scaled backward pass begins; the norm has then long been copied.
 """
@@ -65,20 +65,28 @@ class InMemoryStep:
         """Multiply the gradients (only of ``subset``) by ``factor``, in place, and step."""
         with restrict_params(self.optimizer, subset):
             if factor != 1.0:
-                params = (p for group in self.optimizer.param_groups for p in group["params"])
-                if pieces := [to_local(p.grad) for p in params if p.grad is not None]:
-                    foreach.mul_(pieces, factor)
+                self._scale_grads(factor)
             self.optimizer.step()
 
     @torch.no_grad()
-    def apply_on_device(self, norm: Tensor, factor: Tensor) -> None:
-        """Multiply by ``factor`` and step if ``norm`` (both 0-dim) is finite, without a look at either."""
+    def apply_on_device(self, norm: Tensor, factor: float | Tensor) -> None:
+        """Multiply the gradients by ``factor`` and step, if ``norm`` (0-dim) is finite: without a look at either."""
         optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = factor.reciprocal().float(), norm.isfinite().logical_not().float()
+        if isinstance(factor, Tensor):
+            self._scale_grads(factor.float())
+        elif factor != 1.0:
+            self._scale_grads(factor)
+        optimizer.found_inf = norm.isfinite().logical_not().float()
         try:
             optimizer.step()
         finally:
-            optimizer.grad_scale = optimizer.found_inf = None
+            optimizer.found_inf = None
+
+    def _scale_grads(self, factor: float | Tensor) -> None:
+        # Not by the kernel's grad_scale, which divides: every tier is to give the same bits.
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        if pieces := [to_local(p.grad) for p in params if p.grad is not None]:
+            foreach.mul_(pieces, factor)
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """Uninitialised state of ``param``'s layout, where this strategy wants it (used to load into)."""
@@ -268,9 +276,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         factor = self.window.final_factor()
         norm = self._global_norm() * factor
         self._result = self._unsettled = result = StepResult(norm)
-        if norm.device.type != "cpu" and getattr(self.inner, "takes_found_inf", False):
-            clipped = clip_factor(norm, self.max_norm) if self.max_norm > 0 else torch.ones_like(norm)
-            self._strategy.apply_on_device(norm, clipped * factor)
+        if self._updates_unseen(norm.device):
+            clipped = clip_factor(norm, self.max_norm) if self.max_norm > 0 else 1.0
+            self._strategy.apply_on_device(norm, factor * clipped)
         else:
             if not result.skipped:
                 clipped = clip_factor(result.grad_norm, self.max_norm) if self.max_norm > 0 else 1.0
@@ -278,6 +286,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.settle()
         self.window.end_step(result)
         return loss
+
+    def _updates_unseen(self, device: torch.device) -> bool:
+        """Whether the update goes by a verdict that the host has not read: all of it is on one accelerator."""
+        if device.type == "cpu" or not getattr(self.inner, "takes_found_inf", False):
+            return False
+        return all(p.device == device for group in self.inner.param_groups for p in group["params"])
 
     def settle(self) -> None:
         """Learn what became of the last step, and act on it; waits for the device if need be."""

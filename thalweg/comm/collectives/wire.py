@@ -118,7 +118,7 @@ class WireReduceScatter(_LoggedCollective):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,7 +1,7 @@
 """From a model to an engine: describe it, verify the description against the model's own logits, choose a runner.
 
 A description (``models/``) whose logits differ from the model's is not used, so a family that has changed under us
-costs speed, never a wrong token.  The runners in order of preference: ``cpu`` (kernels for CPUs with AVX-512,
+costs speed, never a wrong token.  The runners in order of preference: ``cpu`` (kernels for AVX-512, AVX2 and NEON,
 llvmlite installed), ``torch`` (plain operators, any device), ``transformers`` (the model's own code, which needs no
 description).  The first that supports the model builds it; an error while it builds, out of memory too, is raised.
 """
@@ -45,6 +45,7 @@ from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
 from thalweg.infer.runners.transformers_runner import TransformersEncoder, TransformersRunner
 from thalweg.infer.spec_decode.draft_model import DraftModelProposer
 from thalweg.infer.types import ModelMetadata
+from thalweg.ops import cpu_kernels
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -52,6 +53,7 @@ log = get_logger(__name__)
 DECODER_RUNNERS: tuple[Any, ...] = (CpuRunner, TorchRunner, TransformersRunner)
 # By preference: the first that supports a model runs it.
 ENCODER_RUNNERS: tuple[Any, ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
+_KERNEL_GAIN = "give several times the tokens a second"
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
 
 
@@ -64,6 +66,7 @@ def load_engine(
     weights_id: Any = None,
     draft_model: nn.Module | None = None,
     workers: Any = None,
+    spec: DecoderSpec | None = None,
 ) -> LLMEngine | EmbeddingEngine:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
@@ -71,8 +74,9 @@ def load_engine(
     default the directory's own, or none for a live model.  ``runner`` insists on ``cpu``, ``torch`` or
     ``transformers``.  ``weights_id``: the identity of a live model's weights, by which a file of packed ones is found
     again.  ``draft_model``: a live model in place of ``options.draft_model``.  ``workers``: the other ranks of the
-    options, by default processes that are started here.  Encoder models give an :class:`EmbeddingEngine`.  Raises
-    ValueError where no runner can run the model as the options ask.
+    options, by default processes that are started here.  ``spec``: a live model's description, where the caller has
+    made it, and verifies it.  Encoder models give an :class:`EmbeddingEngine`.  Raises ValueError where no runner can
+    run the model as the options ask.
     """
     options = _with_device(options or EngineConfig(), model)
     if options.num_ranks > 1 and workers is None:
@@ -102,7 +106,7 @@ def load_engine(
     if draft_model is None and options.draft_model is not None:
         _check_same_vocab(tokenizer, load_tokenizer(options.draft_model, options), options.draft_model)
         draft_model = load_model(options.draft_model, replace(options, device="cpu"))
-    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers)
+    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers, spec)
 
 
 def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
@@ -166,6 +170,7 @@ def _load_generator(
     name: str,
     draft_model: Any,
     workers: Any,
+    spec: DecoderSpec | None,
 ) -> LLMEngine:
     """Return the engine of a model that generates."""
     if options.lora_adapters and options.weight_offload:
@@ -175,7 +180,7 @@ def _load_generator(
     if workers is not None:
         runner, max_length = _make_parallel_runner(model, options, forced_runner, workers)
     else:
-        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec)
+        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec, spec)
     metadata = _make_metadata(model, options, name, kind, max_length)
     proposer = None
     if draft_spec is not None:
@@ -216,8 +221,13 @@ def choose_runner(
             continue
         reason = runner.supports(spec, options)
         if reason is None:
-            if reasons or undescribed:
-                log.info("running by %s: %s", runner.__name__, "; ".join([*reasons, undescribed]).strip("; "))
+            why = "; ".join(filter(None, [*reasons, undescribed]))
+            if (isa := cpu_kernels.host_isa()) is not None and runner.name == "cpu":
+                log.info("running by CPU kernels for %s", isa.name)
+            elif why and resolve_device(options.device).type == "cpu":
+                log.warning("running by %s, not by CPU kernels, which %s: %s", runner.__name__, _KERNEL_GAIN, why)
+            elif why:
+                log.info("running by %s: %s", runner.__name__, why)
             return runner
         reasons.append(reason)
     if not reasons:
@@ -241,10 +251,17 @@ def _describe(model: Any, options: EngineConfig, kind: str) -> tuple[Any, str]:
 
 
 def _make_runner(
-    model: Any, options: EngineConfig, forced_runner: str | None, weights_id: Any, draft_spec: DecoderSpec | None
+    model: Any,
+    options: EngineConfig,
+    forced_runner: str | None,
+    weights_id: Any,
+    draft_spec: DecoderSpec | None,
+    spec: DecoderSpec | None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner of a model in this process, and its longest sequence."""
-    spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "decoder")
+    undescribed = ""
+    if spec is None and forced_runner != "transformers":
+        spec, undescribed = _describe(model, options, "decoder")
     runner_type = choose_runner(DECODER_RUNNERS, spec, options, forced_runner, undescribed)
     if spec is None:
         max_length = transformers_runner.get_max_length(model.config.get_text_config(), options.max_model_len)

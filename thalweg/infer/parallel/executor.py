@@ -207,9 +207,9 @@ def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> Wo
 
 def kernel_gap(decoder: DecoderSpec, options: EngineConfig) -> str | None:
     """Return why the native kernels cannot run the parts, or None."""
-    formats = get_weight_format(options), get_kv_cache_dtype(options)
+    kv_cache_dtype = get_kv_cache_dtype(options)
     parts = [decoder, *(shard_for_rank(decoder, rank, options) for rank in range(options.num_ranks))]
-    return next(filter(None, (kernels_unsupported_reason(part, *formats) for part in parts)), None)
+    return next(filter(None, (kernels_unsupported_reason(part, kv_cache_dtype) for part in parts)), None)
 
 
 def _build_runner(

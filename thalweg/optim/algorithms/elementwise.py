@@ -43,7 +43,7 @@ class _AdamBase(LocalStepMixin):
 
     @property
     def takes_found_inf(self) -> bool:
-        """Whether a step goes by the tensors ``grad_scale`` and ``found_inf`` (see torch's GradScaler)."""
+        """Whether a step goes by the tensor ``found_inf``, as of torch's GradScaler."""
         return all(group["fused"] for group in self.param_groups)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:

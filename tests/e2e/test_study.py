@@ -1,0 +1,91 @@
+"""`thalweg study` as a user runs it: killed in the middle, given again; its page in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.chromium import CHROMIUM, open_browser
+
+ROOT = Path(__file__).parents[2]
+STUDY = """
+rounds: 2
+turns: 1
+models:
+  - name: llama
+    config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2,
+             vocab_size: 300, max_position_embeddings: 512, pad_token_id: 0, initializer_range: 0.3}
+datasets:
+  - {name: SciTail, path: "sample:scitail", schema: bigbio_te, samples: 4, batch_size: 2, new_tokens: 4}
+techniques: [hugging face, thalweg]
+"""
+pytestmark = pytest.mark.nightly
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes that have a file of the folder open: cells write their log there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(folder) in os.readlink(file) for file in (entry / "fd").iterdir()):
+                found.append(int(entry.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, int]:
+    """A study that was killed after its first cell and then run to its end: folder, report, cells that were there."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "small.yaml").write_text(STUDY)
+    out = folder / "out"
+    command = [sys.executable, "-m", "thalweg", "study", "run", str(folder / "small.yaml"), "--out", str(out), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not (done := list(out.glob("cells/*/*/*/*/round-*.json"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = {path: path.stat().st_mtime_ns for path in done}
+    while processes_of(out) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_of(out), "a cell outlived its study"
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert second.returncode == 0, second.stderr
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "a cell was measured again"
+    return out, json.loads(second.stdout), len(before)
+
+
+def test_a_study_that_was_killed_goes_on(study: tuple[Path, dict, int]) -> None:
+    out, report, there = study
+    assert 1 <= there < 6
+    assert report["processes"] <= 6 - there
+    assert [row["status"] for row in report["rows"]] == ["ok", "ok"]
+    assert [row["rounds"] for row in report["rows"]] == [2, 2]
+    assert report["rows"][1]["equal_outputs"] == 1
+    assert report["provenance"]["torch"]
+    assert (out / "report.html").is_file() and not (out / "scratch").exists()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_page_opens_from_a_file_and_its_tables_sort(study: tuple[Path, dict, int], tmp_path: Path) -> None:
+    with open_browser(tmp_path) as page:
+        page.call("Page.navigate", url=(study[0] / "report.html").as_uri())
+        page.wait_until("document.readyState === 'complete'")
+        assert page.evaluate("[...document.images].every(image => image.naturalWidth > 300)")
+        column = "[...document.querySelectorAll('table')[2].tBodies[0].rows].map(row => +row.cells[4].dataset.value)"
+        head = "document.querySelectorAll('table')[2].querySelectorAll('th')[4].click()"
+        page.evaluate(head)
+        rising = page.evaluate(column)
+        page.evaluate(head)
+        assert rising == sorted(rising) and page.evaluate(column) == rising[::-1]
+        assert not [event for event in page.events if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]

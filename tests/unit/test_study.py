@@ -1,0 +1,425 @@
+"""``thalweg study``: its file, its datasets, its turns, its rows and its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.marks import nightly
+from thalweg.study import cell as cell_module
+from thalweg.study import datasets as study_datasets
+from thalweg.study import run as study_run
+from thalweg.study.config import PRESETS, StudyConfig, StudyDataset, load_study
+from thalweg.study.datasets import explore, load_rows, normalize
+from thalweg.study.metrics import agreement, interval, ratio_interval, score
+from thalweg.study.report import write_report
+from thalweg.study.results import collect
+from thalweg.study.run import list_turns, run_study
+from thalweg.study.schemas import SCHEMAS
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 300, "max_position_embeddings": 512, "pad_token_id": 0,
+    "initializer_range": 0.3,
+}  # fmt: skip
+T5 = {
+    "model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 300,
+    "tie_word_embeddings": False, "decoder_start_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def study_of(**changes: Any) -> StudyConfig:
+    """A study of 1 model, 1 dataset, 2 techniques; 2 rounds of 2 turns."""
+    scitail = {"name": "SciTail", "path": "sample:scitail", "schema": "bigbio_te", "samples": 4, "batch_size": 2,
+               "new_tokens": 4}  # fmt: skip
+    return StudyConfig.model_validate({
+        "name": "small", "rounds": 2, "turns": 2, "steps": 2, "models": [{"name": "llama", "config": LLAMA}],
+        "datasets": [scitail], "techniques": ["hugging face", "thalweg"],
+        "hardware": [{"name": "one", "threads": 1, "price_per_hour": 3.6}], **changes,
+    })  # fmt: skip
+
+
+def split_words(texts: list[str], **_: Any) -> dict[str, list[list[str]]]:
+    """A tokenizer."""
+    return {"input_ids": [text.split() for text in texts]}
+
+
+# The file
+
+
+def test_all_problems_of_a_study_are_reported_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("models: []\ndatasets: [{name: a, path: b, schema: nowhere}]\ntechniques: [faster]\nround: 2\n")
+    with pytest.raises(ValueError) as error:
+        load_study(file)
+    for part in ("models", "nowhere", "faster", "round:"):
+        assert part in str(error.value)
+
+
+def test_the_study_of_the_package_is_found_by_name_and_a_missing_one_is_not() -> None:
+    assert [one.name for one in load_study("report").datasets] == ["SciTail", "Multi-XScience"]
+    with pytest.raises(FileNotFoundError, match="report"):
+        load_study("repord")
+
+
+def test_every_preset_is_a_technique() -> None:
+    assert {one.name for one in study_of(techniques=list(PRESETS)).techniques} == set(PRESETS)
+
+
+def test_names_that_would_share_a_folder_are_refused() -> None:
+    twice = [{"name": "a b", "config": LLAMA}, {"name": "a-b", "config": LLAMA}]
+    with pytest.raises(ValueError, match="twice"):
+        study_of(models=twice)
+
+
+# Datasets
+
+
+def dataset_of(path: str | Path, schema: str) -> StudyDataset:
+    return StudyDataset.model_validate({"name": "d", "path": str(path), "schema": schema})
+
+
+@pytest.mark.parametrize("schema", [name for name, one in SCHEMAS.items() if one.sample])
+def test_the_sample_of_a_schema_has_its_columns(schema: str) -> None:
+    dataset = dataset_of(f"sample:{SCHEMAS[schema].sample}", schema)
+    rows, num_skipped = normalize(load_rows(dataset), dataset)
+    assert len(rows) >= 4 and num_skipped == 0
+    assert all(row["input"].strip() and row["output"].strip() and row["references"] for row in rows)
+    assert "{" not in rows[0]["input"]
+
+
+def test_rows_become_inputs_and_outputs() -> None:
+    mnli = dataset_of("", "mnli")
+    rows, num_skipped = normalize(
+        [
+            {"premise": "A dog runs.", "hypothesis": "An animal moves.", "label": 0},
+            {"premise": "A dog runs.", "hypothesis": "A cat runs.", "label": -1},  # hidden, in GLUE's test splits
+            {"premise": "  ", "hypothesis": "A cat runs.", "label": 2},
+            {"premise": None, "hypothesis": "A cat runs.", "label": 2},
+        ],
+        mnli,
+    )
+    assert num_skipped == 3
+    assert rows[0]["output"] == "entailment"
+    assert rows[0]["input"].startswith("Premise: A dog runs.\nHypothesis: An animal moves.")
+    squad = {"context": "Bern is in Switzerland.", "question": "Where is Bern?"}
+    answers = [{"text": ["Switzerland", "in Switzerland"], "answer_start": [11, 8]}, {"text": [], "answer_start": []}]
+    rows, num_skipped = normalize([{**squad, "answers": one} for one in answers], dataset_of("", "squad"))
+    assert rows[0]["references"] == ["Switzerland", "in Switzerland"]
+    assert num_skipped == 1
+
+
+def test_a_template_replaces_the_schemas() -> None:
+    dataset = dataset_of("", "sst2").model_copy(update={"template": "Q: {sentence}"})
+    assert normalize([{"sentence": "good", "label": 1}], dataset)[0][0]["input"] == "Q: good"
+
+
+BAD_FILES = {
+    "a column is missing": (b'{"premise": "a", "label": "neutral"}\n', "no 'hypothesis'"),
+    "no row is left": (b'{"premise": "", "hypothesis": "b", "label": "neutral"}\n', "none of 1 rows"),
+    "not UTF-8": (b'{"premise": "a"}\n{"premise": "\xe9"}\n', "line 2: not UTF-8"),
+    "a line without end": (b'{"premise": "' + b"a" * (3 << 20), "line 1: over 1 MiB"),
+    "damaged": (b'{"premise": "a", \n', "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_FILES)
+def test_a_bad_file_is_a_reason(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, reason = BAD_FILES[fault]
+    monkeypatch.setattr(study_datasets, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    dataset = dataset_of(file, "bigbio_te")
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        normalize(load_rows(dataset), dataset)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv"])
+def test_a_local_file_gives_what_the_sample_gives(suffix: str, tmp_path: Path) -> None:
+    rows = [{"sentence": "good, really", "label": 1}, {"sentence": "bad", "label": 0}]
+    file = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        mark = {"csv": ",", "tsv": "\t"}[suffix]
+        file.write_text(
+            "".join(f"{a}{mark}{b}\n" for a, b in [("sentence", "label"), ('"good, really"', 1), ("bad", 0)])
+        )
+    dataset = dataset_of(file, "sst2")
+    found = normalize(load_rows(dataset), dataset)[0]
+    assert [row["output"] for row in found] == ["positive", "negative"]
+    assert found[0]["input"].startswith("good, really")
+
+
+def test_labels_are_counted_and_texts_are_not() -> None:
+    labels = [{"input": "a b c", "output": one} for one in ("yes", "no", "yes", "yes")]
+    found = explore(labels, 1, {"words": split_words})
+    assert found["labels"] == {"yes": 3, "no": 1}
+    assert found["tokens"]["words"]["input"]["median"] == 3
+    assert sum(found["tokens"]["words"]["input"]["histogram"]["counts"]) == 4
+    texts = [{"input": "a", "output": f"text {i}"} for i in range(4)]
+    assert explore(texts, 0, {})["labels"] == {}
+
+
+# Metrics and statistics
+
+
+def test_metrics_of_known_outputs() -> None:
+    assert score(["accuracy"], ["Neutral.", "entailment"], [["neutral"], ["neutral"]]) == {"accuracy": 0.5}
+    similar = score(["pearson"], ["1.0", "2 of 5", "x"], [["2.0"], ["4.0"], ["0.0"]])["pearson"]
+    assert similar == pytest.approx(1.0)
+    assert agreement([[1, 2], [3]], [[1, 2], [4]]) == 0.5
+
+
+def test_metrics_by_torchmetrics() -> None:
+    pytest.importorskip("torchmetrics", reason="pip install 'thalweg[study]'")
+    references = [["the cat sat on the mat"], ["a dog"]]
+    same, other = (
+        score(["rouge1", "rouge2", "rougeL", "bleu", "exact_match", "f1"], outputs, references)
+        for outputs in (["the cat sat on the mat", "a dog"], ["no", "no"])
+    )
+    assert all(value == pytest.approx(1.0) for key, value in same.items() if key != "bleu")
+    assert all(value == pytest.approx(0.0, abs=1e-6) for value in other.values())
+    assert score(["macro_f1"], ["a", "a", "b"], [["a"], ["b"], ["b"]])["macro_f1"] == pytest.approx(2 / 3)
+
+
+def test_a_metric_without_its_library_is_none_and_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert score(["accuracy", "rougeL"], ["a"], [["a"]]) == {"accuracy": 1.0, "rougeL": None}
+
+
+def test_an_interval_holds_the_median_and_a_ratio_its_pairs() -> None:
+    middle, low, high = interval([[1.0, 1.1, 0.9], [1.2, 1.0, 1.1]])
+    assert low <= middle <= high and middle == pytest.approx(1.05)
+    # The machine was three times as slow in the second round: pairs within a round do not see it.
+    fast, slow = [[1.0, 1.01, 0.99], [3.0, 3.03, 2.97]], [[2.0, 2.02, 1.98], [6.0, 6.06, 5.94]]
+    ratio, low, high = ratio_interval(fast, slow)
+    assert ratio == pytest.approx(2.0) and 1.9 < low <= ratio <= high < 2.1
+    # The control: rounds that are not paired do.
+    assert ratio_interval(fast, slow[::-1])[2] > 5
+
+
+# Turns
+
+
+def test_cells_take_turns_and_the_baseline_comes_twice() -> None:
+    turns = [(cell.technique.name, number) for _, cell, number in list_turns(study_of())]
+    names = ["hugging face", "thalweg", "hugging face (null)"]
+    assert turns == [(name, 0) for name in names] + [(name, 1) for name in (*names[1:], names[0])]
+
+
+def fake_process(seconds: dict[str, float], failing: dict[str, str] | None = None) -> Any:
+    """A stand-in for processes: writes what a cell would."""
+
+    def run_process(function: Any, argument: str, log: Path, timeout: float, *_: Any, **__: Any) -> str:
+        if function is study_run.prepare.main:
+            function(argument)
+            return "exit code 0"
+        spec = json.loads(Path(argument).read_text())
+        name = spec["technique"]["name"]
+        log.write_text("its last words\n")
+        if name in (failing or {}):
+            return (failing or {})[name]
+        time = seconds[name.removesuffix(" (null)")]
+        turn = {"seconds": time, "tokens": 16, "first_seconds": time / 4, "step_seconds": time / 8}
+        result = {
+            "status": "ok", "turns": [turn, turn], "outputs": [[1, 2], [3]] * 2,
+            "quality": {"accuracy": 0.5, "f1": None},
+            "load_seconds": 1.0, "host_peak": 2e8, "host_run_peak": 1e8, "host_imports": 5e7, "host_children_peak": 0,
+            "device_peak": None, "disk": 0, "joules": None, "samples": 4, "batch_size": 2, "versions": {},
+            "work": {
+                "weight_bytes": time * 1e8, "cache_bytes": 0, "streamed_bytes": 0, "tier": "", "step_flop": 0,
+                "first_flop": 0, "first_bytes": 0, "precision": "torch.float32",
+                "speeds": {"memory": 1.6e9, "torch.float32": 1e9},
+            },
+        }  # fmt: skip
+        study_run.write_json(Path(spec["result"]), result)
+        return "exit code 0"
+
+    return run_process
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Processes that take no time, models that are not there."""
+    made = {"path": "", "random": True, "shape": {"parameters": 1}}
+    monkeypatch.setattr(study_run.prepare, "_make_model", lambda *args: made)
+    monkeypatch.setattr(study_run.prepare, "load_tokenizer", lambda path: split_words)
+    return lambda *args: monkeypatch.setattr(study_run, "_run_process", fake_process(*args))
+
+
+def test_rows_have_ratios_prices_and_a_recommendation(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 4.0, "thalweg": 1.0})
+    assert run_study(study_of(), tmp_path, lambda line: None) == {"processes": 6, "cells": 3, "failed": 0}
+    found = collect(tmp_path)
+    baseline, ours = found["rows"]
+    assert ours["ratio"][0] == pytest.approx(4.0) and baseline["ratio"][0] == pytest.approx(1.0)
+    assert ours["seconds_per_sample"][0] == pytest.approx(0.25)
+    assert ours["cost_per_1000"] == pytest.approx(0.25)  # 1,000 samples of 0.25 s at 3.6 an hour
+    assert "50% is neither" in ours["why"] and "4.00 times as long" in ours["why"]
+    assert found["noise"][0]["ratio"][0] == pytest.approx(1.0)
+    assert found["recommended"][0]["fastest"] == "thalweg"
+
+
+def test_what_is_not_faster_than_noise_is_not_recommended(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 1.0, "thalweg": 1.0})
+    run_study(study_of(), tmp_path, lambda line: None)
+    assert collect(tmp_path)["recommended"][0]["fastest"] == "hugging face"
+
+
+def test_outputs_that_do_not_depend_on_prompts_show_no_quality(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 4.0, "thalweg": 1.0})
+    run_study(study_of(), tmp_path, lambda line: None)
+    for path in tmp_path.glob("cells/*/*/*/*/round-*.json"):
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps({**result, "outputs": [[1, 2]] * 4}))
+    found = collect(tmp_path)
+    assert found["rows"][1]["equal_outputs"] == 1 and found["rows"][1]["different_outputs"] == 1
+    assert found["recommended"][0]["fastest"] == "hugging face"
+
+
+def test_a_failed_cell_is_a_row_with_the_reason(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 4.0}, {"thalweg": "killed by SIGKILL"})
+    assert run_study(study_of(), tmp_path, lambda line: None)["failed"] == 1
+    row = collect(tmp_path)["rows"][1]
+    assert row["status"] == "out of memory" and "SIGKILL; its last words" in row["reason"]
+    write_report(tmp_path)
+    assert "SIGKILL" in (tmp_path / "report.html").read_text()
+
+
+def test_a_bad_dataset_fails_its_own_cells_alone(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 4.0, "thalweg": 1.0})
+    good = study_of().datasets[0].model_dump(by_alias=True)
+    study = study_of(datasets=[{**good, "name": "bad", "path": "sample:sst2"}, good])
+    run_study(study, tmp_path, lambda line: None)
+    rows = collect(tmp_path)["rows"]
+    assert [row["status"] for row in rows] == ["failed", "failed", "ok", "ok"]
+    assert "no 'premise'" in rows[0]["reason"]
+
+
+def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path, quick: Any, monkeypatch: Any) -> None:
+    quick({})
+    process, calls = fake_process({"hugging face": 4.0, "thalweg": 1.0}), []
+
+    def stopped(function: Any, argument: str, *args: Any, **kwargs: Any) -> str:
+        calls.append(argument)
+        if len(calls) == 4:  # the preparation, two cells, and then
+            raise KeyboardInterrupt
+        return process(function, argument, *args, **kwargs)
+
+    monkeypatch.setattr(study_run, "_run_process", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study_of(), tmp_path, lambda line: None)
+    statuses = [row["status"] for row in collect(tmp_path)["rows"]]
+    assert statuses == ["ok", "ok"] and collect(tmp_path)["noise"][0]["status"] == "not measured"
+    assert run_study(study_of(), tmp_path, lambda line: None)["processes"] == 4
+    assert run_study(study_of(), tmp_path, lambda line: None)["processes"] == 0
+    with pytest.raises(ValueError, match="other turns"):
+        run_study(study_of(turns=3), tmp_path, lambda line: None)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("do not touch")
+    with pytest.raises(ValueError, match="not empty"):
+        run_study(study_of(), tmp_path, lambda line: None)
+
+
+# The page
+
+
+def test_the_page_needs_no_network_and_the_texts_agree(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 4.0, "thalweg": 1.0})
+    run_study(study_of(), tmp_path, lambda line: None)
+    write_report(tmp_path)
+    page, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert page.count("<table>") == len(re.findall(r"^\| --- ", text, re.MULTILINE)) >= 7
+    for part in ("llama (random)", "4.00", "entailment 9", "times as long", "baseline to itself"):
+        assert part in page and part in text
+    figures = re.findall(r"\]\((figures/\w+\.svg)\)", text)
+    assert len(figures) == page.count("<img ") >= 3
+    assert all((tmp_path / name).read_bytes().lstrip().startswith(b"<?xml") for name in figures)
+
+
+# Cells
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Cells without processes: what they measure is real, their memory is ours."""
+
+    def run_process(function: Any, argument: str, log: Path, *_: Any, **__: Any) -> str:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        function(argument)
+        return "exit code 0"
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(study_run, "_run_process", run_process)
+    yield
+    torch.set_num_threads(threads)
+
+
+TASKS = [
+    nightly("t5", ["hugging face", "thalweg", "thalweg zero-inference host", "thalweg stage 3 offload"]),
+    nightly("llama", ["hugging face", "thalweg continuous batching", "thalweg zero-inference nvme"]),
+    pytest.param("llama", ["hugging face", "thalweg"]),
+]
+
+
+@pytest.mark.parametrize(("model", "techniques"), TASKS)
+def test_techniques_generate_what_the_baseline_generates(
+    model: str, techniques: list[str], tmp_path: Path, in_process: Any
+) -> None:
+    study = study_of(
+        rounds=1, turns=1, models=[{"name": model, "config": {"t5": T5, "llama": LLAMA}[model]}], techniques=techniques
+    )
+    run_study(study, tmp_path, lambda line: None)
+    for row in collect(tmp_path)["rows"]:
+        assert row["status"] == "ok", row["reason"]
+        assert row["equal_outputs"] == 1
+        assert row["host_run_peak"] > 0 and row["predicted"]["step_seconds"] > 0
+    rounds = sorted(tmp_path.glob("cells/*/*/*/*/round-0.json"))
+    outputs = [json.loads(path.read_text())["outputs"] for path in rounds]
+    assert all(len(one) == 4 for one in outputs[0])
+    assert len({tuple(one) for one in outputs[0]}) > 1, "prompts that all give the same show nothing"
+
+
+def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_process: Any) -> None:
+    faster = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}}
+    control = {"name": "another rate", "kind": "thalweg_train", "options": {"config": faster}}
+    study = study_of(rounds=1, techniques=["train pytorch", "train thalweg stage 2", control])
+    run_study(study, tmp_path, lambda line: None)
+    baseline, ours, other = collect(tmp_path)["rows"]
+    assert ours["status"] == "ok", ours["reason"]
+    assert ours["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
+    assert other["losses"][2] != pytest.approx(baseline["losses"][2], rel=1e-3)
+    assert baseline["losses"][2] < baseline["losses"][0], "the first batch again, after two steps"
+    assert ours["plan"]["bytes"] > 0 and "the plan says" in ours["why"]
+
+
+def test_a_model_that_cannot_fit_is_a_row(tmp_path: Path, in_process: Any) -> None:
+    hardware = [{"name": "small", "memory": "64KiB"}, {"name": "large", "memory": "1GiB"}]
+    study = study_of(rounds=1, turns=1, techniques=["hugging face"], hardware=hardware)
+    run_study(study, tmp_path, lambda line: None)
+    small, large = collect(tmp_path)["rows"]
+    assert small["status"] == "out of memory" and "64 KiB of memory" in small["reason"]
+    assert large["status"] == "ok"
+
+
+def test_a_technique_whose_library_is_missing_is_unsupported(tmp_path: Path, in_process: Any) -> None:
+    absent = {"name": "other", "kind": "zero3", "options": {"library": "not_a_library", "config": {}}}
+    run_study(study_of(rounds=1, turns=1, techniques=["hugging face", absent]), tmp_path, lambda line: None)
+    row = collect(tmp_path)["rows"][1]
+    assert row["status"] == "unsupported" and "not_a_library is not installed" in row["reason"]
+
+
+def test_an_error_says_what_kind_it_is() -> None:
+    torch_says = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    assert cell_module.describe_failure(torch_says)["status"] == "out of memory"
+    assert cell_module.describe_failure(RuntimeError("no"))["status"] == "failed"

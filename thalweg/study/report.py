@@ -1,0 +1,390 @@
+"""The report of a study: one page that needs no network, the same as Markdown, and the rows as JSON.
+
+Both texts are made of the same list of blocks: headings, paragraphs, tables, figures.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from thalweg.study.prepare import write_json
+from thalweg.study.results import collect
+from thalweg.utils.formatting import format_bytes
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table; a cell is a text, or a text and the number that it is sorted by."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str | tuple[str, float]]]
+
+
+@dataclass(frozen=True)
+class ReportFigure:
+    """A picture as SVG; ``name`` is that of its file beside the Markdown."""
+
+    name: str
+    title: str
+    svg: bytes
+
+
+# ``## `` begins a heading, ``### `` a lesser one; another text is a paragraph.
+Block = str | ReportTable | ReportFigure
+
+
+def write_report(folder: Path) -> dict[str, Any]:
+    """Write report.json, report.md with figures/, and report.html into a study's folder; return the first's content.
+
+    Raises FileNotFoundError where the folder holds no study.
+    """
+    found = collect(folder)
+    blocks = build_blocks(found)
+    write_json(folder / "report.json", found)
+    for block in blocks:
+        if isinstance(block, ReportFigure):
+            (folder / "figures").mkdir(exist_ok=True)
+            (folder / "figures" / f"{block.name}.svg").write_bytes(block.svg)
+    (folder / "report.md").write_text(to_markdown(blocks), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(found["name"], blocks), encoding="utf-8")
+    return found
+
+
+def build_blocks(found: dict[str, Any]) -> list[Block]:
+    """Return what both texts say, in order."""
+    blocks: list[Block] = [f"# Study: {found['name']}", _describe_machine(found["provenance"]), *found["notes"]]
+    if any(row["random_weights"] for row in found["rows"]):
+        blocks.append(
+            "Models marked (random) have random weights: their times and bytes are those of the shape, their quality"
+            " means nothing, and only the equality of outputs says something about a technique."
+        )
+    if found["config"]["rounds"] < 3:
+        blocks.append(
+            "With fewer than 3 rounds intervals are mostly those of repeats within one process, and too narrow."
+        )
+    if found["recommended"]:
+        blocks += ["## What to use", _recommended_table(found["recommended"])]
+    for task, title in (("inference", "Inference"), ("training", "Training")):
+        rows = [row for row in found["rows"] if row["task"] == task]
+        if not rows:
+            continue
+        blocks += [f"## {title}", _overview_table(rows), _cells_table(rows), *_time_figures(found, task)]
+        blocks += [f"### Why: {title.lower()}", _reasons_table(rows)]
+    failed = [row for row in found["rows"] if row["status"] != "ok"]
+    if failed:
+        lines = [[*_place(row), row["technique"], row["status"], row["reason"]] for row in failed]
+        blocks += ["## Cells without a measurement", ReportTable([*_PLACE, "technique", "status", "reason"], lines)]
+    blocks += ["## Noise", _NOISE_TEXT, _noise_table(found["noise"])]
+    blocks += ["## Datasets", *_dataset_blocks(found["explored"])]
+    return [*blocks, "## Method", _METHOD_TEXT.format(**found["config"])]
+
+
+_PLACE = ("hardware", "model", "dataset")
+_NOISE_TEXT = (
+    "Each baseline was measured a second time as if it were another technique. Its ratio would be 1 on a machine"
+    " without noise; a ratio elsewhere on this page that lies within this interval says nothing."
+)
+_METHOD_TEXT = (
+    "Each cell ran in {rounds} processes, forked with torch loaded and nothing else done. The techniques of a group"
+    " (hardware, model, dataset, task) ran one after the other in each round, beginning with another one each time. A"
+    " process measured {turns} passes over the samples (training: {steps} steps) after a warm-up. Times are medians;"
+    " intervals are 95%, by the bootstrap over rounds and repeats within them; a ratio is the median over rounds of"
+    " the baseline's median to the technique's: above 1 the technique is faster. Memory is the peak of resident bytes,"
+    " libraries and loading included. The speeds of memory and"
+    " arithmetic are the best that any process of the study read."
+)
+
+
+def _describe_machine(facts: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", "deepspeed") if facts.get(name))
+    commit = f", commit {facts['commit']}" if facts["commit"] else ""
+    return (
+        f"{facts['date']}, thalweg {facts['thalweg']}{commit}; {facts['processor']}"
+        f" ({', '.join(facts['features']) or 'no vector extensions named'}), {facts['cores']} cores,"
+        f" {format_bytes(facts['memory'])}, load {facts['load']:.1f} at the start; {versions}, Python"
+        f" {facts['python']}."
+    )
+
+
+def _place(row: dict[str, Any]) -> list[str]:
+    model = f"{row['model']} (random)" if row.get("random_weights") else row["model"]
+    return [row["hardware"], model, row["dataset"]]
+
+
+def _ms(estimate: Sequence[float] | None) -> str | tuple[str, float]:
+    if estimate is None:
+        return "-"
+    middle, low, high = (_digits(1e3 * one) for one in estimate)
+    return f"{middle} [{low}, {high}]", 1e3 * estimate[0]
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _ratio(estimate: Sequence[float] | None) -> str | tuple[str, float]:
+    if estimate is None:
+        return "-"
+    return f"{estimate[0]:.2f} [{estimate[1]:.2f}, {estimate[2]:.2f}]", estimate[0]
+
+
+def _overview_table(rows: list[dict[str, Any]]) -> ReportTable:
+    """The report's Table 1: a line for each model and technique, milliseconds a sample for each dataset."""
+    datasets = list(dict.fromkeys(row["dataset"] for row in rows))
+    lines: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        lines.setdefault((*_place(row)[:2], row["technique"]), {})[row["dataset"]] = row
+    body = []
+    for key, by_dataset in lines.items():
+        cells = []
+        for name in datasets:
+            row = by_dataset[name]
+            is_ok = row["status"] == "ok"
+            times = f"{_digits(1e3 * row['seconds_per_sample'][0])} ms" if is_ok else row["status"]
+            ratio = f", {row['ratio'][0]:.2f}x" if is_ok and row.get("ratio") else ""
+            cells.append((times + ratio, row["seconds_per_sample"][0]) if is_ok else times)
+        body.append([*key, *cells])
+    return ReportTable(["hardware", "model", "technique", *(f"{name}: a sample" for name in datasets)], body)
+
+
+def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
+    is_inference = rows[0]["task"] == "inference"
+    timed = ["first token ms", "next tokens ms"] if is_inference else []
+    headers = [*_PLACE, "technique", "ms a sample", "baseline's / its time", *timed, "tokens/s"]
+    headers += ["load s", "memory peak", "of it after loading", "disk"]
+    headers += ["J a sample", "1,000 samples cost", "equal outputs" if is_inference else "plan ms a step", "quality"]
+    body = []
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        cells = [*_place(row), row["technique"], _ms(row["seconds_per_sample"]), _ratio(row.get("ratio"))]
+        cells += [_ms(row[key]) for key in ("first_seconds", "step_seconds") if is_inference]
+        peak = row["host_peak"] if row["device_peak"] is None else row["device_peak"]
+        running = row["host_run_peak"] if row["device_peak"] is None else row["device_peak"]
+        load, speed = row["load_seconds"], row["tokens_per_second"][0]
+        cells += [(f"{speed:,.0f}", speed), (f"{load:.1f}", load)]
+        cells += [(format_bytes(value), value) for value in (peak, running)]
+        cells.append((format_bytes(row["disk"]), row["disk"]) if row["disk"] else "-")
+        for value in (row["joules_per_sample"], row["cost_per_1000"]):
+            cells.append("-" if value is None else (f"{value:.3g}", value))
+        if is_inference:
+            equal = row.get("equal_outputs")
+            different = row.get("different_outputs")
+            cells.append("-" if equal is None else (f"{equal:.0%}, {different} different", equal))
+        else:
+            planned = row["plan"].get("seconds")
+            cells.append("-" if planned is None else (f"{1e3 * planned:.1f}", planned))
+        quality = (f"{key} {'-' if value is None else f'{value:.3f}'}" for key, value in row["quality"].items())
+        body.append([*cells, ", ".join(quality)])
+    return ReportTable(headers, body)
+
+
+def _reasons_table(rows: list[dict[str, Any]]) -> ReportTable:
+    lines = [[*_place(row), row["technique"], row["why"]] for row in rows if row["status"] == "ok"]
+    return ReportTable([*_PLACE, "technique", "why"], lines)
+
+
+def _recommended_table(recommended: list[dict[str, Any]]) -> ReportTable:
+    headers = [*_PLACE, "fastest without loss of quality", "ratio", "its config", "least memory", "bytes"]
+    lines = []
+    for one in recommended:
+        size = one["least_memory_bytes"]
+        cells = [*_place(one), one["fastest"], _ratio(one["ratio"]), json.dumps(one["config"]), one["least_memory"]]
+        lines.append([*cells, (format_bytes(size), size)])
+    return ReportTable(headers, lines)
+
+
+def _noise_table(noise: list[dict[str, Any]]) -> ReportTable:
+    lines = [[*_place(one), one["task"], _ratio(one["ratio"]), one["status"]] for one in noise]
+    return ReportTable([*_PLACE, "task", "baseline to itself", "status"], lines)
+
+
+def _dataset_blocks(explored: dict[str, Any]) -> list[Block]:
+    """The report's Figures 1 and 2, as numbers and as pictures."""
+    rows, lengths = [], []
+    for name, one in explored.items():
+        if "error" in one:
+            rows.append([name, "-", "-", one["error"]])
+            continue
+        labels = ", ".join(f"{label} {count:,}" for label, count in one["labels"].items()) or "texts, no labels"
+        rows.append([name, (f"{one['rows']:,}", one["rows"]), (f"{one['skipped']:,}", one["skipped"]), labels])
+        for model, columns in one["tokens"].items():
+            for column, found in columns.items():
+                keys = ("mean", "min", "p25", "median", "p75", "p95", "max")
+                lengths.append([name, model, column, *((f"{found[key]:.0f}", found[key]) for key in keys)])
+    blocks: list[Block] = [ReportTable(["dataset", "rows", "left out", "labels"], rows)]
+    headers = ["dataset", "tokenizer of", "column", "mean tokens", "min", "25%", "median", "75%", "95%", "max"]
+    blocks.append(ReportTable(headers, lengths))
+    good = {name: one for name, one in explored.items() if "error" not in one}
+    labelled = {name: one["labels"] for name, one in good.items() if one["labels"]}
+    if labelled:
+        blocks += _draw("labels", "Labels", len(labelled), lambda axes: _draw_labels(axes, labelled))
+    if good:
+        blocks += _draw("lengths", "Tokens of inputs", len(good), lambda axes: _draw_lengths(axes, good))
+    return blocks
+
+
+def _draw_labels(axes: Any, labelled: dict[str, dict[str, int]]) -> None:
+    for axis, (name, counts) in zip(axes, labelled.items(), strict=True):
+        bars = axis.bar(list(counts), list(counts.values()), color=_COLOURS[0])
+        axis.bar_label(bars)
+        axis.set_title(name)
+
+
+def _draw_lengths(axes: Any, explored: dict[str, Any]) -> None:
+    for axis, (name, one) in zip(axes, explored.items(), strict=True):
+        for model, columns in one["tokens"].items():
+            histogram = columns["input"]["histogram"]
+            axis.stairs(histogram["counts"], histogram["edges"], label=model, linewidth=1.8)
+        axis.set_title(name)
+        axis.set_xlabel("tokens")
+        axis.set_ylabel("rows")
+        axis.legend(frameon=False)
+
+
+_COLOURS = ("#2f6690", "#d9822b", "#9aa5b1")
+
+
+def _time_figures(found: dict[str, Any], task: str) -> list[Block]:
+    """Milliseconds a sample with their intervals, and of inference what a step is made of."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        if row["task"] == task and row["status"] == "ok":
+            groups.setdefault(tuple(_place(row)), []).append(row)
+    if not groups:
+        return []
+
+    def draw_times(axes: Any) -> None:
+        for axis, (place, rows) in zip(axes, groups.items(), strict=True):
+            names, times = [row["technique"] for row in rows], [row["seconds_per_sample"] for row in rows]
+            errors = [[1e3 * (t[0] - t[1]) for t in times], [1e3 * (t[2] - t[0]) for t in times]]
+            axis.barh(names, [1e3 * t[0] for t in times], xerr=errors, color=_COLOURS[0], capsize=3)
+            axis.invert_yaxis()
+            axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)
+            axis.set_xlabel("ms a sample")
+
+    def draw_steps(axes: Any) -> None:
+        for axis, (place, rows) in zip(axes, groups.items(), strict=True):
+            names = [row["technique"] for row in rows]
+            steps = [1e3 * row["step_seconds"][0] for row in rows]
+            moved = [
+                min(step, 1e3 * max(row["predicted"]["memory_seconds"], row["predicted"]["streamed_seconds"]))
+                for step, row in zip(steps, rows, strict=True)
+            ]
+            axis.barh(names, moved, color=_COLOURS[1], label="bytes, by the plan")
+            rest = [step - part for step, part in zip(steps, moved, strict=True)]
+            axis.barh(names, rest, left=moved, color=_COLOURS[2], label="the rest")
+            axis.invert_yaxis()
+            axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)
+            axis.set_xlabel("ms of a decoding step")
+            axis.legend(frameon=False)
+
+    figures = _draw(f"{task}_times", f"Time of a sample, {task}", len(groups), draw_times)
+    if task == "inference":
+        figures += _draw("inference_steps", "What a decoding step is made of", len(groups), draw_steps)
+    return figures
+
+
+def _draw(name: str, title: str, count: int, draw: Any) -> list[Block]:
+    """Return a figure of ``count`` panels, two beside each other; a line of text without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return [f"{title}: no figure without matplotlib (pip install 'thalweg[study]')."]
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    lines = -(-count // 2)
+    figure = Figure(figsize=(12 if count > 1 else 6.5, 3.4 * lines), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.subplots(lines, 2 if count > 1 else 1, squeeze=False).ravel()
+    draw(axes[:count])
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="svg", metadata={"Date": None})
+    return [ReportFigure(name, title, picture.getvalue())]
+
+
+def _cell_text(cell: str | tuple[str, float]) -> str:
+    return cell if isinstance(cell, str) else cell[0]
+
+
+def to_markdown(blocks: Sequence[Block]) -> str:
+    """Return the report as Markdown; its figures lie in ``figures/`` beside it."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, ReportTable):
+            lines = [block.headers, ["---"] * len(block.headers), *block.rows]
+            texts = [[_cell_text(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+            parts.append("\n".join(f"| {' | '.join(line)} |" for line in texts))
+        elif isinstance(block, ReportFigure):
+            parts.append(f"![{block.title}](figures/{block.name}.svg)")
+        else:
+            parts.append(block)
+    return "\n\n".join(parts) + "\n"
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1280px; margin: 2em auto; padding: 0 1em; color: #222; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 1em 0; font-size: 13px; }
+td, th { padding: .25em .7em; text-align: left; vertical-align: top; } tr:nth-child(even) td { background: #f5f5f5; }
+th { cursor: pointer; border-bottom: 2px solid #999; white-space: nowrap; }
+th[aria-sort=ascending]::after { content: " \\25b2"; } th[aria-sort=descending]::after { content: " \\25bc"; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } img { max-width: 100%; }
+"""
+# A click sorts by a column: by numbers where its cells have them.
+_SCRIPT = """
+for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {
+  const table = head.closest("table"), body = table.tBodies[0], index = head.cellIndex;
+  const up = head.getAttribute("aria-sort") !== "ascending";
+  for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", up ? "ascending" : "descending");
+  const key = row => { const cell = row.cells[index];
+    return "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent; };
+  const compare = (a, b) => typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+  [...body.rows].sort((a, b) => (up ? 1 : -1) * compare(key(a), key(b))).forEach(row => body.append(row));
+});
+"""
+
+
+def to_html(name: str, blocks: Sequence[Block]) -> str:
+    """Return the report as one page: style, script and figures are in it."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, ReportTable):
+            head = "".join(f"<th scope=col>{escape(text)}</th>" for text in block.headers)
+            body = "\n".join(f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in block.rows)
+            parts.append(f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>")
+        elif isinstance(block, ReportFigure):
+            data = base64.b64encode(block.svg).decode()
+            title, source = escape(block.title), f"data:image/svg+xml;base64,{data}"
+            parts.append(f'<h3>{title}</h3><img alt="{title}" src="{source}">')
+        elif block.startswith("#"):
+            level, _, text = block.partition(" ")
+            parts.append(f"<h{len(level)}>{escape(text)}</h{len(level)}>")
+        else:
+            parts.append(f"<p>{escape(block)}</p>")
+    body = "\n".join(parts)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Study: {escape(name)}</title><style>{_STYLE}</style></head>
+<body>
+{body}
+<script>{_SCRIPT}</script></body></html>
+"""
+
+
+def _html_cell(cell: str | tuple[str, float]) -> str:
+    if isinstance(cell, str):
+        return f"<td>{escape(cell)}</td>"
+    return f'<td class=n data-value="{cell[1]!r}">{escape(cell[0])}</td>'

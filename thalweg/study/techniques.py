@@ -1,0 +1,248 @@
+"""Techniques of inference: each loads a model and generates greedily from batches of token ids.
+
+All get the same prompts, each batch in one call, and say when each call had its first tokens.  Hugging Face's
+``generate`` pads a batch to its left; the engine takes prompts as they are.  With ``continuous`` the engine gets all
+batches at once, and a sequence that ends makes room for the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from thalweg.study.prepare import auto_class
+
+
+class UnsupportedTechnique(ValueError):
+    """A technique that cannot run this model here; the text is the reason in the cell's row."""
+
+
+class Generation(NamedTuple):
+    """Of one batch: seconds until each of its sequences had a token, seconds in all, and the tokens."""
+
+    first_seconds: float
+    seconds: float
+    outputs: list[list[int]]
+
+
+class Generator(Protocol):
+    """A loaded model.  ``streamed_bytes``: weights that come from another tier in each step, from ``tier``;
+    ``copies``: how often a byte of the weights crosses memory in a step; ``weight_itemsize``: bytes of a weight."""
+
+    streamed_bytes: int
+    tier: str
+    copies: int
+    weight_itemsize: float
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
+        """Generate ``new_tokens`` for each prompt, or fewer where the model ends."""
+        ...
+
+    def close(self) -> None:
+        """Free what outlives the process."""
+        ...
+
+
+class _FirstToken:
+    """A stopping criterion that stops nothing and notes when it was asked first."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.at = self.at or _now(input_ids.device)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _now(device: torch.device | str) -> float:
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+class HuggingFace:
+    """Plain transformers: ``from_pretrained`` and ``generate``.  ``dtype``: as torch names it."""
+
+    streamed_bytes, tier, copies = 0, "", 1
+
+    def __init__(self, spec: dict[str, Any], dtype: str = "float32") -> None:
+        self.weight_itemsize: float = getattr(torch, dtype).itemsize
+        self.device = spec["hardware"]["device"]
+        self.model: Any = load_plain(spec, getattr(torch, dtype))
+        self.pad = self.model.generation_config.pad_token_id or 0
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
+        """See :class:`Generator`."""
+        start = time.perf_counter()
+        tokens, mask = pad_left(prompts, self.pad, self.device)
+        first = _FirstToken()
+        made = self.model.generate(
+            input_ids=tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
+            stopping_criteria=[first], pad_token_id=self.pad,
+        )  # fmt: skip
+        end = _now(self.device)
+        made = made[:, 1:] if self.model.config.is_encoder_decoder else made[:, tokens.shape[1] :]
+        ends = self.model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        assert first.at is not None, "generate has asked the criterion after each token"
+        return Generation(first.at - start, end - start, [_until(row, ends) for row in made.tolist()])
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+
+def load_plain(spec: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Return the model of a cell as transformers loads it, in eval mode on its device."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
+    model = auto_class(config).from_pretrained(spec["model"]["path"], dtype=dtype)
+    return model.to(spec["hardware"]["device"]).eval()
+
+
+def pad_left(prompts: list[list[int]], pad: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (batch, longest) ids and mask; a decoder goes on at the right end."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
+    return tokens, mask
+
+
+def _until(row: list[int], ends: set[Any]) -> list[int]:
+    """The tokens up to the first end, with it: what follows is padding."""
+    for index, token in enumerate(row):
+        if token in ends:
+            return row[: index + 1]
+    return row
+
+
+class ZeroStage3(HuggingFace):
+    """The setting of the report: ZeRO stage 3 around transformers' own ``generate``; ``library``: ``deepspeed`` or
+    ``thalweg``, ``config``: its config."""
+
+    tier = "host"
+    # A parameter is read where it rests, written where it is gathered to, and read there by the product.
+    copies = 3
+
+    def __init__(self, spec: dict[str, Any], library: str, config: dict[str, Any]) -> None:
+        if importlib.util.find_spec(library) is None:
+            raise UnsupportedTechnique(f"{library} is not installed; give `python`, an interpreter that has it")
+        config = {"train_micro_batch_size_per_gpu": 1, **config}
+        if library == "deepspeed":
+            from transformers.integrations import HfDeepSpeedConfig
+
+            self._partition_at_load = HfDeepSpeedConfig(config)  # from_pretrained asks whether one is alive
+        super().__init__(spec)
+        module: Any = importlib.import_module(library)
+        self.engine = module.initialize(model=self.model, config=config)[0]
+        self.model = self.engine.module.eval()
+        self.streamed_bytes = 0 if spec["hardware"]["device"] == "cpu" else 1
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
+        """See :class:`Generator`."""
+        with torch.no_grad():
+            return super().generate(prompts, new_tokens)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class ThalwegEngine:
+    """The inference engine with :class:`EngineConfig`'s ``options``.
+
+    ``continuous``: all of the samples are queued at once, of which ``max_num_seqs`` run together.  The prefix cache
+    is off: each turn has the same prompts.
+    """
+
+    tier, copies = "", 1
+
+    def __init__(self, spec: dict[str, Any], continuous: bool = False, **options: Any) -> None:
+        from thalweg.infer import EngineConfig, load_engine
+        from thalweg.infer.engine.engine import LLMEngine
+
+        dataset = spec["dataset"]
+        self.continuous = continuous
+        engine_config = EngineConfig(**{
+            "dtype": "fp32", "device": spec["hardware"]["device"], "max_num_seqs": dataset["batch_size"],
+            "max_model_len": dataset["max_prompt_tokens"] + dataset["new_tokens"], "enable_prefix_caching": False,
+            **({"weight_offload_dir": spec["scratch"]} if options.get("weight_offload") else {}), **options,
+        })  # fmt: skip
+        try:
+            engine = load_engine(spec["model"]["path"], engine_config)
+        except ValueError as error:
+            raise UnsupportedTechnique(str(error)) from error
+        assert isinstance(engine, LLMEngine), "a model of a study generates"
+        self.engine = engine
+        self.runner_name = type(engine.runner).__name__
+        itemsize = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}.get(engine_config.dtype, 2.0)
+        # int4 has a scale of 2 bytes for each group of 32.
+        self.weight_itemsize = {"int8": 1.0, "int4": 0.5625}.get(engine_config.quantization or "", itemsize)
+        self.tier = {"cpu": "host", "nvme": "disk"}.get(engine_config.weight_offload or "", "")
+        ring = getattr(getattr(engine.runner, "_weights", None), "ring", None)
+        self.streamed_bytes = getattr(ring, "read_bytes", 0)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
+        """See :class:`Generator`."""
+        from thalweg.infer import Request, SamplingParams
+
+        start = time.perf_counter()
+        params = SamplingParams(temperature=0, max_tokens=new_tokens)
+        for number, prompt in enumerate(prompts):
+            self.engine.add(Request(str(number), prompt, params))
+        outputs: list[list[int]] = [[] for _ in prompts]
+        waiting, first = set(range(len(prompts))), 0.0
+        while self.engine.has_work():
+            for output in self.engine.step():
+                if output.error:
+                    raise RuntimeError(output.error)
+                outputs[int(output.request_id)] += output.token_ids
+                waiting.discard(int(output.request_id))
+            if not first and not waiting:
+                first = time.perf_counter() - start
+        return Generation(first, time.perf_counter() - start, outputs)
+
+    def close(self) -> None:
+        """Stop the other ranks, free the offloaded weights' file."""
+        self.engine.close()
+
+
+class OffloadedModules(HuggingFace):
+    """ZeRO-Inference for models that the engine does not stream (encoder-decoder ones): units of transformers' own
+    modules have their weights in memory only while they compute."""
+
+    def __init__(self, spec: dict[str, Any], weight_offload: str, weight_offload_bytes: int | None = None) -> None:
+        from thalweg.infer.offload.module_offload import ModuleOffloader
+
+        super().__init__(spec)
+        folder = Path(spec["scratch"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self.offloader = ModuleOffloader(
+            [self.model], offload_device=weight_offload, device=self.device, folder=folder,
+            max_bytes=weight_offload_bytes,
+        )  # fmt: skip
+        self.tier = {"cpu": "host", "nvme": "disk"}[weight_offload]
+        self.streamed_bytes = sum(unit.nbytes for unit in self.offloader.units) if weight_offload == "nvme" else 0
+
+    def close(self) -> None:
+        """Remove the file."""
+        self.offloader.close()
+
+
+def build_generator(spec: dict[str, Any]) -> Generator:
+    """Return the loaded technique of a cell.  Raises UnsupportedTechnique with the reason."""
+    import transformers
+
+    kind, options = spec["technique"]["kind"], spec["technique"]["options"]
+    if kind == "thalweg" and options.get("weight_offload"):
+        config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
+        if config.is_encoder_decoder:
+            return OffloadedModules(spec, **options)
+    types: dict[str, Any] = {"hugging_face": HuggingFace, "thalweg": ThalwegEngine, "zero3": ZeroStage3}
+    return types[kind](spec, **options)

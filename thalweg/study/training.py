@@ -1,0 +1,164 @@
+"""Techniques of training: the same fine-tuning, by plain PyTorch and by the engine.
+
+Fixed batches of a dataset's rows, each as long as the longest, AdamW without warm-up: what differs between cells is
+the technique alone.  Losses of techniques that do not change the arithmetic are equal to rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thalweg.study.prepare import load_tokenizer
+from thalweg.study.techniques import load_plain
+
+_LEARNING_RATE = 1e-4
+_WARMUP_STEPS = 2
+_IGNORED = -100  # a label that the loss passes over
+Step = Callable[[list[dict[str, Tensor]]], float]
+
+
+def measure_training(spec: dict[str, Any], meter: Any) -> dict[str, Any]:
+    """Return the steps of one process, and what ``thalweg.plan`` says of the same job.
+
+    ``turns``: seconds of each step and its tokens (padding is not counted); ``losses``: of all steps, the first ones
+    included.
+    """
+    dataset, options = spec["dataset"], dict(spec["technique"]["options"])
+    start = time.perf_counter()
+    tokenizer = load_tokenizer(spec["model"]["path"])
+    model = load_plain(spec, torch.float32)
+    batches = make_batches(spec["rows"], tokenizer, dataset, model.config.is_encoder_decoder)
+    if options.pop("activation_checkpointing", False):
+        model.gradient_checkpointing_enable()
+    lora = options.pop("lora", None)
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(**lora))
+    model.train()
+    config = make_ds_config(dataset["batch_size"], options.pop("config", {}))
+    num_micro_batches = config["gradient_accumulation_steps"]
+    planned = {} if lora is not None else predict_training(spec, config, batches[0], options)
+    if options:
+        raise ValueError(f"training techniques have no option {', '.join(options)}")
+    is_plain = spec["technique"]["kind"] == "torch_train"
+    step = _torch_step(model) if is_plain else _thalweg_step(model, config)
+    load_seconds = time.perf_counter() - start
+    turns, losses = [], []
+    for number in range(spec["steps"] + _WARMUP_STEPS):
+        if number == _WARMUP_STEPS:
+            meter.begin()
+        first = number * num_micro_batches
+        micro_batches = [batches[(first + i) % len(batches)] for i in range(num_micro_batches)]
+        began = time.perf_counter()
+        losses.append(step(micro_batches))
+        if number >= _WARMUP_STEPS:
+            tokens = sum(int(one["attention_mask"].sum()) for one in micro_batches)
+            turns.append({"seconds": time.perf_counter() - began, "tokens": tokens})
+    resources = meter.end(Path(spec["scratch"]))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return {
+        "turns": turns, "losses": losses, "quality": {"last loss": losses[-1]}, "load_seconds": load_seconds,
+        **resources, "samples": dataset["batch_size"] * num_micro_batches, "batch_size": dataset["batch_size"],
+        "plan": planned,
+    }  # fmt: skip
+
+
+def make_ds_config(batch_size: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the technique's config with what all have in common."""
+    return {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": _LEARNING_RATE, "weight_decay": 0.0}},
+        **given,
+    }
+
+
+def make_batches(
+    rows: list[dict[str, Any]], tokenizer: Any, dataset: dict[str, Any], is_encoder_decoder: bool
+) -> list[dict[str, Tensor]]:
+    """Return batches of ``input_ids``, ``attention_mask`` and ``labels``, (batch_size, longest) int64.
+
+    The loss is that of the answer alone.  A last batch that would be smaller begins again with the first rows.
+    """
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    examples = []
+    for row in rows:
+        prompt = tokenizer(row["input"], truncation=True, max_length=dataset["max_prompt_tokens"])["input_ids"]
+        answer = tokenizer(row["output"], truncation=True, max_length=dataset["new_tokens"])["input_ids"]
+        if is_encoder_decoder:
+            examples.append((prompt, answer))
+        else:
+            examples.append((prompt + answer, [_IGNORED] * len(prompt) + answer))
+    longest = [max(len(example[part]) for example in examples) for part in (0, 1)]
+    batches = []
+    for start in range(0, len(examples), dataset["batch_size"]):
+        chosen = [examples[(start + i) % len(examples)] for i in range(dataset["batch_size"])]
+        tokens = torch.tensor([one + [pad] * (longest[0] - len(one)) for one, _ in chosen])
+        mask = torch.tensor([[1] * len(one) + [0] * (longest[0] - len(one)) for one, _ in chosen])
+        labels = torch.tensor([one + [_IGNORED] * (longest[1] - len(one)) for _, one in chosen])
+        batches.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return batches
+
+
+def predict_training(
+    spec: dict[str, Any], config: dict[str, Any], batch: dict[str, Tensor], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the plan's seconds, bytes and breakdown of a step; its reason where it has none."""
+    import transformers
+
+    from thalweg.plan import plan
+    from thalweg.study.prepare import auto_class
+
+    model_config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
+    with torch.device("meta"):
+        model: Any = auto_class(model_config).from_config(model_config)
+    try:
+        found = plan(model.train(), config, batch=batch, device=spec["hardware"]["device"], suggest=False)
+    except Exception as error:  # the measurement is worth a row without the plan
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "seconds": found.step_seconds, "bytes": found.per_rank.total, "bottleneck": found.bottleneck,
+        "time": dict(found.time_breakdown), "traffic": dict(found.traffic), "tiers": dict(found.tiers),
+    }  # fmt: skip
+
+
+def _torch_step(model: Any) -> Step:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def step(micro_batches: list[dict[str, Tensor]]) -> float:
+        total = 0.0
+        for batch in micro_batches:
+            loss = model(**batch).loss / len(micro_batches)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def _thalweg_step(model: Any, config: dict[str, Any]) -> Step:
+    import thalweg
+
+    engine = thalweg.initialize(model=model, config=config)[0]
+
+    def step(micro_batches: list[dict[str, Tensor]]) -> float:
+        total = 0.0
+        for batch in micro_batches:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            total += loss.item() / len(micro_batches)
+        engine.step()
+        return total
+
+    return step
