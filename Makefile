@@ -1,7 +1,8 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 to 3.13 and a C library.
 #
 #   make demo            train a GPT on real text on two processes, from nothing
-#   make test            the tests of the gate (.ci/run): what must pass before a change lands
+#   make test            the tests of the gate: what must pass before a change lands
+#   make gate            the same and lint, some of it at a time: what .ci/run runs
 #   make nightly         every test: longer runs, full tables, large worlds, new random cases; then the gate's tests
 #                        on the other Pythons on PATH and with the other torches
 #   make fast            the tests of the gate without the slow ones
@@ -19,6 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 TORCH ?= 2.13.0
 ARGS ?=
 WORKERS ?= 2
+THREADS ?= 2
 
 # Modules are compiled where they are imported, once (see PYTHONPYCACHEPREFIX): most of what is installed never is.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile
@@ -27,7 +29,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test nightly fast durations lint gpu format clean
+.PHONY: demo test gate nightly fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -38,20 +40,29 @@ demo: $(DEMO_STAMP)
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
 
-# Tests that measure time, or look at what all processes share, come first and have the machine to themselves.  The
-# others run on two workers, as most of them wait for ranks or processes; a file stays with one worker, and what runs
-# long comes first.  pytest says 5 where a phase has no test: a selection may lie in one phase, but not in none.
+# Three phases.  Tests that wait within limits of time for what others do come first: one core is enough for them, and
+# `make gate` gives the other to lint.  Tests that measure time, or look at what all processes share, have the machine to
+# themselves.  The others run on two workers, as most of them wait for ranks or processes; a file stays with one worker,
+# and what runs long comes first.  pytest says 5 where a phase has no test: a selection may lie in one, but not in none.
 PYTEST = $(VENV)/bin/python -m pytest
 SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GATE = and not nightly
-define two_phases
+waiting = $(PYTEST) -m "waits $(1)" $(2) $(ARGS); waits=$$?
+define others
 $(PYTEST) -m "alone $(1)" $(2) $(ARGS); alone=$$?; \
-$(PYTEST) $(SHARED) -m "not alone $(1)" $(3) $(ARGS); shared=$$?; \
-case $$alone,$$shared in 0,0|0,5|5,0) ;; *) echo "pytest ended with $$alone (alone) and $$shared (shared)" >&2; exit 1;; esac
+$(PYTEST) $(SHARED) -m "not alone and not waits $(1)" $(2) $(ARGS); shared=$$?; \
+case $$waits,$$alone,$$shared in *[1-46-9]*|5,5,5) \
+	echo "pytest ended with $$waits (waits), $$alone (alone) and $$shared (shared)" >&2; exit 1;; esac
 endef
 
 test: $(TEST_STAMP)
-	@$(call two_phases,$(GATE),--check-durations,--check-durations)
+	@$(call waiting,$(GATE),--check-durations); $(call others,$(GATE),--check-durations)
+
+gate: $(TEST_STAMP)
+	@$(MAKE) --no-print-directory lint THREADS=1 >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	$(call waiting,$(GATE),--check-durations); \
+	wait $$lint; lint=$$?; cat $(VENV)/lint.log; test $$lint = 0 || exit $$lint; \
+	$(call others,$(GATE),--check-durations)
 
 # Each other Python and torch has an environment of its own, which stays.
 OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13; do \
@@ -59,22 +70,22 @@ OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13; do \
 OTHER_TORCHES ?= 2.11.0 2.12.0 2.14.0 2.15.0
 
 nightly: $(TEST_STAMP)
-	@$(call two_phases,)
+	@$(call waiting,); $(call others,)
 	@for python in $(OTHER_PYTHONS); do \
 		$(MAKE) --no-print-directory test PYTHON=$$python VENV=$(VENV)-$$python || exit 1; done
 	@for torch in $(OTHER_TORCHES); do \
 		$(MAKE) --no-print-directory test TORCH=$$torch VENV=$(VENV)-torch-$$torch || exit 1; done
 
 fast: $(TEST_STAMP)
-	@$(call two_phases,$(GATE) and not slow)
+	@$(call waiting,$(GATE) and not slow); $(call others,$(GATE) and not slow)
 
 durations: $(TEST_STAMP)
-	@$(call two_phases,$(GATE),--save-durations alone,--save-durations shared)
+	@$(call waiting,$(GATE),--save-durations); $(call others,$(GATE),--save-durations)
 
 lint: $(TEST_STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright --threads 2 --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/pyright --threads $(THREADS) --pythonpath $(VENV)/bin/python
 
 gpu:
 	$(PYTHON) bench/gpu/run.py $(ARGS)
@@ -99,7 +110,7 @@ $(DEMO_STAMP): $(TORCH_STAMP) $(SOURCES)
 
 $(TEST_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with what its tests need into $(VENV)"
-	@$(PIP) -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,test]'
+	@$(PIP) -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]'
 	@touch $@ $(DEMO_STAMP)
 
 PEERS_PYTHON = $(PYTHON)

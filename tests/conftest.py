@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("thalweg")
     group.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help="the device of ranks")
     group.addoption("--check-durations", action="store_true", help="fail when a test file exceeds its budget")
-    group.addoption("--save-durations", choices=("shared", "alone"), help="write this run's to tests/durations.json")
+    group.addoption("--save-durations", action="store_true", help="write this phase's to tests/durations.json")
     group.addoption("--required-tools", default="", help="modules and commands that must be there, with commas")
 
 
@@ -33,9 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The phase of tests that run alone need not import the files that have none."""
-    if config.option.markexpr.startswith("alone ") and collection_path.name.startswith("test_"):
-        return b"mark.alone" not in collection_path.read_bytes() or None
+    """A phase of few tests need not import the files that have none of them."""
+    phase = config.option.markexpr.partition(" ")[0]
+    if phase in ("alone", "waits") and collection_path.name.startswith("test_"):
+        return f"mark.{phase}".encode() not in collection_path.read_bytes() or None
     return None
 
 
@@ -81,7 +82,8 @@ class _RunReport:
         self._left_out: Counter[str] = Counter()
         self._files: defaultdict[str, set[str]] = defaultdict(set)
         self._save, self._check = config.getoption("--save-durations"), config.getoption("--check-durations")
-        self._kind = "shared" if getattr(config.option, "numprocesses", None) else "alone"
+        phase = config.option.markexpr.partition(" ")[0]
+        self._kind = phase if phase in ("alone", "waits") else "shared"
         self._failures: list[str] = []
         self._notes: list[str] = []
 
@@ -111,7 +113,7 @@ class _RunReport:
             self._failures += durations.find_exceeded(self._seconds, budget) if budget else []
             self._notes += [] if budget else [_NO_BUDGET]
         if self._save and session.exitstatus == pytest.ExitCode.OK:
-            durations.save(self._save, self._seconds)
+            durations.save(self._kind, self._seconds)
         if self._failures and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -19,9 +19,9 @@ Seconds = dict[str, float]
 
 
 def load() -> dict[str, Seconds]:
-    """Seconds by test file: of what runs beside others ("shared") and of what has the machine alone ("alone");
-    "before" has the steps before the tests."""
-    kinds: dict[str, Seconds] = {"before": {}, "shared": {}, "alone": {}}
+    """Seconds by test file: of what runs beside others ("shared"), beside lint ("waits"), or has the machine ("alone");
+    "before" has the steps before the tests, "lint" among them."""
+    kinds: dict[str, Seconds] = {"before": {}, "waits": {}, "shared": {}, "alone": {}}
     return kinds | json.loads(PATH.read_text()) if PATH.exists() else kinds
 
 
@@ -41,6 +41,7 @@ def find_exceeded(measured: Mapping[str, float], budget: Mapping[str, float]) ->
 
 
 def total_minutes(kinds: Mapping[str, Mapping[str, float]], workers: int = 2) -> float:
-    """The whole gate: what comes before the tests, what is shared by the workers, what runs alone."""
-    before, shared, alone = (sum(kinds[kind].values()) for kind in ("before", "shared", "alone"))
-    return (before + max(shared / workers, max(kinds["shared"].values(), default=0.0)) + alone) / 60
+    """The whole gate: what is before the tests, lint and what waits beside it, what runs alone, what workers share."""
+    before, waits, shared, alone = (sum(kinds[kind].values()) for kind in ("before", "waits", "shared", "alone"))
+    beside_lint = max(0.0, waits - kinds["before"].get("lint", 0.0))
+    return (before + beside_lint + alone + max(shared / workers, max(kinds["shared"].values(), default=0.0))) / 60

@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton
 
-from thalweg.device import pick_device
+from thalweg.device import communication_backend, current_accelerator, pick_device
 from thalweg.utils.env import read_rank_info
 
 
@@ -23,11 +24,14 @@ class Accelerator:
 
     @property
     def _type(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return current_accelerator().type
 
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self._type)
+
+    def _index(self, device_index: int | None) -> int:
+        return torch.accelerator.current_device_index() if device_index is None else device_index
 
     # Which device
 
@@ -45,22 +49,22 @@ class Accelerator:
 
     def current_device(self) -> int | str:
         """Its number, or "cpu": what ``tensor.to`` takes."""
-        return torch.cuda.current_device() if self._type == "cuda" else "cpu"
+        return "cpu" if self._type == "cpu" else torch.accelerator.current_device_index()
 
     def device_count(self) -> int:
         """Devices that this process sees; without an accelerator the ranks of the host."""
-        if self._type == "cuda":
-            return torch.cuda.device_count()
+        if self._type != "cpu":
+            return torch.accelerator.device_count()
         return max(read_rank_info().local_world_size, int(os.environ.get("LOCAL_SIZE", 0)))
 
     def set_device(self, device_index: int) -> None:
         """Make it the current one."""
-        if self._type == "cuda":
-            torch.cuda.set_device(device_index)
+        if self._type != "cpu":
+            torch.accelerator.set_device_index(device_index)
 
     def communication_backend_name(self) -> str:
         """What collectives run on."""
-        return "nccl" if self._type == "cuda" else "gloo"
+        return communication_backend(self._type)
 
     def is_available(self) -> bool:
         """There is always a device."""
@@ -80,7 +84,7 @@ class Accelerator:
 
     def is_bf16_supported(self) -> bool:
         """Whether bf16 computes here."""
-        return self._type == "cpu" or torch.cuda.is_bf16_supported()
+        return self._type == "cpu" or self._module.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
         """Whether fp16 computes here."""
@@ -88,7 +92,7 @@ class Accelerator:
 
     def is_triton_supported(self) -> bool:
         """Whether Triton's kernels run here."""
-        return self._type == "cuda" and torch.cuda.get_device_capability()[0] >= 8
+        return self._type != "cpu" and has_triton()
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes that a model may compute in."""
@@ -102,8 +106,8 @@ class Accelerator:
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for the device."""
-        if self._type == "cuda":
-            torch.cuda.synchronize(device_index)
+        if self._type != "cpu":
+            torch.accelerator.synchronize(device_index)
 
     def stream(self, stream: Any) -> Any:
         """A context in which work goes to ``stream``."""
@@ -111,19 +115,21 @@ class Accelerator:
 
     def current_stream(self, device_index: int | None = None) -> Any:
         """The stream that work goes to; None where there are none."""
-        return torch.cuda.current_stream(device_index) if self._type == "cuda" else None
+        return None if self._type == "cpu" else self._module.current_stream(device_index)
 
-    default_stream = current_stream
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work goes to if nobody says otherwise; None where there are none."""
+        return None if self._type == "cpu" else self._module.default_stream(device_index)
 
     def range_push(self, message: str) -> None:
         """Begin a named range of the profiler's."""
-        if self._type == "cuda":
-            torch.cuda.nvtx.range_push(message)
+        if hasattr(self._module, "nvtx"):
+            self._module.nvtx.range_push(message)
 
     def range_pop(self) -> None:
         """End it."""
-        if self._type == "cuda":
-            torch.cuda.nvtx.range_pop()
+        if hasattr(self._module, "nvtx"):
+            self._module.nvtx.range_pop()
 
     # Random numbers
 
@@ -133,66 +139,66 @@ class Accelerator:
 
     def manual_seed(self, seed: int) -> Any:
         """Seed the device's generator."""
-        return torch.cuda.manual_seed(seed) if self._type == "cuda" else torch.manual_seed(seed)
+        return torch.manual_seed(seed) if self._type == "cpu" else self._module.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
         """The seed of the device's generator."""
-        return torch.cuda.initial_seed() if self._type == "cuda" else torch.initial_seed()
+        return torch.initial_seed() if self._type == "cpu" else self._module.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         """The state of the device's generator."""
         if self._type == "cpu":
             return torch.get_rng_state()
-        return torch.cuda.get_rng_state(torch.cuda.current_device() if device_index is None else device_index)
+        return self._module.get_rng_state(self._index(device_index))
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Put it back."""
         if self._type == "cpu":
             torch.set_rng_state(new_state)
         else:
-            torch.cuda.set_rng_state(new_state, torch.cuda.current_device() if device_index is None else device_index)
+            self._module.set_rng_state(new_state, self._index(device_index))
 
     def default_generator(self, device_index: int) -> torch.Generator:
         """The generator itself."""
-        return torch.cuda.default_generators[device_index] if self._type == "cuda" else torch.default_generator
+        return torch.default_generator if self._type == "cpu" else self._module.default_generators[device_index]
 
     # Memory
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes that tensors hold; of the processor, what this process holds."""
-        return torch.cuda.memory_allocated(device_index) if self._type == "cuda" else _host_bytes("VmRSS")
+        return _host_bytes("VmRSS") if self._type == "cpu" else torch.accelerator.memory_allocated(device_index)
 
     memory_reserved = memory_cached = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most that :meth:`memory_allocated` was."""
-        return torch.cuda.max_memory_allocated(device_index) if self._type == "cuda" else _host_bytes("VmHWM")
+        return _host_bytes("VmHWM") if self._type == "cpu" else torch.accelerator.max_memory_allocated(device_index)
 
     max_memory_reserved = max_memory_cached = max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Begin to look for the most anew."""
-        if self._type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device_index)
+        if self._type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(device_index)
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """What the allocator counts."""
-        return torch.cuda.memory_stats(device_index) if self._type == "cuda" else {}
+        return {} if self._type == "cpu" else torch.accelerator.memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
-        if self._type == "cuda":
-            return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if self._type != "cpu":
+            return torch.accelerator.get_memory_info(device_index)[1]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes of it that are free."""
-        if self._type == "cuda":
-            return torch.cuda.mem_get_info(device_index)[0]
+        if self._type != "cpu":
+            return torch.accelerator.get_memory_info(device_index)[0]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
@@ -205,8 +211,8 @@ class Accelerator:
 
     def empty_cache(self) -> None:
         """Give back what the device's allocator keeps."""
-        if self._type == "cuda":
-            torch.cuda.empty_cache()
+        if self._type != "cpu":
+            torch.accelerator.empty_cache()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

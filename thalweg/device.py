@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,10 +27,10 @@ def pick_device(local_rank: int = 0) -> torch.device:
     Raises:
         ValueError: there are fewer accelerators than ranks on this host.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    kind = current_accelerator().type
+    if kind == "cpu":
         return torch.device("cpu")
-    count, kind = torch.accelerator.device_count(), accelerator.type
+    count = torch.accelerator.device_count()
     if local_rank >= count and not _may_share(kind, count):
         raise ValueError(
             f"local rank {local_rank} has no {kind} device of its own: this process sees {count}, and collectives "
@@ -45,6 +48,41 @@ def _may_share(kind: str, count: int) -> bool:
     if count == 1 and given and "," not in given:
         return True
     return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
+
+
+def current_accelerator() -> torch.device:
+    """The accelerator of this process, whichever kind; the CPU where there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def communication_backend(device_type: str) -> str:
+    """What collectives of such a device's tensors run on by default."""
+    return "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+
+
+def resolve_device(name: str | torch.device = "auto") -> torch.device:
+    """The device of this name, with its index; ``auto``: the accelerator where there is one, else the CPU.
+
+    A kind without an index means this local rank's own device under a launcher, else the current one.
+
+    Raises:
+        ValueError: torch sees no such device here, or this rank has none of its own.
+    """
+    if str(name) == "cpu":
+        return torch.device("cpu")
+    accelerator = current_accelerator()
+    device = accelerator if name == "auto" else torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if device.type == accelerator.type else 0
+    if count == 0 or (device.index or 0) >= count:
+        found = f"{count} of that kind" if count else "no such device"
+        raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
+    if device.index is not None:
+        return device
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
+        return pick_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 RngState = tuple[Tensor, Tensor | None]
@@ -75,8 +113,8 @@ def seed_rng(seed: int) -> None:
 
 def _accelerator_in_use() -> Any:
     """``torch.cuda`` or what stands for it, if this process has begun to use its device."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    accelerator = current_accelerator()
+    if accelerator.type == "cpu":
         return None
     module: Any = torch.get_device_module(accelerator)
     return module if getattr(module, "is_initialized", lambda: True)() else None
@@ -180,7 +218,48 @@ class MallocThreadCache:
             free(chunk)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for queued work, where the device queues any."""
-    if device.type != "cpu":
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for queued work, where the device queues any; None: for that of this process's accelerator."""
+    if (device is None and _accelerator_in_use() is not None) or (device is not None and device.type != "cpu"):
         torch.accelerator.synchronize(device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, in the order of its stream: the host does not wait for an accelerator.
+
+    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one."""
+    if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = pin(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def lock_pages(memory: Tensor) -> bool:
+    """Page-lock host memory where it lies, so that copies to and from the device need no host; whether it worked.
+
+    Of all accelerators torch offers this for CUDA alone."""
+    if current_accelerator().type != "cuda":
+        return False
+    runtime: Any = torch.cuda.cudart()
+    try:
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    except RuntimeError:
+        return False
+
+
+def unlock_pages(memory: Tensor) -> None:
+    """Undo :func:`lock_pages`."""
+    runtime: Any = torch.cuda.cudart()
+    with suppress(RuntimeError):
+        runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for."""
+    flat = copy_to_device(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])), device)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Return a host tensor in memory that the accelerator reads by itself; where both share theirs, the tensor."""
+    return tensor if current_accelerator().type == "mps" else tensor.pin_memory()

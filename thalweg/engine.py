@@ -42,6 +42,7 @@ from thalweg.utils.env import read_rank_info
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.utils.versions import warn_of_untried_torch
+from thalweg.zero.shard import ShardedModel
 from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import gather_state_dict
 
@@ -172,7 +173,7 @@ class Engine(nn.Module):
         self._batch_feed = BatchFeed(loader, self.device)
         self._meter, self._phase_timer = components.meter, components.phase_timer
         self._span = self._phase_timer.span if self._phase_timer.enabled else nullcontext
-        self._sync_grads, self._step_applied = True, False
+        self._sync_grads, self._step_updates = True, False
         self._window.add_listener(StepCallbacks(on_step=self._after_step))
         asks = _log.isEnabledFor(logging.DEBUG)
         shown = config.describe() if asks else f"{config.summarize()} (log_level debug says why)"
@@ -239,19 +240,18 @@ class Engine(nn.Module):
         """End a micro-batch; the last of a window updates the parameters and the schedule.  With
         ``managed_gradient_accumulation: false`` every call does, for all backward passes since the one before."""
         self._check_step_api()
-        optimizer = self._require_optimizer()
-        num_updates = optimizer.num_updates
+        self._require_optimizer()
         epoch_ends = self.training_dataloader is not None and self._batch_feed.is_epoch_end()
-        if self._window.end_micro_batch() or epoch_ends:
+        self._step_updates = self._window.end_micro_batch() or epoch_ends
+        if self._step_updates:
             self._update_parameters(lr_kwargs)
-        self._step_applied = optimizer.num_updates > num_updates
 
     def _update_parameters(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Close the window, whatever it holds."""
         optimizer = self._require_optimizer()
         with self._span("step"), self._reset_on_error(backward=True):
             optimizer.step()
-        if self.lr_scheduler is not None and not optimizer.overflow:
+        if self.lr_scheduler is not None and optimizer.advances(self.lr_scheduler):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         optimizer.zero_grad()
 
@@ -410,6 +410,11 @@ class Engine(nn.Module):
         return self._window.micro_steps
 
     @property
+    def sharded_model(self) -> ShardedModel:
+        """The model under ZeRO: its units, and where their parameters are."""
+        return self._components.sharded
+
+    @property
     def ledger(self) -> CommsLog:
         """What was communicated, by kind and module."""
         return self._components.sharded.ledger
@@ -425,7 +430,10 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else [0.0]
+        if self.optimizer is None:
+            return [0.0]
+        self.optimizer.settle()
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all groups; a schedule writes its own at its next step."""
@@ -434,7 +442,7 @@ class Engine(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` changed the parameters."""
-        return self._step_applied
+        return self._step_updates and not self._require_optimizer().overflow
 
     @property
     def monitor(self) -> Recorder:

@@ -9,7 +9,8 @@ cuts the data axis into ``dp_outer`` x ``dp``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thalweg.device import pick_device
+from thalweg.device import communication_backend, current_accelerator, pick_device
 from thalweg.utils.env import RankInfo, read_rank_info
 from thalweg.utils.log import get_logger
 from thalweg.utils.rendezvous import rendezvous
@@ -131,7 +132,7 @@ def _default_backend(device: torch.device) -> str:
     """gloo for the host's tensors, and what the accelerator's own library is."""
     if device.type == "cpu":
         return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    return f"cpu:gloo,{device.type}:{communication_backend(device.type)}"
 
 
 def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
@@ -252,15 +253,29 @@ def new_subgroup(
     unequally many (experts on other stages, a group of the user's) would wait for each other for ever.
     """
     assert parent is not None or len(ranks) == 1
+    count = torch.tensor([_num_groups()])
     if parent is not None:
-        device = "cpu" if _takes_host_tensors(parent) else torch.accelerator.current_accelerator()
-        count = torch.tensor([_num_groups()], device=device)
+        count = count if _takes_host_tensors(parent) else count.to(current_accelerator())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
+    with _without_communicator_split():
         for _ in range(int(count) - _num_groups()):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    new_group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        new_group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(new_group, dist.ProcessGroup)
     return new_group
+
+
+@contextmanager
+def _without_communicator_split() -> Iterator[None]:
+    """Of a job whose device is known (``init_process_group(device_id=...)``) torch makes groups by splitting its
+    communicator, for which NCCL waits for every rank of the job, members or not."""
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _num_groups() -> int:

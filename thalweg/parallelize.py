@@ -190,7 +190,7 @@ def parallelize(
     _apply_compile(model, list(units.values()), config)
     sharded = shard_model(model, mesh, options, device, tp_layout, ledger=ledger, expert_params=expert_params)
     lists = [module for name, module in model.named_modules() if is_expert_list(name, module)]
-    sync_unused_params(sharded.groups, lists, mesh.get_group(), device)
+    sync_unused_params(sharded.groups, lists, mesh.get_group())
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)

@@ -102,6 +102,7 @@ def replay_fp32_routing(combination: Combination, rank: int, steps: int) -> Iter
     def replay_routing(logits: Tensor, *args: Any) -> layer.Routing:
         routing = route(logits, *args)
         experts = recorded_experts.pop(0).view(ROWS, -1, routing.experts.shape[1])[local_rows].flatten(0, 1)
+        experts = experts.to(logits.device)
         weights = logits.float().softmax(-1).gather(1, experts)
         return replace(routing, experts=experts, weights=weights / weights.sum(-1, keepdim=True))
 

@@ -23,7 +23,9 @@ def _run_page(rank: int, world: int, page: str, folder: str) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize(("page", "at_least"), [("engine.md", 1), ("parameters.md", 7), ("checkpoints.md", 4)])
+@pytest.mark.parametrize(
+    ("page", "at_least"), [("engine.md", 1), ("parameters.md", 7), ("checkpoints.md", 4), ("rlhf.md", 4)]
+)
 def test_the_python_of_a_page_runs(page: str, at_least: int, tmp_path: Path) -> None:
     assert min(run_ranks(_run_page, 2, page, str(tmp_path))) >= at_least
 

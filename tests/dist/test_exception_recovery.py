@@ -83,7 +83,7 @@ def _resumes(rank, world, stage, burns):
 
 
 @pytest.mark.parametrize("burns", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
+@pytest.mark.parametrize("stage", [nightly(0), nightly(1), nightly(2), 3])
 def test_the_next_step_equals_a_run_that_never_failed(together, stage, burns):
     for equal in together(_resumes, 2):
         assert equal == [True, True]

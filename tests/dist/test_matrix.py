@@ -7,7 +7,7 @@ own, and ``-k`` runs only what it selects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from tests.dist.matrix_run import (
     get_tolerance,
 )
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 Differences = dict[str, float]
 GATE_STEPS = 6
@@ -82,6 +83,22 @@ def test_each_pair_equals_one_process(
 @pytest.mark.parametrize("combination", combinations(), ids=lambda combination: combination.id)
 def test_equals_one_process(found: Callable[[Combination, int], Differences], combination: Combination) -> None:
     check(combination, found(combination, STEPS))
+
+
+ON_A_DEVICE = [one for one in covering_combinations() if "compile" not in one.degrees]  # which knows no simulated one
+TELLING = ("s2 dp4 ep4 nvme", "s0 dp2 tp2 ep2", "s3 sp2 pp2", "s3 dp2 cp2 paged")
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [(4, TELLING), *(nightly(world, [c.name for c in ON_A_DEVICE if c.world_size == world]) for world in (2, 4))],
+    ids=["gate", "all of two", "all of four"],
+)
+def test_an_accelerator_gives_the_same(world: int, names: Sequence[str], tmp_path: Path) -> None:
+    """The combinations on a simulated device, against one plain process on the CPU."""
+    found = run_ranks(compare_to_plain, world, list(names), str(tmp_path), 3, timeout=300, device="sim")[0]
+    for name in names:
+        check(Combination.parse(name), found[name])
 
 
 def test_the_gate_shows_each_pair_and_triple_that_the_table_shows() -> None:

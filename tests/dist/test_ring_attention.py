@@ -53,17 +53,21 @@ def _controls(rank: int, world: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     found = {}
-    merge, documents_of, summed = ring._merge_by_lse, parts.document_ids_from_positions, ring._sum_kv_groups
+    merge, documents_of, backward = ring._merge_by_lse, parts.document_ids_from_positions, ring.block_backward
 
     def unweighted(out, lse, new_out, new_lse):
         out.add_(new_out * 0.5)
+
+    def scaled_backward(*args, **kwargs):
+        dq, dk, dv = backward(*args, **kwargs)
+        return dq, 0.99 * dk, 0.99 * dv
 
     for name, kind in (("merge", "plain"), ("documents", "packed"), ("gradients", "plain")):
         case = SequenceCase("llama", kind, 9, 0, context_parallel=2)
         wanted = run_plain(case, 2, world)
         ring._merge_by_lse = unweighted if name == "merge" else merge
         parts.document_ids_from_positions = (lambda positions: None) if name == "documents" else documents_of
-        ring._sum_kv_groups = (lambda x, repeat: 0.99 * summed(x, repeat)) if name == "gradients" else summed
+        ring.block_backward = scaled_backward if name == "gradients" else backward
         found[name] = run_engine(case, 2, rank, world).max_differences(wanted)["gradient"]
     return found
 

@@ -15,6 +15,7 @@ import pytest
 
 import thalweg
 from thalweg.cli import available_commands, doctor, main
+from thalweg.ops import cpu_kernels
 
 THALWEG = [sys.executable, "-m", "thalweg"]
 
@@ -53,6 +54,16 @@ def test_doctor_sees_the_environment(monkeypatch: pytest.MonkeyPatch, environ: d
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert doctor._check_processor().status == ("warn" if environ else "ok")
+
+
+def test_doctor_names_the_kernels_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    isas = [isa.name for isa in cpu_kernels.supported_isas()]
+    for name in isas:
+        monkeypatch.setenv("THALWEG_CPU_ISA", name)
+        assert doctor._check_cpu_kernels().found == f"CPU kernels for {name}"
+    monkeypatch.setenv("THALWEG_CPU_ISA", "riscv")
+    result = doctor._check_cpu_kernels()
+    assert result.status == "warn" and "torch's operators" in result.found and result.cure
 
 
 def test_doctor_knows_what_an_extra_brings() -> None:

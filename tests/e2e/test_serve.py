@@ -24,6 +24,7 @@ import pytest
 
 import thalweg
 from tests.e2e.launch_support import clean_environ, is_alive, wait_exited
+from tests.marks import nightly
 from tests.repo.source import ROOT
 from tests.toy_engine import expected_text
 
@@ -153,11 +154,11 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
     [
         (["--host", "0.0.0.0"], 2, "--api-key"),
         (["--host", "192.0.2.1", "--api-key", "long-enough"], 1, "that this machine has"),
-        (["--api-key", "short"], 2, "8 characters"),
-        (["--ssl-certfile", "nothing.pem"], 2, "both"),
-        (["--kv-memory", "many"], 2, "4GiB"),
-        (["--replicas", "0"], 2, "at least 1"),
-        (["--max-length", "0"], 2, "max_model_len is 0"),
+        nightly(["--api-key", "short"], 2, "8 characters"),
+        nightly(["--ssl-certfile", "nothing.pem"], 2, "both"),
+        nightly(["--kv-memory", "many"], 2, "4GiB"),
+        nightly(["--replicas", "0"], 2, "at least 1"),
+        nightly(["--max-length", "0"], 2, "max_model_len is 0"),
         (["--quantize", "int3"], 2, "int4"),
     ],
 )

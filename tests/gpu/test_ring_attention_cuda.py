@@ -14,12 +14,14 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["none", "causal", "mask"])
+@pytest.mark.parametrize("kind", ["none", "causal", "mask", "grouped", "grouped causal"])
 def test_cuda_blocks_equal_the_formula(dtype, kind):
     g = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, 4, 384, 64, generator=g).to("cuda", dtype) for _ in range(4))
+    if "grouped" in kind:  # a head of keys for two of queries
+        k, v = k[:, :2], v[:, :2]
     mask = torch.rand(2, 1, 384, 384, generator=g).cuda() < 0.5 if kind == "mask" else None
-    options = {"causal": kind == "causal", "mask": mask, "scale": 0.125}
+    options = {"causal": "causal" in kind, "mask": mask, "scale": 0.125}
     close = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
     out, lse = block_forward(q, k, v, **options)
     wanted, sums = reference_forward(q, k, v, **options)

@@ -30,6 +30,13 @@ PRIVATE_NAME_FILES = {
     "_C._DisableTorchDispatch": "thalweg/deferred_init/deferred_tensor.py",  # the guard that FakeTensor is built with
 }
 DOCUMENTED_IDIOMS = {"_C._disabled_torch_function_impl"}  # documented as the way to write a tensor subclass
+# Who may name a vendor's device: kernels, what mirrors torch's own names, and rooms that are not for training.
+VENDOR_ROOMS = {"device", "ops", "compat", "infer", "serve", "plan"}
+VENDOR_FILES = {
+    "thalweg/deferred_init/deferred_tensor.py",  # Tensor.cuda()
+    "thalweg/parallel/tensor/auto_plan/module_trace.py",  # Tensor.is_cuda
+    "thalweg/checkpoint/model_state.py",  # a key of files that exist
+}
 PRIVATE_NAMESPACES = {"mkldnn", "mkl", "quantized", "onednn", "prepacked", "_quantized"}
 
 Rule = Callable[[SourceModule], Iterator[str]]
@@ -173,6 +180,16 @@ def find_private_operators(module: SourceModule) -> list[tuple[ast.AST, str]]:
     return found
 
 
+def no_vendor_devices(module: SourceModule) -> Iterator[str]:
+    """An accelerator is what ``torch.accelerator`` says: nobody asks whether it is CUDA."""
+    if module.subpackage in VENDOR_ROOMS or module.path in VENDOR_FILES:
+        return
+    for node in module.nodes:
+        named = isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")
+        if named or (isinstance(node, ast.Constant) and re.fullmatch(r"cuda(:.*)?", str(node.value))):
+            yield _violation(module, node, f"{ast.unparse(node)}: ask torch.accelerator or thalweg/device.py")
+
+
 def annotated_public(module: SourceModule) -> Iterator[str]:
     """Public modules have docstrings, public functions return types."""
     if not module.name.split(".")[-1].startswith("_") and ast.get_docstring(module.tree) is None:
@@ -195,6 +212,7 @@ RULES: tuple[Rule, ...] = (
     no_print,
     no_private_fsdp,
     no_private_operators,
+    no_vendor_devices,
     annotated_public,
 )
 

@@ -28,6 +28,9 @@ def test_what_exceeds_its_budget_is_named() -> None:
 
 
 def test_workers_share_all_but_the_longest_file() -> None:
-    before, alone = {"environment": 60.0}, {"a.py": 60.0}
-    assert durations.total_minutes({"before": before, "alone": alone, "shared": {"a.py": 120.0, "b.py": 120.0}}) == 4.0
-    assert durations.total_minutes({"before": before, "alone": alone, "shared": {"a.py": 230.0, "b.py": 10.0}}) > 5.8
+    kinds = {"before": {"environment": 60.0}, "alone": {"a.py": 60.0}, "waits": {}}
+    assert durations.total_minutes(kinds | {"shared": {"a.py": 120.0, "b.py": 120.0}}) == 4.0
+    assert durations.total_minutes(kinds | {"shared": {"a.py": 230.0, "b.py": 10.0}}) > 5.8
+    kinds |= {"before": {"environment": 30.0, "lint": 30.0}, "shared": {}}
+    assert durations.total_minutes(kinds | {"waits": {"c.py": 30.0}}) == 2.0  # beside lint
+    assert durations.total_minutes(kinds | {"waits": {"c.py": 90.0}}) == 3.0

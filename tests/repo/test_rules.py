@@ -75,6 +75,12 @@ BAD = {
         "import torch\ntorch._fused_adamw_(x)",
         "import torch\ntorch._C._get_something()",
     ],
+    "no_vendor_devices": [
+        "import torch\ntorch.cuda.synchronize()",
+        "x.to('cuda:0')",
+        "if x.device.type == 'cuda':\n    pass",
+        "if x.is_cuda:\n    pass",
+    ],
     "annotated_public": [
         "def f(): pass",
         '"""Doc."""\ndef f(): pass',
@@ -95,6 +101,7 @@ GOOD = {
     "no_private_operators": [
         "import torch\ntorch.ops.aten.mm.default\ntorch._foreach_norm(x)\ntorch.__version__",
     ],
+    "no_vendor_devices": ["'CUDA graphs'\nx = 'CUDA_VISIBLE_DEVICES'\nx.is_cpu"],
     "annotated_public": [
         '"""Doc."""\ndef f() -> None:\n    def inner(): pass',
         '"""Doc."""\ndef _g(): pass\nclass _C:\n    def m(self): pass',

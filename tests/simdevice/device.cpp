@@ -35,7 +35,7 @@ namespace sim {
 namespace {
 
 std::atomic<bool> late_mode{false};
-std::atomic<int64_t> num_pending{0}, num_syncs{0}, num_launches{0};
+std::atomic<int64_t> num_pending{0}, num_syncs{0}, num_launches{0}, all_launches{0};
 std::mutex sync_mutex;
 std::map<std::string, int64_t> syncs_by_cause;
 
@@ -77,6 +77,7 @@ struct Event {
   Queue* queue = nullptr;
   int64_t number = 0;
   std::shared_ptr<std::atomic<double>> milliseconds;
+  int64_t launches_before = -1;  // -1: asked for already
 };
 double now_ms() {
   using namespace std::chrono;
@@ -311,6 +312,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     here->milliseconds = time;
     here->queue->push([time] { *time = now_ms(); });
     here->number = here->queue->queued;
+    here->launches_before = all_launches;
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
@@ -320,7 +322,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     auto* here = static_cast<Event*>(event);
     if (!here) return true;
-    bool was_done = here->queue->done >= here->number;
+    // Who asks at once, before anything else is launched, comes too early in either mode.
+    bool was_done = here->queue->done >= here->number && std::exchange(here->launches_before, -1) != all_launches;
     here->queue->run_until(here->number);  // it goes on by itself, only not at once
     return was_done;
   }
@@ -521,7 +524,8 @@ void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto& value : host_call.given)
     if (value.isTensor() && on_device(value.toTensor())) { guard.reset_device(value.toTensor().device()); break; }
   Queue& queue = current_queue(current_device);
-  if (reads_back.count(name)) {
+  const bool knows_size = name == "aten::repeat_interleave" && !host_call.given.back().isNone();
+  if (reads_back.count(name) && !knows_size) {
     count_sync(name.c_str());
     queue.run_all();
   }
@@ -610,7 +614,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
     (to ? host_alias(target) : target).copy_(from ? host_alias(self) : self);
     return target;
   }
-  // Pageable memory is staged before the call returns; pinned memory is read or written when the copy's turn comes.
+  // Pageable memory is staged before the call returns, for which a driver may wait for the stream; pinned memory is read or
+  // written when the copy's turn comes.
+  if (to && !is_pinned) count_sync("copy of pageable memory");
   auto source = from ? host_alias(self) : is_pinned ? self : self.clone();
   auto alias = to ? host_alias(target) : target;
   queue.push([source, alias] {
@@ -686,7 +692,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) { allocator.recordStrea
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&call>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // One kernel on the CPU and on GPUs, and a composition of others on a device that registers none.
-  for (auto* name : {"native_layer_norm", "native_group_norm"})
+  for (auto* name : {"native_layer_norm", "native_group_norm", "_grouped_mm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&call>());
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -724,6 +730,9 @@ void Queue::push(std::function<void()> work) {
 
 void Queue::run_until(int64_t number) {
   if (done >= number) return;
+  // Another thread that runs this queue may need the interpreter to let a tensor go (torch.Event.query keeps it).
+  std::optional<pybind11::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) no_gil.emplace();
   std::lock_guard<std::recursive_mutex> running(run_mutex_);
   while (done < number && !is_idle()) {
     std::function<void()> work;
@@ -767,10 +776,14 @@ at::Tensor host_alias(const at::Tensor& tensor) {
 
 void count_sync(const char* what) {
   ++num_syncs;
+  ++all_launches;  // time has passed
   std::lock_guard<std::mutex> lock(sync_mutex);
   ++syncs_by_cause[what];
 }
-void count_launch() { ++num_launches; }
+void count_launch() {
+  ++num_launches;
+  ++all_launches;
+}
 
 void bind_collectives(py::module& m);
 

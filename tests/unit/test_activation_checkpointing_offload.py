@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.marks import nightly
 from tests.unit.test_tiled_loss import peak_of
 from thalweg.activation_checkpointing import (
     ActivationCheckpointPolicy,
@@ -81,10 +82,10 @@ def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     "policy",
-    [FULL, ActivationCheckpointPolicy("selective"), ActivationCheckpointPolicy("selective", every=2)],
+    [FULL, ActivationCheckpointPolicy("selective"), nightly(ActivationCheckpointPolicy("selective", every=2))],
     ids=str,
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [nightly(0.0), 0.3])
 def test_on_disk_the_bits_are_the_same(
     saver: NvmeActivationOffloader, policy: ActivationCheckpointPolicy, dropout: float
 ) -> None:

@@ -164,11 +164,11 @@ def test_every_option_is_read(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter")
     model.save_pretrained(tmp_path / "model")
     RecordingConfig.read.clear()
-    assert EngineConfig(device="cpu") == EngineConfig() and not RecordingConfig.read
+    assert EngineConfig(device="auto") == EngineConfig() and not RecordingConfig.read
     run(load_engine(tmp_path / "model", used(draft_model=str(tmp_path / "model"))))
     run(load_engine(model, used(lora_adapters={"a": str(tmp_path / "adapter")})), adapter="a")
     offload = {"weight_offload": "nvme", "weight_offload_dir": str(tmp_path), "weight_offload_bytes": 1 << 22}
-    if reason := cpu_kernels.unsupported_reason("fp32"):  # the options of the kernels' file are refused, not ignored
+    if reason := cpu_kernels.unsupported_reason():  # the options of the kernels' file are refused, not ignored
         for name in ("weight_offload_dir", "weight_offload_bytes"):
             with pytest.raises(ValueError, match=rf"{name} is for the CPU kernels.*{reason}.*leave it out"):
                 load_engine(model, used(weight_offload="nvme", **{name: offload[name]}))

@@ -15,7 +15,7 @@ from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.ops import cpu_kernels
 
-RUNNER = "torch" if cpu_kernels.unsupported_reason("fp32") else "cpu"
+RUNNER = "torch" if cpu_kernels.unsupported_reason() else "cpu"
 BASE = [(7 * i * i + 3) % 131 for i in range(80)]
 Key = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine import engine as engine_module
@@ -68,9 +69,9 @@ def requests() -> dict[str, SamplingParams]:
     }
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a defect"), Panic("a panic")])
-@pytest.mark.parametrize("place", ["sample_token", "token_logprob", "after a token", "detokenizer"])
-@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+@pytest.mark.parametrize("error", [nightly(RuntimeError("a defect")), Panic("a panic")])
+@pytest.mark.parametrize("place", ["sample_token", "token_logprobs", "after a token", "detokenizer"])
+@pytest.mark.parametrize("num_speculative_tokens", [nightly(0), 3])
 def test_a_failure_in_one_request_ends_that_one_alone(
     place: str, error: BaseException, num_speculative_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,20 +97,20 @@ def test_a_failure_in_one_request_ends_that_one_alone(
     if place == "detokenizer":
         detokenizer: Any = engine._requests["bad"][0].detokenizer
         detokenizer.append = fail_at(3, detokenizer.append)
-    elif place == "token_logprob":  # of a token of the second prompt
-        monkeypatch.setattr(engine_module, "token_logprob", fail_at(5, engine_module.token_logprob))
+    elif place == "token_logprobs":  # of the second prompt
+        monkeypatch.setattr(engine_module, "token_logprobs", fail_at(2, engine_module.token_logprobs))
     else:
         sample = engine_module.sample_token
 
-        def draw(logits: Any, row: int, token: int, value: float, sequence: Sequence) -> Any:
+        def draw(output: Any, row: int, sequence: Sequence) -> Any:
             at = 0 if place == "sample_token" else 3
             if sequence.request.request_id == "bad" and sequence.num_generated_tokens == at:
                 raise error
-            return sample(logits, row, token, value, sequence)
+            return sample(output, row, sequence)
 
         monkeypatch.setattr(engine_module, "sample_token", draw)
     got = collect(engine)
-    num_left = {"sample_token": 0, "token_logprob": 0, "after a token": 3, "detokenizer": 2}[place]
+    num_left = {"sample_token": 0, "token_logprobs": 0, "after a token": 3, "detokenizer": 2}[place]
     for name, outputs in want.items():
         last = got[name][-1]
         if name == "bad":
@@ -160,10 +161,10 @@ def test_the_error_of_another_request_does_not_end_generate(monkeypatch: pytest.
     assert isinstance(engine, LLMEngine)
     sample = engine_module.sample_token
 
-    def draw(logits: Any, row: int, token: int, value: float, sequence: Sequence) -> Any:
+    def draw(output: Any, row: int, sequence: Sequence) -> Any:
         if sequence.request.request_id == "bad":
             raise RuntimeError("a defect")
-        return sample(logits, row, token, value, sequence)
+        return sample(output, row, sequence)
 
     monkeypatch.setattr(engine_module, "sample_token", draw)
     engine.add(Request("bad", [1, 2], SamplingParams(temperature=0, max_tokens=2)))
@@ -207,7 +208,7 @@ def test_the_schedulers_output_says_all_that_a_runner_needs() -> None:
     assert output.model_input.encoder_block_tables == [encoder_input.blocks]
 
 
-@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 def test_no_more_threads_run_a_program_than_have_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention's scratch has a row for each thread; a thread more would write behind it."""
     engine = load_engine(tiny_decoder("llama"), OPTIONS, runner="cpu")
@@ -229,8 +230,8 @@ def test_no_more_threads_run_a_program_than_have_scratch_memory(monkeypatch: pyt
     assert used and max(used) <= cpu_kernels.MAX_THREADS
 
 
-@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
-@pytest.mark.parametrize("weight_format", ["fp32", "int8"])
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
+@pytest.mark.parametrize("weight_format", [nightly("fp32"), "int8"])
 def test_the_number_of_threads_changes_no_bit(weight_format: str) -> None:
     """It may change from step to step, as ThreadTuner does."""
     outputs = []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import nightly
 from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.ops import cpu_kernels
@@ -19,7 +20,10 @@ LENGTHS = (5, 17, 40)
 OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24)
 MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "odd_sizes"}
 FOREIGN = {"falcon_alibi", "olmo2", "phi3_longer", "mamba"}
-NATIVE = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
+NATIVE_KINDS = sorted(set(DECODER_CONFIGS) - MIXTURES - FOREIGN)
+# One of each way to rotate, normalise, mask, scale and join: the others differ in which of them they have together.
+IN_THE_GATE = {"llama", "gemma2", "gpt2", "falcon40", "gpt_neox", "phi", "bloom", "cohere", "mixtral"}
+NATIVE = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 
 
 def prompts(vocab: int = 131) -> list[list[int]]:
@@ -34,7 +38,7 @@ def expected(model: Any, count: int = 10) -> list[list[int]]:
 
 
 @NATIVE
-@pytest.mark.parametrize("name", sorted(set(DECODER_CONFIGS) - MIXTURES - FOREIGN))
+@pytest.mark.parametrize("name", [n if n in IN_THE_GATE else nightly(n) for n in NATIVE_KINDS])
 def test_native_tokens_equal_hugging_face(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS)
@@ -42,7 +46,22 @@ def test_native_tokens_equal_hugging_face(name: str) -> None:
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
-@pytest.mark.parametrize("name", sorted(set(DECODER_CONFIGS) - FOREIGN))
+@NATIVE
+@pytest.mark.parametrize("isa", [isa.name for isa in cpu_kernels.supported_isas()][1:])
+@pytest.mark.parametrize(
+    "name", ["llama", *map(nightly, sorted(set(DECODER_CONFIGS) - MIXTURES - FOREIGN - {"llama"}))]
+)
+def test_kernels_for_smaller_processors_too(monkeypatch: pytest.MonkeyPatch, name: str, isa: str) -> None:
+    monkeypatch.setenv("THALWEG_CPU_ISA", isa)
+    model = tiny_decoder(name)
+    engine = load_engine(model, OPTIONS)
+    assert type(engine.runner).__name__ == "CpuRunner"
+    assert greedy_generate(engine, prompts(), 10) == expected(model)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in IN_THE_GATE else nightly(n) for n in sorted(set(DECODER_CONFIGS) - FOREIGN)]
+)
 def test_eager_tokens_equal_hugging_face(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS, runner=None if name in MIXTURES else "torch")
@@ -118,7 +137,9 @@ def test_out_of_memory_is_no_reason_for_a_slow_runner(error: Exception, monkeypa
     assert type(load_engine(tiny_decoder("llama"), OPTIONS).runner).__name__ == "TransformersRunner"
 
 
-def test_the_first_runner_that_supports_a_model_runs_it() -> None:
+def test_the_first_runner_that_supports_a_model_runs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each runner says why it cannot; the reasons of all are the error where none can."""
     from thalweg.infer.loader.load import DECODER_RUNNERS, choose_runner
     from thalweg.infer.models import build_decoder_spec
@@ -126,11 +147,19 @@ def test_the_first_runner_that_supports_a_model_runs_it() -> None:
     spec = build_decoder_spec(tiny_decoder("llama"))
     cpu, eager, own_code = DECODER_RUNNERS
     assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16")) is eager
-    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(device="meta")) is eager
+    assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16")) is eager
     assert choose_runner(DECODER_RUNNERS, None, EngineConfig()) is own_code
     assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "transformers") is own_code
-    if not cpu_kernels.unsupported_reason("bf16"):
+    if not cpu_kernels.unsupported_reason():
         assert choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="bf16")) is cpu
+        assert "running by CPU kernels for" in caplog.text
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("THALWEG_CPU_ISA", "riscv")
+        assert choose_runner(DECODER_RUNNERS, spec, EngineConfig()) is eager
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING" and "several times the tokens" in warning.message
+    assert "this processor has none of riscv" in warning.message
     with pytest.raises(ValueError, match="no fp16"):
         choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16"), "cpu")
     with pytest.raises(ValueError, match=r"not described; lora_adapters need a described model: because"):

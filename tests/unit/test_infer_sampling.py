@@ -22,16 +22,17 @@ from transformers import (
 
 from thalweg.infer import Request, SamplingParams
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
-from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, seeded_uniform
+from thalweg.infer.engine.sampler import SampledRow, SampledToken, sample, sample_token, seeded_uniform
 from thalweg.infer.engine.scheduler import Sequence
 
 VOCAB = 40
 
 
 def choose(logits: torch.Tensor, sequences: list[Any]) -> list[SampledToken]:
-    """Choose a token for each row."""
-    rows = zip(range(len(logits)), *argmax(logits), sequences, strict=True)
-    return [sample_token(logits, *of_row) for of_row in rows]
+    """Choose a token for each row, of rows that are padded as the CPU kernels' are."""
+    logits = torch.nn.functional.pad(logits, (0, 3), value=math.inf)[:, : logits.shape[1]]
+    output = sample(logits, [SampledRow(row, of_row) for row, of_row in enumerate(sequences)])
+    return [sample_token(output, row, of_row) for row, of_row in enumerate(sequences)]
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **fields: Any) -> Sequence:
@@ -78,7 +79,6 @@ def test_the_kept_tokens_are_hugging_faces(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampler, "seeded_uniform", lambda *_, draw=draw: draw)
             drawn.add(choose(row[None], [made])[0].token)
-        made.context_mask = made.output_token_counts = None
     assert all(want[token] > 0 for token in drawn)
     if top_k != 1 and want.max() < 0.75:
         assert len(drawn) > 1
@@ -118,6 +118,12 @@ def test_penalties_biases_and_masked_ends() -> None:
     heavy = sequence(output=(7, 5), temperature=0.0, frequency_penalty=2.0, presence_penalty=5.0)
     assert choose(row[None], [heavy])[0].token == 6
     assert choose(row[None], [sequence(**plain, logit_bias={7: -100, 9: 50})])[0].token == 9
+    rows = [
+        sequence(**plain, logit_bias={9: 50}),
+        sequence(**plain, min_tokens=2),
+        sequence(**plain, logit_bias={3: 9.5}),
+    ]
+    assert [made.token for made in choose(row.expand(3, -1), rows)] == [9, 5, 3]
     chosen = choose(row[None], [sequence(**plain, logprobs=2)])[0].logprob
     assert chosen is not None and [t for t, _ in chosen.top] == [7, 5]
     assert chosen.logprob == pytest.approx(row.log_softmax(0)[7].item())

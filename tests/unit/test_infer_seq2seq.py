@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thalweg
+from tests.marks import nightly
 from tests.unit.infer_models import SEQ2SEQ_CONFIGS, greedy_generate, tiny_encoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine.engine import LLMEngine
@@ -18,7 +19,7 @@ from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNNER = "torch" if cpu_kernels.unsupported_reason("fp32") else "cpu"
+RUNNER = "torch" if cpu_kernels.unsupported_reason() else "cpu"
 OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=8, max_model_len=96, max_num_batched_tokens=64)
 SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
 T5 = sorted(set(SEQ2SEQ_CONFIGS) - {"bart"})
@@ -29,7 +30,7 @@ def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]
     return [row[1:].tolist() for row in rows]
 
 
-@pytest.mark.parametrize("runner", sorted({RUNNER, "torch"}))
+@pytest.mark.parametrize("runner", [RUNNER] if RUNNER == "torch" else [RUNNER, nightly("torch")])
 @pytest.mark.parametrize("name", T5)
 def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
     model = tiny_encoder(name)

@@ -56,7 +56,7 @@ def work(
     return found, engine.stats()
 
 
-@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason("fp32")), reason=cpu_kernels.unsupported_reason("fp32"))
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from((1, 3, 7)), st.integers(0, 1))
 def test_the_output_is_the_same_in_fewer_steps(models: Any, seed: int, speculate: int, which: int) -> None:
@@ -112,7 +112,7 @@ def test_a_draft_model_changes_no_token(models: Any, seed: int, guesses: int, wh
             draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight), alpha=0.02)
     # Where the native kernels do not run, torch's products differ in the last bit by the number of rows, unless the
     # engine is told to keep them the same.
-    runner = "torch" if cpu_kernels.unsupported_reason("fp32") else None
+    runner = "torch" if cpu_kernels.unsupported_reason() else None
     want, plain = work(model, 0, seed, runner)
     got, stats = work(model, guesses, seed, runner, draft=draft)
     assert got == want
@@ -179,9 +179,9 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
             taken.update({(id(sequence), sequence.num_generated_tokens + i): token for i, token in enumerate(guesses)})
         return found
 
-    def gullible(logits: Any, row: int, token: int, value: float, sequence: Any) -> Any:
+    def gullible(output: Any, row: int, sequence: Any) -> Any:
         guessed = taken.pop((id(sequence), sequence.num_generated_tokens), None)
-        return choose(logits, row, token, value, sequence) if guessed is None else SampledToken(guessed)
+        return choose(output, row, sequence) if guessed is None else SampledToken(guessed)
 
     monkeypatch.setattr(DraftModelProposer, "propose", noted)
     monkeypatch.setattr(loop, "sample_token", gullible)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import queue
 import subprocess
 import sys
@@ -480,3 +481,21 @@ def test_lines_of_two_hosts_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown.getvalue().replace(b"asks", b"").replace(b"half", b"").decode().splitlines()
     wanted = {f"{name} {'x' * (i % 50)} {i}" for name in ("one", "two") for i in range(400)} | {" on"}
     assert not [line for line in lines if line not in wanted] and len(lines) == 802
+
+
+@pytest.mark.parametrize(
+    ("interface", "given", "nccl"),
+    [("eth7", {}, "=eth7"), ("lo", {}, None), ("eth7", {"NCCL_SOCKET_IFNAME": "ib0"}, "ib0"), (None, {}, None)],
+)
+def test_nccl_meets_where_gloo_does(monkeypatch, interface, given, nccl):
+    """M2: on several hosts, unless the user has said where."""
+    from thalweg.launch import local
+    from thalweg.launch.spec import LaunchSpec, build_local_job
+
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(local, "interface_for", lambda addr: interface)
+    environ = {**os.environ, **local._worker_environ(build_local_job(LaunchSpec("true", (), "program", "1")), "host")}
+    assert environ.get("GLOO_SOCKET_IFNAME") == interface and environ.get("NCCL_SOCKET_IFNAME") == nccl

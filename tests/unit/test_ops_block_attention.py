@@ -58,16 +58,18 @@ def test_blocks_together_equal_the_whole(seed, rows, lengths, masked):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["none", "causal", "mask", "window"])
+@pytest.mark.parametrize("kind", ["none", "causal", "mask", "window", "grouped", "grouped causal"])
 def test_the_fast_kernel_equals_the_formula(dtype, kind):
     q, k, v, grad = _inputs(3, 700, 700, 16, dtype)
+    if "grouped" in kind:  # one head of keys for all three of queries
+        k, v = k[:, :1], v[:, :1]
     mask = None
     if kind == "mask":
         mask = torch.rand(2, 1, 700, 700, generator=torch.Generator().manual_seed(1)) < 0.5
         mask[0, :, 5] = False
     if kind == "window":  # one for all rows of the batch
         mask = torch.ones(700, 700, dtype=torch.bool).tril().triu(-9)[None, None]
-    options = {"causal": kind == "causal", "mask": mask, "scale": 0.25}
+    options = {"causal": "causal" in kind, "mask": mask, "scale": 0.25}
     close = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
     out, lse = block_forward(q, k, v, **options)
     wanted, sums = reference_forward(q, k, v, **options)
@@ -94,7 +96,7 @@ def test_a_ring_of_one_goes_tile_by_tile_and_skips_what_nobody_sees(monkeypatch)
     forward = context.block_forward
     monkeypatch.setattr(context, "block_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
     spans = ((0, 5), (5, 10), (10, 15), (15, 20))
-    layout = context.RingAttentionSpec((spans,), True, seen, 0.3, 1)
+    layout = context.RingAttentionSpec((spans,), True, seen, 0.3)
     out = context.RingAttention(None).attend(*leaves, layout)
     assert len(calls) == 8  # of 16: the later tiles, and those of another document, are left out
     index = torch.arange(20)

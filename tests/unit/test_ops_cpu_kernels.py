@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.marks import nightly
 from thalweg.ops import cpu_kernels
 from thalweg.ops.linear import packed
 from thalweg.ops.linear.packed import pack_linear
 
-pytestmark = pytest.mark.skipif(
-    bool(cpu_kernels.unsupported_reason("int8")), reason=cpu_kernels.unsupported_reason("int8")
-)
+if cpu_kernels.unsupported_reason():
+    MISSING = ["kernels"]
+else:
+    from tests.unit.emulated_kernels import MISSING, emulate
+    from thalweg.ops.cpu_kernels.kernel_builder import optimize
+
+pytestmark = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 ERRORS = {"fp32": 1e-6, "bf16": 6e-3, "int8": 2e-2, "int4": 0.12}
+# A processor with AVX-512 runs the code for smaller ones too.
+ISAS = {isa.name: isa for isa in cpu_kernels.supported_isas()}
+if "avx512" in ISAS:  # which has the instruction of AVX-VNNI in registers of 256 bits, under another code
+    evex = cpu_kernels.ISAS["avx2"].features | {"avx512vl", "avx512vnni"}
+    ISAS.setdefault("avxvnni", replace(cpu_kernels.ISAS["avxvnni"], features=evex))
+IN_GATE = {*list(ISAS)[:1], "avx2"}  # the others share their code
+NEEDS_EMULATOR = pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)}")
 
 
-@pytest.fixture(scope="module")
-def library() -> tuple[cpu_kernels.KernelSet, object]:
+@pytest.fixture(scope="module", params=[name if name in IN_GATE else nightly(name) for name in ISAS])
+def kernels(request: pytest.FixtureRequest) -> cpu_kernels.KernelSet:
     torch.set_num_threads(2)
-    kernels = cpu_kernels.KernelSet()
-    for form in ERRORS:
-        kernels.gemm(form)
-    for kind in ("fp32", "bf16", "int8"):
-        kernels.norm("none", kind)
-    return kernels, kernels.compile()
+    return cpu_kernels.KernelSet(ISAS[request.param])
 
 
 def pack_weight(weight: Tensor, weight_format: str) -> dict[str, Tensor]:
@@ -53,11 +64,19 @@ def _empty_aligned(nbytes: int) -> Tensor:
     return raw[start : start + nbytes]
 
 
-def product(library: tuple[cpu_kernels.KernelSet, object], x: Tensor, weight: Tensor, form: str) -> Tensor:
+def run(kernels: cpu_kernels.KernelSet, calls: list[cpu_kernels.Instruction]) -> None:
+    """Run calls on this processor, or on an emulated one of the kernels' kind."""
+    if kernels.isa in ISAS.values():
+        cpu_kernels.build_program(calls, kernels.compile(), []).run()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        emulate(kernels, calls, Path(folder))
+
+
+def product(kernels: cpu_kernels.KernelSet, x: Tensor, weight: Tensor, form: str) -> Tensor:
     """Make rows ready and multiply them with a packed weight, on two threads."""
-    kernels, made = library
     rows, width = x.shape
-    kind = {"int4": "int8"}.get(form, form)
+    kind = kernels.isa.operand_kind(form)
     ready = cpu_kernels.ActivationBuffer(rows, width, kind, cpu_kernels.allocate_rows(rows, width))
     count, eps = torch.tensor([rows]), torch.zeros(1)
     unused, bias = torch.zeros(width), torch.zeros(cpu_kernels.round_up(len(weight), 32))
@@ -73,29 +92,131 @@ def product(library: tuple[cpu_kernels.KernelSet, object], x: Tensor, weight: Te
             0, ready.scale, parts.get("scale", 0), *ready.sum_args(form),
         ]),
     ]  # fmt: skip
-    cpu_kernels.build_program(calls, made, [ready, parts]).run()  # type: ignore[arg-type]
+    run(kernels, calls)
     return out[:, : len(weight)]
 
 
 @pytest.mark.parametrize("form", list(ERRORS))
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 150), st.integers(0, 1000))
-def test_products(library: tuple, form: str, rows: int, sixteens: int, outputs: int, seed: int) -> None:
+def test_products(kernels: cpu_kernels.KernelSet, form: str, rows: int, sixteens: int, outputs: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 16 * sixteens, generator=generator)
     weight = torch.randn(outputs, 16 * sixteens, generator=generator)
-    got = product(library, x, weight, form)
+    got = product(kernels, x, weight, form)
     want = x.double() @ weight.double().t()
     scale = (x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)[None]).clamp(min=1e-9)
     assert ((got - want).abs() / scale).max() < ERRORS[form]
 
 
 @pytest.mark.parametrize("form", list(ERRORS))
-def test_a_rows_result_does_not_depend_on_the_others(library: tuple, form: str) -> None:
+def test_a_rows_result_does_not_depend_on_the_others(kernels: cpu_kernels.KernelSet, form: str) -> None:
     x, weight = torch.randn(31, 96), torch.randn(70, 96)
-    together = product(library, x, weight, form)
+    together = product(kernels, x, weight, form)
     for row in (0, 7, 30):
-        assert torch.equal(product(library, x[row : row + 1], weight, form)[0], together[row])
+        assert torch.equal(product(kernels, x[row : row + 1], weight, form)[0], together[row])
+
+
+def layer_calls(
+    kernels: cpu_kernels.KernelSet, kv_dtype: str
+) -> tuple[list[cpu_kernels.Instruction], dict[str, Tensor]]:
+    """Return calls of every kernel but the products, on the same numbers each time, and what they write."""
+    generator = torch.Generator().manual_seed(0)
+    rows, heads, kv_heads, dim, width = 21, 4, 2, 32, 128
+    randn = lambda *shape: torch.randn(*shape, generator=generator)
+    shape = cpu_kernels.AttentionShape(
+        heads, kv_heads, dim, 0.2, kv_dtype, kernels.isa.bf16_dot, rotary_dim=32, qk_norm=True, sliding_window=18,
+        softcap=5.0,
+    )  # fmt: skip
+    count, eps, zero = torch.tensor([rows]), torch.tensor([1e-5]), torch.zeros(width)
+    qkv, stripe = randn(rows, (heads + 2 * kv_heads) * dim), 2 * kv_heads * 16 * shape.head_bytes
+    cache, angles = torch.zeros(2 * stripe, dtype=torch.uint8), randn(rows, dim // 2)
+    keys, values = cache, cache[kv_heads * 16 * shape.head_bytes :]
+    tables, positions = torch.tensor([5, 17], dtype=torch.int32), torch.arange(rows)
+    attended, scratch = torch.zeros(rows, width), torch.zeros(256, 64)
+    x, gain, up, indices = randn(rows, width), randn(width), randn(rows, 2 * width), torch.tensor([3, 0, 20])
+    made: dict[str, Tensor] = {"queries": qkv, "attended": attended, "x": x}
+    if kv_dtype != "bf16":
+        made["keys and values"] = cache
+    calls = [
+        cpu_kernels.Instruction(kernels.rope_and_store_kv(shape), [
+            qkv, qkv.stride(0) * 4, count, positions, tables, keys, values, angles.cos(), angles.sin(), gain, gain, eps,
+            torch.zeros(rows, dtype=torch.int64), stripe,
+        ]),
+        cpu_kernels.Instruction(kernels.paged_attention(shape), [
+            qkv, qkv.stride(0) * 4, count, positions, tables, keys, values, attended, scratch, 256, zero,
+            torch.zeros(rows, dtype=torch.int64), stripe, positions,
+        ]),
+        cpu_kernels.Instruction(kernels.add(), [x, up, count, width, up.stride(0) * 4]),
+    ]  # fmt: skip
+    for kind in ("fp32", "bf16", "int8"):
+        for name in ("rms", "layer", "silu", "gelu", "gelu_tanh", "relu"):
+            ready = cpu_kernels.ActivationBuffer(rows, width, kind, cpu_kernels.allocate_rows(rows, width))
+            made |= {f"{name} {kind}": ready.y, f"{name} {kind} operand": ready.operand}
+            made |= {f"{name} {kind} sums": ready.group_sums, f"{name} {kind} row sums": ready.row_sums}
+            if name in ("rms", "layer"):
+                call = [x, width * 4, gain, gain, eps, count, width]
+                calls.append(cpu_kernels.Instruction(kernels.norm(name, kind), [*call, *ready.output_args()]))
+            else:
+                call = [up, width * 8, count, width, *ready.output_args()]
+                calls.append(cpu_kernels.Instruction(kernels.activate(name, True, kind), call))
+    picked, best, ranks = torch.zeros(3, width), torch.zeros(rows, dtype=torch.int32), randn(2, rows, width)
+    total = torch.zeros(rows, width)
+    made |= {"picked": picked, "best": best, "total": total}
+    calls += [
+        cpu_kernels.Instruction(kernels.gather_rows(), [
+            x, width * 4, picked, width * 4, torch.tensor([3]), indices, width * 4,
+        ]),
+        cpu_kernels.Instruction(kernels.argmax(), [x, width * 4, count, width - 3, torch.zeros(rows), best]),
+        cpu_kernels.Instruction(kernels.reduce_sum(), [
+            total, width * 4, ranks, width * 4, rows * width * 4, 2, count, width,
+        ]),
+    ]  # fmt: skip
+    return calls, made
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), [
+    *((name, kv_dtype) if name == "avx2" else nightly(name, kv_dtype)
+      for name in list(ISAS)[1:] for kv_dtype in ("fp32", "bf16", "int8")),
+    pytest.param("neon", "int8", marks=NEEDS_EMULATOR),
+    *(pytest.param("neon", kv_dtype, marks=[NEEDS_EMULATOR, pytest.mark.nightly]) for kv_dtype in ("fp32", "bf16")),
+])  # fmt: skip
+def test_every_instruction_set_computes_the_same(name: str, kv_dtype: str) -> None:
+    made = []
+    for isa in (next(iter(ISAS.values())), ISAS.get(name, cpu_kernels.ISAS[name])):
+        kernels = cpu_kernels.KernelSet(isa)
+        calls, outputs = layer_calls(kernels, kv_dtype)
+        run(kernels, calls)
+        made.append(outputs)
+    assert all(want.any() for name, want in made[0].items() if "sums" not in name), "nothing but zeros shows nothing"
+    errors = {name: (made[1][name].double() - want.double()).abs().max().item() for name, want in made[0].items()}
+    # Some sets add up products of bf16 in pairs, rounded, and others widen them: all else has the same bits.
+    assert errors.pop("attended") < (2e-2 if kv_dtype == "bf16" else 1e-6)
+    assert not {name: error for name, error in errors.items() if error}
+
+
+@pytest.mark.skipif("x86_64" not in {isa.machine for isa in cpu_kernels.supported_isas()}, reason="no x86 processor")
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_avx_vnni_multiplies_bytes_in_one_instruction(form: str) -> None:
+    assemblies = []
+    for name in ("avxvnni", "avx2"):
+        kernels = cpu_kernels.KernelSet(cpu_kernels.ISAS[name])
+        parsed, machine = optimize(kernels.llvm_ir(kernels.gemm(form)), kernels.isa)
+        assemblies.append(machine.emit_assembly(parsed))
+    assert ["vpdpbusd" in text for text in assemblies] == [True, False]
+    assert ["vpmadd" in text for text in assemblies] == [False, True]
+    assert not any("zmm" in text for text in assemblies)
+
+
+@pytest.mark.parametrize("form", list(ERRORS))
+@NEEDS_EMULATOR
+def test_an_arm_processors_products(form: str) -> None:
+    x, weight = torch.randn(7, 96), torch.randn(70, 96)
+    got = product(cpu_kernels.KernelSet(cpu_kernels.ISAS["neon"]), x, weight, form)
+    scale = x.norm(dim=1)[:, None] * weight.norm(dim=1)[None]
+    error = (got - x @ weight.t()).abs() / scale
+    assert error.max() < ERRORS[form]
+    assert ((got.roll(1, 1) - x @ weight.t()).abs() / scale).max() > ERRORS[form], "negative control"
 
 
 @pytest.mark.parametrize("form", [*ERRORS, "fp16"])

@@ -25,7 +25,7 @@ from thalweg.serve.replicas.launcher import ReplicaHandle
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.server import ServeOptions
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 USER = {"role": "user", "content": "x"}
 
 

@@ -22,7 +22,7 @@ from thalweg.serve.replicas import router as routing
 from thalweg.serve.replicas.pool import PoolLimits
 from thalweg.serve.replicas.router import ReplicaRouter
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 MODEL = {"id": "toy", "max_model_len": 2048}
 ADAPTER = {"id": "tuned", "max_model_len": 2048}
 

@@ -287,12 +287,32 @@ def _syncs(rank: int, world: int) -> None:
     x.cpu()
     x[x > 0]
     x.nonzero()
+    counts = torch.tensor([1, 2]).pin_memory().to("sim", non_blocking=True)
+    torch.repeat_interleave(counts, output_size=3)
     causes = {"item": 1, "copy to the host": 1, "aten::nonzero": 2}  # a mask's places too
     assert simdevice.num_syncs() == (4, causes), simdevice.num_syncs()
+    torch.repeat_interleave(counts)
+    torch.ones(3).to("sim", non_blocking=True)
+    assert simdevice.num_syncs()[0] == 6
 
 
 def test_host_syncs_and_launches_are_counted():
     on_device(_syncs)
+
+
+def _asked_at_once(rank: int, world: int) -> list[bool]:
+    x = torch.ones(8, device="sim")
+    found = []
+    for launches in (0, 1):
+        event = torch.get_device_module("sim").current_stream().record_event()
+        for _ in range(launches):
+            x + 1
+        found += [event.query(), event.query()]
+    return found
+
+
+def test_an_event_is_not_done_at_once():
+    assert on_device(_asked_at_once) == [[False, True, True, True]]
 
 
 def _times(rank: int, world: int) -> float:

@@ -86,18 +86,24 @@ class _ReadAheadOffloader:
                 return
             offloaded.read_ahead()
 
-    def get_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor to write from, one that was given back where possible."""
+    def get_buffer(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A page-aligned tensor to copy to from ``device``, one that was given back where possible."""
         free = self._free_buffers.get((shape, dtype))
-        return free.pop() if free else self.new_buffer(shape, dtype)
-
-    def new_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Page-aligned."""
-        return aligned_empty(shape, dtype)
+        return free.pop() if free else aligned_empty(shape, dtype, pinned=device.type != "cpu")
 
     def recycle_buffer(self, buffer: Tensor) -> None:
         """A buffer that is at rest."""
         self._free_buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
+
+def copy_on_stream(tensor: Tensor, pinned: Tensor, stream: torch.Stream) -> torch.Event:
+    """Copy an accelerator's tensor into page-locked memory, on ``stream``; the event says when it is there."""
+    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+    with stream:
+        pinned.copy_(tensor, non_blocking=True)
+        arrival = stream.record_event()
+    tensor.record_stream(stream)
+    return arrival
 
 
 # On disk
@@ -114,18 +120,29 @@ class _NvmeTensor:
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._file = offloader.file
         self._offset = self._file.allocate(tensor.nbytes)
-        self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype)
-        self._buffer.copy_(tensor)
-        self._write = self._file.write(self._offset, self._buffer)
+        self._buffer: Tensor | None = offloader.get_buffer(tensor.shape, tensor.dtype, self._device)
+        self._arrival = offloader.copy_to_host(tensor, self._buffer)
+        self._write: IoFuture | None = None
         self._read = IoFuture()
         self._read_buffer: Tensor | None = None
 
+    def start_write(self) -> None:
+        """Let the bytes go out, once they have come from the device."""
+        if self._write is None and self._buffer is not None:
+            self._wait_for_arrival()
+            self._write = self._file.write(self._offset, self._buffer)
+
     def finish_write(self) -> None:
         """Wait until the bytes are out and give the buffer back."""
-        if self._buffer is not None:
+        self.start_write()
+        if self._buffer is not None and self._write is not None:
             buffer, self._buffer = self._buffer, None
             self._write.wait()
             self._offloader.recycle_buffer(buffer)
+
+    def _wait_for_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.synchronize()
 
     def read_ahead(self) -> None:
         if self._buffer is None and self._read_buffer is None:
@@ -134,6 +151,8 @@ class _NvmeTensor:
 
     def fetch(self) -> Tensor:
         if self._buffer is not None:  # hardly out yet: no need to read it
+            self.start_write()
+            assert self._write is not None
             self._write.wait()
             result, self._buffer = self._buffer, None
         else:
@@ -145,6 +164,8 @@ class _NvmeTensor:
         return result.to(self._device, non_blocking=True)
 
     def __del__(self) -> None:
+        if self.__dict__.get("_write") is None and "_arrival" in self.__dict__:
+            self._wait_for_arrival()
         for future in (self.__dict__.get("_write"), self.__dict__.get("_read")):
             if future is not None:
                 future.wait_ignoring_errors()
@@ -165,6 +186,7 @@ class NvmeActivationOffloader(_ReadAheadOffloader):
         self._open_file = partial(SwapFile, folder, 0, capacity=MAX_SWAP_BYTES, segment_bytes=segment_bytes, disk=disk)
         self._file: SwapFile | None = None
         self._pending_writes: deque[weakref.ref[_NvmeTensor]] = deque()
+        self._stream: torch.Stream | None = None
 
     @property
     def file(self) -> SwapFile:
@@ -176,12 +198,25 @@ class NvmeActivationOffloader(_ReadAheadOffloader):
     def save(self, tensor: Tensor) -> OffloadedActivation:
         offloaded = _NvmeTensor(self, tensor)
         self.append(offloaded)
+        for pending in self._pending_writes:  # a unit's time ago they left the device
+            if (earlier := pending()) is not None:
+                earlier.start_write()
+        if tensor.device.type == "cpu":
+            offloaded.start_write()
         self._pending_writes.append(weakref.ref(offloaded))
         while len(self._pending_writes) > self._depth:
             oldest = self._pending_writes.popleft()()
             if oldest is not None:
                 oldest.finish_write()
         return offloaded
+
+    def copy_to_host(self, tensor: Tensor, buffer: Tensor) -> torch.Event | None:
+        """Copy it into ``buffer``: from an accelerator behind its computation, to be waited for by what is returned."""
+        if tensor.device.type == "cpu":
+            buffer.copy_(tensor)
+            return None
+        self._stream = stream = self._stream or torch.Stream(tensor.device)
+        return copy_on_stream(tensor, buffer, stream)
 
     def on_fetch(self, offloaded: _NvmeTensor) -> None:
         """Read ahead; buffers for writing have had their time."""
@@ -207,13 +242,8 @@ class _PinnedTensor:
     def __init__(self, offloader: CpuActivationOffloader, tensor: Tensor) -> None:
         self._offloader, self._device = offloader, tensor.device
         self._shape = tensor.shape
-        self._pinned = offloader.get_buffer(tensor.shape, tensor.dtype)
-        stream = offloader.stream
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            self._pinned.copy_(tensor, non_blocking=True)
-            self._copy_event = stream.record_event()
-        tensor.record_stream(stream)
+        self._pinned = offloader.get_buffer(tensor.shape, tensor.dtype, self._device)
+        self._copy_event = copy_on_stream(tensor, self._pinned, offloader.stream)
         self._prefetched: tuple[Tensor, Any] | None = None
 
     def read_ahead(self) -> None:
@@ -251,10 +281,6 @@ class CpuActivationOffloader(_ReadAheadOffloader):
         offloaded = _PinnedTensor(self, tensor)
         self.append(offloaded)
         return offloaded
-
-    def new_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Pinned."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 # In parts, over tensor-parallel ranks

@@ -87,6 +87,8 @@ class TrainingState:
             return None, None
         with checkpoint:
             components.sharded.finalize_grads()
+            if components.optimizer is not None:
+                components.optimizer.settle()
             optimizer = components.optimizer if load_optimizer and not module_only else None
             state = restore_module(
                 checkpoint,

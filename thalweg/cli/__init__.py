@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "ckpt": "inspect, verify or export a checkpoint",
     "study": "what techniques give for your models and data",
     "bench": "run one of the benchmarks",
+    "rlhf": "fine-tune a model: SFT, a reward model, PPO, DPO, GRPO",
     "serve": "serve a model over HTTP (OpenAI's API and a chat page)",
     "chat": "talk to a model in the terminal",
     "doctor": "say what this machine has and what it lacks",

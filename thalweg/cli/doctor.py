@@ -103,11 +103,12 @@ def _check_devices() -> CheckResult:
     try:
         import torch
 
-        count = torch.cuda.device_count()
-        if not count:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
             return CheckResult("devices", "ok", "no GPU: ranks run on the processor, over gloo")
-        names = [torch.cuda.get_device_properties(index) for index in range(count)]
-        found = ", ".join(f"{one.name} ({one.total_memory // _GIB} GiB)" for one in names)
+        module = torch.get_device_module(accelerator)
+        sizes = [torch.accelerator.get_memory_info(index)[1] for index in range(torch.accelerator.device_count())]
+        found = ", ".join(f"{module.get_device_name(i)} ({size // _GIB} GiB)" for i, size in enumerate(sizes))
     except (ImportError, OSError, RuntimeError) as error:
         return CheckResult("devices", "warn", str(error).splitlines()[0], "check the driver with nvidia-smi")
     return CheckResult("devices", "ok", found)
@@ -141,6 +142,16 @@ def _check_cpu_features() -> CheckResult:
     if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags:
         return CheckResult("processor features", "ok", ", ".join(found))
     return CheckResult("processor features", "warn", ", ".join(found), "bf16 is emulated here: train in fp32")
+
+
+def _check_cpu_kernels() -> CheckResult:
+    from thalweg.ops import cpu_kernels  # imports torch
+
+    isa, reason = cpu_kernels.host_isa(), cpu_kernels.unsupported_reason()
+    if isa is None:
+        cure = "pip install 'thalweg[native]'" if "llvmlite" in reason else "serve on a processor of these kinds"
+        return CheckResult("inference kernels", "warn", f"torch's operators, several times slower: {reason}", cure)
+    return CheckResult("inference kernels", "ok", f"CPU kernels for {isa.name}")
 
 
 def _check_memory() -> CheckResult:
@@ -262,6 +273,7 @@ CHECKS: tuple[Callable[[], CheckResult], ...] = (
     _check_devices,
     _check_processor,
     _check_cpu_features,
+    _check_cpu_kernels,
     _check_memory,
     _check_shared_memory,
     _check_limits,

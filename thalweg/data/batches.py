@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from thalweg.device import copy_to_device
 from thalweg.utils.trees import map_tensors
 
 
@@ -25,4 +26,4 @@ def cycle(loader: Iterable[Any]) -> Iterator[Any]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same tree with its tensors on ``device``."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(batch, lambda tensor: copy_to_device(tensor, device))

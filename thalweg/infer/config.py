@@ -89,7 +89,8 @@ class EngineConfig:
     )
     kv_cache_bytes: int | None = _option(
         None,
-        "memory of the KV cache, of each process (default: room for max_num_seqs, in a quarter of the free memory)",
+        "memory of the KV cache, of each process (default: room for max_num_seqs, in a quarter of the free memory, on"
+        " an accelerator in 90% of it)",
         minimum=1,
     )
     kv_cache_dtype: str = _option(
@@ -114,7 +115,11 @@ class EngineConfig:
     lora_adapters: Mapping[str, str] = _option(
         {}, "directories of LoRA adapters (peft's format) by the names that requests give", metavar="NAME=DIR"
     )
-    device: str = _option("cpu", "where the model runs, as torch names it", metavar="DEVICE")
+    device: str = _option(
+        "auto",
+        "where the model runs, as torch names it; auto: the accelerator where there is one, a live model where it is",
+        metavar="DEVICE",
+    )
     trust_remote_code: bool = _option(False, "run the modelling code of the model's directory")
     weight_offload: str | None = _option(
         None,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thalweg.device import resolve_device
 from thalweg.infer.offload.module_offload import ModuleOffloader
 from thalweg.infer.quantization.modules import quantize_linears, restore_linears
 from thalweg.utils.dtypes import parse_dtype
@@ -84,7 +85,7 @@ class DiffusionEngine:
             raise ValueError(f"{type(pipeline).__name__} has no component with weights")
         if dtype is not None:
             pipeline.to(parse_dtype(dtype))
-        target = torch.device(device or str(pipeline.device))
+        target = resolve_device(device or pipeline.device)
         for part in components.values():
             part.eval()
         if weight_offload is None:
@@ -142,7 +143,7 @@ def parse_options(settings: dict[str, Any], ignored_keys: Collection[str]) -> di
     if (dtype := settings.pop("dtype", "auto")) != "auto":
         arguments["dtype"] = dtype
     compiled = settings.pop("compile", None)
-    graphs = settings.pop("enable_cuda_graph", False) and torch.cuda.is_available()
+    graphs = settings.pop("enable_cuda_graph", False) and torch.accelerator.is_available()
     if compiled or graphs:
         more = {"mode": "reduce-overhead"} if graphs else {}
         arguments["compile"] = {**more, **(compiled if isinstance(compiled, Mapping) else {})}

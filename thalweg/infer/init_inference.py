@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import DEEPSPEED_IGNORED_KEYS, EngineConfig, engine_options, from_deepspeed_config
 from thalweg.infer.diffusion import DiffusionEngine, is_pipeline, load_pipeline, parse_options
 from thalweg.infer.engine.engine import LLMEngine
@@ -67,7 +68,7 @@ class InferenceEngine(nn.Module):
         num_ranks = self.options.num_ranks
         if not is_launched(num_ranks):
             return spawn_workers(model_path, self.options) if num_ranks > 1 and model_path is not None else None
-        group = join_launched_group(num_ranks)
+        group = join_launched_group(self.options)
         if group.rank == 0:
             return group
         self._worker_loop = start_worker(build_decoder_spec(self.module), group, self.options.device)
@@ -127,6 +128,7 @@ def init_inference(
     ``config``: DeepSpeed's keys, as a dict or a JSON file; keywords go over it.  ``dtype``: by default the
     model's own; ``torch.int8`` (or ``"int8"``, ``"int4"``) quantises the weights of linear layers.  Also
     ``max_out_tokens`` (prompt and output together), ``quant``, and :class:`EngineConfig`'s options by any name.
+    ``device``: by default a live model's own; of a directory, the accelerator where there is one.
 
     ``zero`` with stage 3 and ``offload_param`` offloads the weights (ZeRO-Inference): ``device`` ``cpu`` or
     ``nvme``, ``nvme_path``, and ``buffer_count`` times ``buffer_size``, which bounds the bytes in memory.  A
@@ -145,8 +147,9 @@ def init_inference(
     options = from_deepspeed_config(settings)
     if is_pipeline(model):
         arguments = parse_options(options, DEEPSPEED_IGNORED_KEYS)
-        live = load_pipeline(model, arguments.get("dtype")) if isinstance(model, str | Path) else model
-        return DiffusionEngine(live, **arguments)
+        if not isinstance(model, str | Path):
+            return DiffusionEngine(model, **arguments)
+        return DiffusionEngine(load_pipeline(model, arguments.get("dtype")), **{"device": "auto", **arguments})
     known = {option.name for option in engine_options()}
     if unknown := [key for key in options if key not in known | DEEPSPEED_IGNORED_KEYS]:
         raise ValueError(
@@ -157,7 +160,12 @@ def init_inference(
     weights_id = model_path = None
     if isinstance(model, str | Path):
         model_path = model
-        load_config = EngineConfig(trust_remote_code=bool(options.get("trust_remote_code", False)))
+        device = str(resolve_device(options.get("device", "auto")))
+        options["device"] = device
+        # Weights that are packed or offloaded come to the device from the host; else the engine uses the module's own.
+        if options.get("quantization") or options.get("weight_offload"):
+            device = "cpu"
+        load_config = EngineConfig(trust_remote_code=bool(options.get("trust_remote_code", False)), device=device)
         tokenizer = tokenizer or load_tokenizer(model, load_config)
         if options.get("weight_offload"):
             model, weights_id = load_mmapped(model, load_config)
@@ -170,7 +178,9 @@ def init_inference(
 def _complete_config(options: dict[str, Any], model: nn.Module) -> EngineConfig:
     """Return the config of a live model: its own dtype and device, and with offload a batch for throughput."""
     first = next(model.parameters(), None)
-    options.setdefault("device", "cpu" if first is None else str(first.device))
+    if "device" not in options and torch.accelerator.is_available() and (first is None or first.device.type == "cpu"):
+        log.warning('the model is on the processor and runs there: move it first, or give init_inference device="auto"')
+    options["device"] = str(resolve_device(options.get("device", "cpu" if first is None else str(first.device))))
     if "dtype" not in options:
         options["dtype"] = dtype_name(torch.float32 if first is None else first.dtype)
     elif options["dtype"] != "auto":

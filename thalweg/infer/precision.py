@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import UnsupportedModelError
 from thalweg.ops import cpu_kernels
@@ -22,9 +23,10 @@ def get_weight_format(options: EngineConfig) -> str:
         return options.quantization
     if options.dtype != "auto":
         return options.dtype
-    if options.device != "cpu":
+    if resolve_device(options.device).type != "cpu":
         return "bf16"
-    return "fp32" if cpu_kernels.unsupported_reason("bf16") else "bf16"
+    isa = cpu_kernels.host_isa()
+    return "bf16" if isa is not None and isa.bf16_dot else "fp32"
 
 
 def get_kv_cache_dtype(options: EngineConfig) -> str:
@@ -35,11 +37,12 @@ def get_kv_cache_dtype(options: EngineConfig) -> str:
     return weight_format if weight_format in ("fp32", "fp16") else "bf16"
 
 
-def get_compute_dtype(weight_format: str, on_cpu: bool) -> torch.dtype:
-    """Return what torch operators compute in, for a weight format."""
-    if weight_format in ("int8", "int4") and on_cpu:
+def get_compute_dtype(options: EngineConfig) -> torch.dtype:
+    """Return what torch operators compute in."""
+    if options.quantization and resolve_device(options.device).type == "cpu":
         return torch.float32
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(weight_format, torch.bfloat16)
+    computed = options.dtype if options.quantization else get_weight_format(options)
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(computed, torch.bfloat16)
 
 
 @contextlib.contextmanager

@@ -185,6 +185,9 @@ def _worker_environ(job: LocalJob, addr: str) -> dict[str, str]:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_for(addr)):
         # Without this gloo looks up the host's name, which may not resolve, and on one host listens outside.
         environ["GLOO_SOCKET_IFNAME"] = interface
+        if interface != "lo" and "NCCL_SOCKET_IFNAME" not in os.environ:
+            # NCCL meets on the first interface that it finds, which may be a container's bridge.
+            environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     environ.update(job.environ)
     return environ
 

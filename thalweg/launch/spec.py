@@ -106,4 +106,4 @@ def _resolve_nproc(spec: LaunchSpec, num_gpus: int) -> int:
 def _count_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()

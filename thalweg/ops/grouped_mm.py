@@ -11,7 +11,7 @@ Sorting is a permutation, so forward and backward are gathers alone, which run i
 add in one order whatever the hardware; torch's own ``x[index]`` would scatter with additions in
 the backward pass, one row after the other on a CPU.  On a CPU the product is one BLAS call a
 group, written where the result belongs, bias and weight gradients included; on a GPU it is
-torch's grouped kernel where that takes the operands.
+torch's grouped kernel for bf16 (in other dtypes torch itself goes through the groups, after a wait).
 """
 
 from __future__ import annotations
@@ -47,14 +47,19 @@ def fake_grouped_mm(name: str, args: tuple[Any, ...]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Rows, those of a group together: ``counts`` (E,) of each group, ``group_ids`` (M,) of each row."""
+    """Rows, those of a group together: ``counts`` (E,) of each group, ``group_ids`` (M,) of each row.
+
+    ``known_counts``: the same as ``counts``, where somebody has read them already."""
 
     counts: Tensor
     group_ids: Tensor
+    known_counts: list[int] | None = None
 
     @cached_property
     def counts_list(self) -> list[int]:
         """``counts`` as numbers; waits for a GPU.  Without values (a rehearsal) all groups are alike."""
+        if self.known_counts is not None:
+            return self.known_counts
         if is_fake(self.counts) or self.counts.is_meta:
             base, rest = divmod(len(self.group_ids), len(self.counts))
             return [base + (group < rest) for group in range(len(self.counts))]
@@ -105,13 +110,14 @@ def sort_by_expert(expert_ids: Tensor, num_groups: int, valid_mask: Tensor | Non
         flat = torch.where(valid_mask.reshape(-1), flat, num_groups)
     counts = flat.new_zeros(num_groups + 1).scatter_add_(0, flat, torch.ones_like(flat))
     order = flat.argsort(stable=True)
-    num_dropped = 0 if valid_mask is None or is_fake(counts) else int(counts[-1])
+    known_counts = None if valid_mask is None or is_fake(counts) else counts.tolist()
+    num_dropped = 0 if known_counts is None else known_counts.pop()
     if num_dropped:
         order = order[: len(flat) - num_dropped]
     row_of_choice = torch.zeros_like(flat)
     row_of_choice[order] = torch.arange(len(order), device=flat.device)
     return TokenPermutation(
-        order, row_of_choice, RowGroups(counts[:-1], flat[order]), k, valid_mask if num_dropped else None
+        order, row_of_choice, RowGroups(counts[:-1], flat[order], known_counts), k, valid_mask if num_dropped else None
     )
 
 
@@ -174,9 +180,9 @@ def grouped_linear(
 
 
 def _grouped_mm_supports(weight: Tensor, in_features_first: bool) -> bool:
-    """Whether torch's grouped product has a kernel for it: both widths in multiples of 16 bytes."""
+    """Whether torch's grouped product has a kernel for it: bf16, both widths in multiples of 16 bytes."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-    return hasattr(F, "grouped_mm") and aligned and weight.is_contiguous()
+    return hasattr(F, "grouped_mm") and weight.dtype == torch.bfloat16 and aligned and weight.is_contiguous()
 
 
 class _GroupedLinear(torch.autograd.Function):

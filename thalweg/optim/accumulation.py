@@ -24,6 +24,7 @@ is 1 and no second sum is taken.  Ranks that share a sequence count its targets 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,12 +42,30 @@ from thalweg.utils.dtypes import HALF_DTYPES
 from thalweg.utils.trees import iter_tensors
 
 
-@dataclass(frozen=True)
 class StepResult:
-    """What became of a window: ``grad_norm`` before clipping (nan if not finite), and whether it was ``skipped``."""
+    """What became of a window: ``grad_norm`` before clipping (nan if not finite), and whether it was ``skipped``.
 
-    grad_norm: float
-    skipped: bool
+    ``norm``: 0-dim.  From an accelerator it is on its way when this is made, and who reads it first waits for it.
+    """
+
+    def __init__(self, norm: Tensor) -> None:
+        self._norm, self._arrival = norm, None
+        if norm.device.type != "cpu":
+            self._norm = norm.to("cpu", non_blocking=True)  # page-locked
+            self._arrival = torch.accelerator.current_stream(norm.device).record_event()
+
+    @property
+    def grad_norm(self) -> float:
+        """The 2-norm of the window's gradient."""
+        if self._arrival is not None and not self._arrival.query():
+            self._arrival.synchronize()
+        norm = self._norm.item()
+        return norm if math.isfinite(norm) else math.nan
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated, as a gradient was not finite."""
+        return math.isnan(self.grad_norm)
 
 
 class StepListener(Protocol):
@@ -134,7 +153,7 @@ class AccumulationWindow:
         """Whether the gradient will be the window's mean as soon as its last backward pass has run."""
         return self.mean_factor == 1.0 and not self.normalizer.rescales_at_end
 
-    def final_factor(self) -> float:
+    def final_factor(self) -> float | Tensor:
         """What the gradient of a window that ends now must be multiplied by; collective."""
         return self.normalizer.final_factor(self.mean_factor)
 
@@ -263,9 +282,9 @@ class LossNormalizer:
         collective over them."""
         return (total[0] / total[1]).float()
 
-    def final_factor(self, mean_factor: float) -> float:
-        """By what the gradient of a window that ends is multiplied; collective.  ``mean_factor``: by what
-        it would be for the mean over micro-batches."""
+    def final_factor(self, mean_factor: float) -> float | Tensor:
+        """By what the gradient of a window that ends is multiplied (0-dim, fp64, if a tensor); collective.
+        ``mean_factor``: by what it would be for the mean over micro-batches."""
         return mean_factor
 
     def reset(self) -> None:
@@ -373,7 +392,7 @@ class TokenMean(LossNormalizer):
             dist.all_reduce(value, group=self._dp_group)
         return value
 
-    def final_factor(self, mean_factor: float) -> float:
+    def final_factor(self, mean_factor: float) -> float | Tensor:
         """The targets that losses were weighed by over those there were; collective."""
         if self._num_micro_batches == 1 and self._num_losses == 1 and self._pp_group is None:
             return 1.0
@@ -382,8 +401,8 @@ class TokenMean(LossNormalizer):
         counts = self._all_reduce(torch.stack([expected, self._total_tokens]))
         if self._pp_group is not None:
             dist.all_reduce(counts, group=self._pp_group)
-        total_reference, total = counts.tolist()
-        return total_reference / total if total > 0 else 1.0
+        total_reference, total = counts.unbind()
+        return torch.where(total > 0, total_reference / total, 1.0)
 
 
 def build_loss_normalizer(

@@ -10,11 +10,16 @@ here, so a training loop that knows nothing of the engine gets the same result.
 (offload/nvme_step.py) moves state,
 masters and gradients through buffers from and to a swap file; ``MmapStep`` (offload/mmap_step.py) is its slow,
 general sibling.  All three give the same bits in fp32.
+
+*On an accelerator the host does not wait for the verdict.*  Where the optimiser's kernel takes it (torch's fused Adam:
+``found_inf``, as of a GradScaler), norm, clip factor and verdict stay on the device, and the host
+goes on to the next forward pass.  What hangs on the verdict here (counters, loss scale, schedule) is settled when
+somebody asks, or when the next update or scaled backward pass begins; the norm has then long been copied.
 """
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,11 +50,11 @@ class InMemoryStep:
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
-    ) -> float:
-        """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; collective."""
+    ) -> Tensor:
+        """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; 0-dim fp64; collective."""
         norms = {"replicate_group": replicate_group, "partial_norms": partial_norms}
         with_grad = [p for p in params if p.grad is not None and p not in (partial_norms or {})]
-        return float(global_grad_norm(params, row_norms_fn=self.row_norms_fn(with_grad), **norms))
+        return global_grad_norm(params, row_norms_fn=self.row_norms_fn(with_grad), **norms)
 
     def row_norms_fn(self, params: Sequence[Tensor]) -> Callable[[Tensor], RowNorms]:
         """What gives the row norms of the gradients of ``params``."""
@@ -60,10 +65,28 @@ class InMemoryStep:
         """Multiply the gradients (only of ``subset``) by ``factor``, in place, and step."""
         with restrict_params(self.optimizer, subset):
             if factor != 1.0:
-                params = (p for group in self.optimizer.param_groups for p in group["params"])
-                if pieces := [to_local(p.grad) for p in params if p.grad is not None]:
-                    foreach.mul_(pieces, factor)
+                self._scale_grads(factor)
             self.optimizer.step()
+
+    @torch.no_grad()
+    def apply_on_device(self, norm: Tensor, factor: float | Tensor) -> None:
+        """Multiply the gradients by ``factor`` and step, if ``norm`` (0-dim) is finite: without a look at either."""
+        optimizer: Any = self.optimizer
+        if isinstance(factor, Tensor):
+            self._scale_grads(factor.float())
+        elif factor != 1.0:
+            self._scale_grads(factor)
+        optimizer.found_inf = norm.isfinite().logical_not().float()
+        try:
+            optimizer.step()
+        finally:
+            optimizer.found_inf = None
+
+    def _scale_grads(self, factor: float | Tensor) -> None:
+        # Not by the kernel's grad_scale, which divides: every tier is to give the same bits.
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        if pieces := [to_local(p.grad) for p in params if p.grad is not None]:
+            foreach.mul_(pieces, factor)
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         """Uninitialised state of ``param``'s layout, where this strategy wants it (used to load into)."""
@@ -98,7 +121,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     ranks that update other layers.
     Attributes: ``overflow`` (whether the last update was skipped), ``skipped_steps`` and
     ``num_updates`` (calls that updated), ``grad_norm`` (of the last update, before clipping;
-    nan if not finite).
+    nan if not finite).  To read them waits for an update that an accelerator has not finished.
     """
 
     def __init__(
@@ -116,13 +139,15 @@ class EngineOptimizer(torch.optim.Optimizer):
         # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
         self.inner, self.scaler, self.window = inner, scaler, window
         self.max_norm = max_norm
-        self.overflow = False
-        self.skipped_steps = 0
-        self.num_updates = 0
-        self.grad_norm: float | None = None
+        self._result: StepResult | None = None
+        self._num_skipped = self._num_updates = 0
+        # What became of the last step is not known here yet; and what to take back if it was skipped.
+        self._unsettled: StepResult | None = None
+        self._if_skipped: Callable[[], None] | None = None
         self._sharded, self._replicate_group, self._pipeline_peers = sharded, replicate_group, pipeline_peers
         self._strategy = strategy or InMemoryStep(inner)
         sharded.set_loss_scale(scaler.scale)
+        scaler.settle = self.settle
 
     # The face of torch.optim.Optimizer
 
@@ -144,6 +169,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state dict."""
+        self.settle()
         self.inner.load_state_dict(state_dict)
         self._strategy.offload_state()
 
@@ -157,6 +183,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters."""
+        self.settle()
         members = [
             (member[0], get_shard(member[1])) if isinstance(member, tuple) else get_shard(member)
             for member in group_members(param_group)
@@ -202,6 +229,34 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last update, before clipping; nan if not finite, None before the first."""
+        return None if self._result is None else self._result.grad_norm
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was skipped, as a gradient was not finite."""
+        self.settle()
+        return self._result is not None and self._result.skipped
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that updated."""
+        self.settle()
+        return self._num_updates
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped."""
+        self.settle()
+        return self._num_skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self.settle()
+        self._num_skipped = value
+
     def needs_scaler(self) -> bool:
         """Whether the loss is scaled by a factor that overflows move."""
         return self.scaler.dynamic
@@ -216,25 +271,64 @@ class EngineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.settle()
         self._sharded.finalize_grads()
         factor = self.window.final_factor()
         norm = self._global_norm() * factor
-        self.overflow = not math.isfinite(norm)
-        self.grad_norm = math.nan if self.overflow else norm
-        if self.overflow:
-            self.skipped_steps += 1
+        self._result = self._unsettled = result = StepResult(norm)
+        if self._updates_unseen(norm.device):
+            clipped = clip_factor(norm, self.max_norm) if self.max_norm > 0 else 1.0
+            self._strategy.apply_on_device(norm, factor * clipped)
         else:
-            if self.max_norm > 0:
-                factor *= clip_factor(norm, self.max_norm)
-            self._strategy.apply(factor)
-            self.num_updates += 1
-        if self.scaler.dynamic:
-            self.scaler.update(self.overflow)
-            self._sharded.set_loss_scale(self.scaler.scale)
-        self.window.end_step(StepResult(self.grad_norm, self.overflow))
+            if not result.skipped:
+                clipped = clip_factor(result.grad_norm, self.max_norm) if self.max_norm > 0 else 1.0
+                self._strategy.apply(float(factor) * clipped)
+            self.settle()
+        self.window.end_step(result)
         return loss
 
-    def _global_norm(self) -> float:
+    def _updates_unseen(self, device: torch.device) -> bool:
+        """Whether the update goes by a verdict that the host has not read: all of it is on one accelerator."""
+        if device.type == "cpu" or not getattr(self.inner, "takes_found_inf", False):
+            return False
+        return all(p.device == device for group in self.inner.param_groups for p in group["params"])
+
+    def settle(self) -> None:
+        """Learn what became of the last step, and act on it; waits for the device if need be."""
+        result, self._unsettled = self._unsettled, None
+        if result is None:
+            return
+        take_back, self._if_skipped = self._if_skipped, None
+        if result.skipped:
+            self._num_skipped += 1
+            if take_back is not None:
+                take_back()
+        else:
+            self._num_updates += 1
+        if self.scaler.dynamic:
+            self.scaler.update(result.skipped)
+            self._sharded.set_loss_scale(self.scaler.scale)
+
+    def advances(self, scheduler: Any) -> bool:
+        """Whether a schedule goes on after the last step: unless that was skipped.  Where this is not known yet it
+        does, and is put back if the step turns out to have been."""
+        if self._unsettled is None or not hasattr(scheduler, "load_state_dict"):
+            return not self.overflow
+        state = copy.deepcopy(scheduler.state_dict())
+        values = [
+            {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+
+        def take_back() -> None:
+            scheduler.load_state_dict(state)
+            for group, old in zip(self.param_groups, values, strict=True):
+                group.update(old)
+
+        self._if_skipped = take_back
+        return True
+
+    def _global_norm(self) -> Tensor:
         params = [p for group in self.inner.param_groups for p in group["params"]]
         peers = self._pipeline_peers
         if peers is None:

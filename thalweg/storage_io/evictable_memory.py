@@ -18,7 +18,6 @@ needs the next buffer first waits for the transfer that last used it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -27,11 +26,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from thalweg.device import lock_pages, unlock_pages
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
 from thalweg.utils.log import get_logger
 
@@ -173,7 +172,7 @@ def _madvise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
 class BufferRing:
     """``num_buffers`` buffers of ``buffer_bytes`` (rounded up to pages); ``ring[i]`` is the one that turn ``i`` uses.
 
-    ``pin``: page-locked, so that copies to and from a CUDA device are asynchronous.
+    ``pin``: page-locked where that can be, so that copies to and from an accelerator are asynchronous.
     """
 
     def __init__(self, num_buffers: int, buffer_bytes: int, *, pin: bool = False) -> None:
@@ -181,7 +180,7 @@ class BufferRing:
         self.num_buffers, self.buffer_bytes = num_buffers, round_up(buffer_bytes)
         self._memory = EvictableMemory(num_buffers * self.buffer_bytes)
         rows = self._memory.tensor(0, (num_buffers, self.buffer_bytes), torch.uint8)
-        self.pinned = pin and torch.cuda.is_available() and _lock_pages(rows)
+        self.pinned = pin and lock_pages(rows)
         self._buffers = list(rows.unbind())
 
     def __len__(self) -> int:
@@ -199,17 +198,7 @@ class BufferRing:
         """Unlock pinned pages."""
         if self.pinned:
             self.pinned = False
-            runtime: Any = torch.cuda.cudart()
-            with contextlib.suppress(RuntimeError):
-                runtime.cudaHostUnregister(self._buffers[0].data_ptr())
-
-
-def _lock_pages(memory: Tensor) -> bool:
-    runtime: Any = torch.cuda.cudart()
-    try:
-        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
-    except RuntimeError:
-        return False
+            unlock_pages(self._buffers[0])
 
 
 def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:

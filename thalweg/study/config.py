@@ -137,7 +137,7 @@ class StudyHardware(_Section):
     device: str = "cpu"
     threads: int = Field(1, ge=1)
     memory: int | str | None = None
-    price_per_hour: float | None = Field(None, ge=0)
+    price_per_hour: float | None = Field(default=None, ge=0)
     currency: str = "USD"
 
 

@@ -12,7 +12,7 @@ class PhaseTimer:
 
     Spans may nest and may repeat: each name gets the sum of its own spans, inclusive of
     whatever ran inside, so nested names do not add up to the whole.  ``synchronize`` is
-    called at both edges of a span (``torch.cuda.synchronize`` on a GPU, where kernels
+    called at both edges of a span (``torch.accelerator.synchronize`` on a GPU, where kernels
     run behind the host's back); it costs throughput, which is why a timer that nobody
     reads should be built with ``enabled=False``.  One timer serves one thread.
     """

@@ -5,7 +5,7 @@ all ranks on one host, CPU           parameters and reductions in one arena
 several hosts, several ranks each    arena inside a host, wire between hosts; a copy of the parameters on each
                                      where parameters stay (stages 1 and 2) or hpZ keeps them
 anything else on CPU                 the wire forms that gloo does well
-GPUs                                 FSDP2's own, on NCCL; ours where something is quantised
+GPUs                                 those that FSDP2 uses, on NCCL; ours where something is quantised
 
 What ZeRO++ quantises is what goes between hosts (and, over links, inside them): in shared
 memory nothing travels, so nothing is rounded.  With MiCS all of this holds for the ranks of
@@ -41,7 +41,7 @@ from thalweg.zero.policy import ZeroPolicy, is_quantized
 from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
 from thalweg.zero.storage.cross_host_sync import CrossHostSync
 
-ReducerFactory = Callable[[str, FSDPGroupHandle, ReduceOptions], Reducer]
+ReducerFactory = Callable[[str, FSDPGroupHandle, ReduceOptions], Reducer | wire.WireReduceScatter]
 ReplicaSum = wire.AllReduceSum | quantized.QuantizedAllReduceSum
 AllGatherFactory = Callable[[str, FSDPGroupHandle], Any]
 _NUM_GATHER_SLOTS = 4
@@ -75,7 +75,7 @@ class Collectives:
     async_reduction: AsyncReduction | None = None
 
     def install(self, groups: Iterable[FSDPGroupHandle]) -> list[Reducer]:
-        """Give each unit its collectives; returns the reducers."""
+        """Give each unit its collectives; returns the reducers, which divide by themselves."""
         reducers: list[Reducer] = []
         for group in groups:
             name = group.name or "<root>"
@@ -84,7 +84,8 @@ class Collectives:
             if self.make_reducer is None:
                 continue
             reducer = self.make_reducer(name, group, self._reduce_options(group))
-            reducers.append(reducer)
+            if isinstance(reducer, Reducer):
+                reducers.append(reducer)
             comm: Any = reducer  # whose type torch states more narrowly than it uses it
             group.module.set_custom_reduce_scatter(comm)
             if self.uses_all_reduce:
@@ -304,9 +305,9 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
             uses_all_reduce=True,
             async_reduction=async_reduction,
         )
-    make_reducer = None
-    if zero.zero_quantized_gradients or cpu or spec.replicas is not None:
-        make_reducer = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
+    make_reducer: ReducerFactory = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
+    if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
+        make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology)
     stays_on_gpus = spec.policy.reshards_after_use and zero.zero_hpz_partition_size < size
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
     shares_groups = zero.zero_quantized_gradients and hosts is not None
@@ -321,8 +322,7 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
 
 def _choose_wire_all_gather(
     spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None
-) -> AllGatherFactory | None:
-    """None for FSDP2's own."""
+) -> AllGatherFactory:
     ledger, zero, size = spec.ledger, spec.zero, spec.mesh.size()
     if zero.mics_hierarchical_params_gather and hosts is not None:
         topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
@@ -339,9 +339,7 @@ def _choose_wire_all_gather(
         return lambda name, group: quantized.QuantizedAllGather(
             name, ledger, topology, _weight_format_fn(zero, group), size
         )
-    if spec.device.type == "cpu":
-        return lambda name, group: wire.WireAllGather(name, ledger, topology)
-    return None
+    return lambda name, group: wire.WireAllGather(name, ledger, topology)
 
 
 def _make_wire_reducer(

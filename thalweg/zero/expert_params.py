@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thalweg.comm import CommsLog
 from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather
+from thalweg.parallel_dims import control_group
 from thalweg.zero.full_state_dict import make_dtensor
 
 _BUCKET_BYTES = 32 << 20  # bytes of rows that travel together
@@ -303,10 +304,10 @@ class ZeroExpertParams:
 
 def _select_with_grad(mesh: DeviceMesh, experts: list[_ReplicatedExpert]) -> list[_ReplicatedExpert]:
     """Those that have a gradient on some rank of the mesh."""
-    flags = torch.tensor([one.rows.grad is not None for one in experts], device=mesh.device_type).byte()
+    flags = torch.tensor([one.rows.grad is not None for one in experts]).byte()
     for axis in _MESH_AXES:
         if _axis_size(mesh, axis) > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control_group(mesh.get_group(axis)))
     return [one for one, flag in zip(experts, flags.tolist(), strict=True) if flag]
 
 

@@ -43,6 +43,7 @@ from thalweg.comm import CommsLog
 from thalweg.deferred_init.deferred_tensor import is_deferred, materialize_tensor
 from thalweg.deferred_init.op_graph import is_meta
 from thalweg.deferred_init.tensor_swap import FullParameter, swap_tensors
+from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 from thalweg.zero.fsdp2.private_api import get_fsdp_groups
 from thalweg.zero.full_state_dict import all_gather_full, write_to_shard
@@ -303,7 +304,7 @@ def _broadcast_over_mesh(value: Tensor, rank: int, sharded: Tensor | None) -> No
     """Give every rank of the mesh (of the world, for a plain tensor) the value of ``rank``, in place."""
     if not isinstance(sharded, DTensor):
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(value, rank)
+            dist.broadcast(value, rank, group=control_group(None, value.device))
         return
     mesh = sharded.device_mesh
     coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
@@ -312,7 +313,8 @@ def _broadcast_over_mesh(value: Tensor, rank: int, sharded: Tensor | None) -> No
     for axis, coordinate in enumerate(coordinates):
         if mesh.size(axis) > 1:
             group = mesh.get_group(axis)
-            dist.broadcast(value, dist.get_global_rank(group, coordinate), group=group)
+            source = dist.get_global_rank(group, coordinate)
+            dist.broadcast(value, source, group=control_group(group, value.device))
 
 
 def _check_modifier_rank(rank: int | None, param: Tensor) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -39,14 +39,16 @@ class ShardedCopyError(ValueError):
 def copy_plain(module: nn.Module, memo: dict[int, Any] | None = None, *, left_out: tuple[str, ...] = ()) -> Any:
     """A copy of ``module`` (in training, whole or a part) as a plain model with parameters of its own.
 
+    ``memo``: as of ``copy.deepcopy``; a parameter that it knows already stands for a sharded one, too.
     ``left_out``: how the names of attributes begin that it does not have, beside those of Thalweg's.
 
     Raises:
         ShardedCopyError: its parameters are sharded.
     """
     memo = {} if memo is None else memo
-    check_whole(module, "copy.deepcopy")
-    for param in module.parameters():
+    own = [param for param in module.parameters() if id(param) not in memo]
+    _check_whole(own, "copy.deepcopy")
+    for param in own:
         deepcopy_plain(param, memo)
     with _shown_plain(module, ("_thalweg", *left_out)):
         return copy.deepcopy(module, memo)
@@ -54,7 +56,11 @@ def copy_plain(module: nn.Module, memo: dict[int, Any] | None = None, *, left_ou
 
 def check_whole(module: nn.Module, operation: str) -> None:
     """Raise where ``module`` has a parameter of which this rank has a shard."""
-    if any(isinstance(param, DTensor) for param in module.parameters()):
+    _check_whole(module.parameters(), operation)
+
+
+def _check_whole(params: Iterable[Tensor], operation: str) -> None:
+    if any(isinstance(param, DTensor) for param in params):
         raise ShardedCopyError(operation)
 
 

@@ -14,7 +14,8 @@ stay unsharded, and the modules hold the same plain parameters at all times (:mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
@@ -31,6 +33,7 @@ from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
+from thalweg.zero.full_state_dict import all_gather_full
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
 from thalweg.zero.meshes import build_mics_mesh, make_layout_fn, single_rank_mesh
@@ -257,6 +260,47 @@ class ShardedModel:
         """What programs have written to parameters since the last update enters the shards; collective."""
         for storage in self._storages:
             storage.sync()
+
+    @contextmanager
+    def read_whole(self) -> Iterator[Callable[[str], Tensor]]:
+        """Yield a function that returns a parameter by its name: whole, in the compute dtype, to be read until one of
+        another unit is asked for.  One unit is gathered at a time, as a forward pass does it.
+
+        Every rank asks for the same parameters in the same order; collective.
+        """
+        names = {id(module): f"{name}." if name else "" for name, module in self.module.named_modules()}
+        located = {
+            names[id(module)] + key: (storage, group, param)
+            for storage in self._storages
+            for group in storage.groups
+            for param in group.params
+            for module, key in param.locations
+        }
+        gathered: list[private_api.FSDPGroupHandle] = []
+
+        def read(name: str) -> Tensor:
+            if name not in located:  # a scalar, or an expert's
+                param = self.module.get_parameter(name)
+                return all_gather_full(param) if isinstance(param, DTensor) else param.detach()
+            storage, group, param = located[name]
+            if group.is_sharded:
+                while gathered:
+                    gathered.pop().to_sharded()
+                storage.unshard(group)
+                gathered.append(group)
+            whole = param.unsharded_param
+            assert whole is not None
+            return whole.detach()
+
+        for storage in self._storages:
+            storage.before_forward()
+        try:
+            yield read
+        finally:
+            while gathered:
+                gathered.pop().to_sharded()
+            for storage in self._storages:
+                storage.reshard("an evaluation")
 
     # A listener of training steps (``optim/accumulation.py``)
 

@@ -166,7 +166,7 @@ def _launch_phase(phase: str, nproc: int, settings: Path) -> int:
     from thalweg.launch.spec import LaunchSpec, build_local_job
 
     # Two ranks cannot share one GPU under NCCL: with fewer GPUs than ranks, use the processor.
-    environ = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < nproc else {}
+    environ = {"CUDA_VISIBLE_DEVICES": ""} if torch.accelerator.device_count() < nproc else {}
     arguments = (phase, str(settings))
     spec = LaunchSpec("thalweg.cli.demo.worker", arguments, "module", str(nproc), bind=nproc > 1, environ=environ)
     outcome = run_local(build_local_job(spec))

@@ -7,6 +7,8 @@ import time
 import torch
 import torch.nn.functional as F
 
+from thalweg.device import current_accelerator
+
 
 def has_fast_bf16() -> bool:
     """Return whether the device's matrix products are clearly faster in bf16 than in fp32.
@@ -16,8 +18,8 @@ def has_fast_bf16() -> bool:
     processor's clock (a busy machine must not decide): with AVX512_BF16 or
     AMX bf16 takes half the time or less; where it is emulated it takes longer.
     """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
+    if (accelerator := current_accelerator()).type != "cpu":
+        return torch.get_device_module(accelerator).is_bf16_supported()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

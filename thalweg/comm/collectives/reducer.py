@@ -248,8 +248,27 @@ class ReplicatedReducer(Reducer, ABC):
     """Base of the all-reduces (means) for FSDP2 over a mesh of one rank.
 
     FSDP2 copies such gradients from input to output without a collective, then hands the
-    output to the hook given to ``set_all_reduce_hook``: the subclass's ``reduce``.
+    output to the hook given to ``set_all_reduce_hook``: the subclass's ``reduce``.  On an accelerator both are one
+    tensor, and torch leaves a copy onto itself out.
     """
+
+    _input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See the base."""
+        given, self._input = self._input, None
+        if given is not None and given.dtype == (self._options.output_dtype or dtype):
+            self._has_allocated_input = False
+            return given
+        tensor = super().allocate(size, dtype=dtype, device=device)
+        if self._has_allocated_input and device.type != "cpu":
+            self._input = tensor
+        return tensor
+
+    def reset(self) -> None:
+        """See the base."""
+        super().reset()
+        self._input = None
 
     @abstractmethod
     def reduce(self, output: Tensor) -> None:

@@ -7,7 +7,8 @@ in fp32, as in shared memory, so both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class AllReduceSum:
         tensor.copy_(sent[: tensor.numel()])
 
 
-class WireAllGather:
-    """``all_gather_into_tensor`` with the ledger."""
+class _LoggedCollective:
+    """A collective of torch's with the ledger.  On an accelerator its seconds are those of queueing it."""
 
     def __init__(self, name: str, ledger: CommsLog | None = None, topology: HostTopology | None = None) -> None:
         self._name, self._ledger, self._topology = name, ledger or CommsLog(), topology
@@ -88,17 +89,41 @@ class WireAllGather:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    @contextmanager
+    def _logged(self, kind: str, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Iterator[None]:
         topology = self._topology
         if topology is None or len(topology.host_ids) != group.size():
             topology = _one_rank_per_host(group)
-        with self._ledger.timed(
-            "all_gather", self._name, "wire", full_bytes=output_tensor.nbytes, world_size=group.size()
-        ) as call:
-            call.add_bytes(*topology.ring_bytes(input_tensor.nbytes))
+        sizes = {"full_bytes": full.nbytes, "world_size": group.size()}
+        with self._ledger.timed(kind, self._name, "wire", **sizes) as call:
+            call.add_bytes(*topology.ring_bytes(shard.nbytes))
+            yield
+
+
+class WireAllGather(_LoggedCollective):
+    """``all_gather_into_tensor`` with the ledger."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with self._logged("all_gather", output_tensor, input_tensor, group):
             return all_gather_flat(output_tensor, input_tensor, group, async_op)
+
+
+class WireReduceScatter(_LoggedCollective):
+    """``reduce_scatter_tensor`` with the ledger, for accelerators: FSDP2 says by ``op`` what is divided."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with self._logged("reduce_scatter", input_tensor, output_tensor, group):
+            return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class AllToAllReduceScatter(Reducer):
@@ -141,4 +166,5 @@ class WireAllReduce(ReplicatedReducer):
         ) as call:
             if world_size > 1:
                 self._all_reduce_sum(output, call)
-            output.mul_(self.mean_scale(world_size))
+            if (scale := self.mean_scale(world_size)) != 1.0:
+                output.mul_(scale)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thalweg.infer import types as infer_types
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
-from thalweg.infer.engine.sampler import SampledToken, argmax, sample_token, token_logprob
+from thalweg.infer.engine.sampler import SampledRow, SampledToken, sample, sample_token, token_logprobs
 from thalweg.infer.engine.scheduler import BlockPool, Proposer, Scheduler, SchedulerOutput, Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.spec_decode.ngram import NgramProposer
@@ -195,21 +195,27 @@ class LLMEngine:
         row = 0
         for sequence, start, count in scheduler_output.prompt_scoring:
             try:
-                _score_prompt(sequence, start, logits[row : row + count])
+                _score_prompt(sequence, start, logits, range(row, row + count))
             except BaseException as error:
                 self._fail_sequence(sequence, error, outputs)
             row += count
         if not scheduler_output.sampled:
             return outputs
-        tokens, values = self.runner.argmax() or argmax(logits)
+        rows, first_rows = [], []
+        for index, sequence in enumerate(scheduler_output.sampled):
+            draft_tokens = scheduler_output.draft_tokens.get(index, [])
+            first_rows.append(row)
+            if not sequence.done:  # else its prompt could not be scored
+                rows += [SampledRow(row + n, sequence, draft_tokens[:n]) for n in range(len(draft_tokens) + 1)]
+            row += 1 + len(draft_tokens)
+        sampler_output = sample(logits, rows, self.runner.argmax())
         for index, sequence in enumerate(scheduler_output.sampled):
             draft_tokens = scheduler_output.draft_tokens.get(index, ())
-            if not sequence.done:  # else its prompt could not be scored
+            if not sequence.done:
                 try:
                     # Appends the next token, and those after it as long as the draft tokens are what is sampled.
                     for number in range(len(draft_tokens) + 1):
-                        at = row + number
-                        sampled = sample_token(logits, at, tokens[at], values[at], sequence)
+                        sampled = sample_token(sampler_output, first_rows[index] + number, sequence)
                         outputs.append(self._append_token(sequence, sampled))
                         if sequence.done or number == len(draft_tokens) or sampled.token != draft_tokens[number]:
                             break
@@ -220,7 +226,6 @@ class LLMEngine:
                         self._counters["accepted_tokens"] += number
                 except BaseException as error:
                     self._fail_sequence(sequence, error, outputs)
-            row += 1 + len(draft_tokens)
         return outputs
 
     def _fail_sequence(self, sequence: Sequence, error: BaseException, outputs: list[RequestOutput]) -> None:
@@ -331,13 +336,12 @@ class LLMEngine:
         self.runner.close()
 
 
-def _score_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:
-    """Add the log-probabilities of the prompt's tokens from ``start`` + 1 on, one for each row of logits."""
+def _score_prompt(sequence: Sequence, start: int, logits: Tensor, rows: range) -> None:
+    """Add the log-probabilities of the prompt's tokens from ``start`` + 1 on, one for each of these rows."""
     if not sequence.prompt_logprobs:
         sequence.prompt_logprobs.append(None)
-    num_top = sequence.params.prompt_logprobs or 0
-    for offset, row in enumerate(logits):
-        sequence.prompt_logprobs.append(token_logprob(row, sequence.tokens[start + offset + 1], num_top))
+    tokens, num_top = sequence.tokens[start + 1 : start + 1 + len(rows)], sequence.params.prompt_logprobs or 0
+    sequence.prompt_logprobs += token_logprobs(logits, rows, tokens, [num_top] * len(rows))
 
 
 def _make_output(

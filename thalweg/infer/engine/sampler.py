@@ -1,9 +1,18 @@
 """From logits to tokens.
 
-Each row is processed on its own, in Hugging Face's order: penalties and biases, ends masked before
-``min_tokens``, temperature, top-k, top-p, min-p.  The draw is one uniform number, a hash of the sequence's
-seed, its index and its length, put through the inverse of the cumulative distribution: no state, so that
-neither the rest of the batch nor a preemption can change what is drawn.
+Rows are processed in Hugging Face's order: penalties and biases, ends masked before ``min_tokens``, temperature,
+top-k, top-p, min-p.  The draw is one uniform number, a hash of the sequence's seed, its index and its length, put
+through the inverse of the cumulative distribution: no state, so that neither the rest of the batch nor a preemption
+can change what is drawn.
+
+The picture of :func:`sample`, for the rows of a step:
+
+    host      what each row asks for, masks of grammars  -> two copies to the logits' device, not waited for
+    device    the most likely token of all rows; rows that ask for more are processed together, stage by stage
+    host      one copy of the tokens back, the one thing that is waited for (log-probabilities are a second)
+
+No operator mixes rows, and none's shape that a row's bits depend on comes from another row.  A row with draft tokens
+before it is sampled as if they had been accepted; :class:`.engine.LLMEngine` drops it where they are not.
 """
 
 from __future__ import annotations
@@ -11,17 +20,23 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from thalweg.device import arrays_to_device
 from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.types import SamplingParams, TokenLogprob
 
 _NUM_CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p keeps
 _MIN_TEMPERATURE = 1e-6  # what is nearer to 0 is no warmer, and logits divided by it would leave the range of floats
+_NOT_FINITE, _NEEDS_ALL = -1, -2  # in a token's place: the logits are no numbers; the candidates do not suffice
+_MAX_SCORED_ROWS = 64  # rows of the vocabulary whose log-probabilities are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -35,114 +50,277 @@ class SampledToken:
     invalid_request: bool = False
 
 
+class SampledRow(NamedTuple):
+    """A row of logits whose token is wanted: the one after the sequence's tokens and these draft tokens."""
+
+    row: int
+    sequence: Sequence
+    draft_tokens: AbstractSequence[int] = ()
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated before this one."""
+        return self.sequence.num_generated_tokens + len(self.draft_tokens)
+
+
+@dataclass
+class SamplerOutput:
+    """What was drawn, on the host; by rows of the logits."""
+
+    tokens: dict[int, int]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    # Why a row could not be processed.
+    failures: dict[int, BaseException] = field(default_factory=dict)
+
+
 ArgmaxResult = tuple[list[int], list[float]]
 
 
-def argmax(logits: Tensor) -> ArgmaxResult:
-    """Return the most likely token of each row of logits (rows, vocab), and its logit."""
-    values, tokens = logits.max(dim=1)
-    return tokens.tolist(), values.tolist()
+@torch.inference_mode()
+def sample(logits: Tensor, rows: AbstractSequence[SampledRow], argmax: ArgmaxResult | None = None) -> SamplerOutput:
+    """Choose a token for each of these rows of fp32 logits (rows, vocab).
+
+    ``argmax``: the most likely token of each row and its logit, where the runner knows them.
+    """
+    output, processed, masks = SamplerOutput({}), [], {}
+    for x in rows:
+        if _is_plain_greedy(x):
+            continue
+        try:
+            if x.sequence.grammar is not None:
+                masks[x.row] = x.sequence.grammar.next_mask(logits.shape[1], x.draft_tokens)
+            processed.append(x)
+        except BaseException as error:  # a panic of compiled code is no Exception
+            output.failures[x.row] = error
+    indices = drawn = processed_logits = None
+    if processed:
+        processed_logits = logits
+        if len(processed) < len(logits):
+            (indices,) = _to_device([np.array([x.row for x in processed])], logits.device)
+            processed_logits = logits.index_select(0, indices)
+        processed_logits = _process_logits(processed_logits, processed, masks)
+        drawn = _draw(processed_logits, processed)
+    if argmax is None:
+        values, tokens = logits.max(dim=1)
+        argmax = (tokens.tolist(), values.tolist()) if logits.device.type == "cpu" else None
+    if argmax is None:
+        if drawn is not None:
+            tokens = drawn if indices is None else tokens.index_copy(0, indices, drawn)
+        of_rows = torch.where(values.isfinite(), tokens, _NOT_FINITE).tolist()
+    else:
+        of_rows = list(argmax[0])
+        if drawn is not None:
+            for x, token in zip(processed, drawn.tolist(), strict=True):
+                of_rows[x.row] = token
+        of_rows = [t if math.isfinite(v) else _NOT_FINITE for t, v in zip(of_rows, argmax[1], strict=True)]
+    output.tokens = {x.row: of_rows[x.row] for x in rows}
+    if processed_logits is not None:
+        redrawn = _redraw(processed_logits, processed, [output.tokens[x.row] for x in processed])
+        output.tokens.update((processed[n].row, token) for n, token in redrawn.items())
+    if scored := [x for x in rows if x.sequence.params.logprobs is not None and output.tokens[x.row] >= 0]:
+        chosen, num_top = [output.tokens[x.row] for x in scored], [x.sequence.params.logprobs or 0 for x in scored]
+        logprobs = token_logprobs(logits, [x.row for x in scored], chosen, num_top)
+        output.logprobs = {x.row: logprob for x, logprob in zip(scored, logprobs, strict=True)}
+    return output
 
 
-def sample_token(logits: Tensor, row: int, token: int, max_logit: float, sequence: Sequence) -> SampledToken:
-    """Choose a sequence's next token from a row of fp32 logits (rows, vocab), whose largest, ``max_logit``, is
-    ``token``'s."""
-    params = sequence.params
-    if not math.isfinite(max_logit):
-        return SampledToken(0, error="the model's output was not a finite number")
+def sample_token(output: SamplerOutput, row: int, sequence: Sequence) -> SampledToken:
+    """Take a row's token for its sequence, whose grammar goes on with it.  Raises what went wrong with the row."""
     try:
-        if not _is_plain_greedy(sequence):
-            token = draw_token(_process_logits(logits[row], sequence), sequence)
-        _update_state(sequence, token)
+        if (failure := output.failures.get(row)) is not None:
+            raise failure
+        token = output.tokens[row]
+        if token == _NOT_FINITE:
+            return SampledToken(0, error="the model's output was not a finite number")
+        if sequence.grammar is not None:
+            sequence.grammar.advance(token)
     except GrammarError as error:
         return SampledToken(0, error=str(error), invalid_request=True)
-    return SampledToken(token, None if params.logprobs is None else token_logprob(logits[row], token, params.logprobs))
+    return SampledToken(token, output.logprobs.get(row))
 
 
-def _is_plain_greedy(sequence: Sequence) -> bool:
-    """Whether the most likely token is the choice as it stands."""
-    p = sequence.params
-    if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty or p.logit_bias:
-        return False
-    return p.greedy and sequence.grammar is None and sequence.num_generated_tokens >= p.min_tokens
+@torch.inference_mode()
+def draw_tokens(logits: Tensor, rows: AbstractSequence[SampledRow]) -> list[int]:
+    """Draw from a draft model's logits (rows, vocab) the tokens that the target would draw from the same.
 
-
-def _process_logits(row: Tensor, sequence: Sequence) -> Tensor:
-    """Apply what changes the logits themselves; returns a new tensor."""
-    p = sequence.params
-    row = row.clone()
-    if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
-        seen, counts = _token_history(sequence, row)
-        if p.repetition_penalty != 1:
-            penalized = torch.where(row > 0, row / p.repetition_penalty, row * p.repetition_penalty)
-            row = torch.where(seen, penalized, row)
-        row -= counts * p.frequency_penalty + (counts > 0) * p.presence_penalty
-    for token, bias in p.logit_bias.items():
-        row[token] += bias
-    if sequence.grammar is not None:
-        sequence.grammar.apply_mask(row)
-    if sequence.num_generated_tokens < p.min_tokens and sequence.stop_ids:
-        without_stops = row.clone()
-        without_stops[list(sequence.stop_ids)] = -math.inf
-        row = without_stops if without_stops.max() > -math.inf else row  # a structure may allow nothing but the end
-    return row
-
-
-def _token_history(sequence: Sequence, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens there are, and how often each was generated: like ``row``, on its device."""
-    if sequence.context_mask is None or sequence.output_token_counts is None:
-        mask = torch.zeros(row.shape[0], dtype=torch.bool)
-        mask[torch.tensor(sequence.tokens)] = True
-        output = torch.tensor(sequence.tokens[sequence.num_initial_tokens :], dtype=torch.int64)
-        counts = torch.bincount(output, minlength=row.shape[0]).float()
-        sequence.context_mask, sequence.output_token_counts = mask.to(row.device), counts.to(row.device)
-    return sequence.context_mask, sequence.output_token_counts
-
-
-def _update_state(sequence: Sequence, token: int) -> None:
-    if sequence.context_mask is not None and sequence.output_token_counts is not None:
-        sequence.context_mask[token] = True
-        sequence.output_token_counts[token] += 1
-    if sequence.grammar is not None:
-        sequence.grammar.advance(token)
-
-
-def draw_token(row: Tensor, sequence: Sequence, num_ahead: int = 0) -> int:
-    """Draw from logits (vocab,) the sequence's next token, or from a draft model's the one ``num_ahead`` after it.
-
-    Of the latter penalties, biases and grammar are left out: they would need the draft tokens before it.
+    Penalties, biases and grammars are left out: their state is the target's.
     """
-    p = sequence.params
+    tokens = _draw(logits, rows).tolist()
+    for n, token in _redraw(logits, rows, tokens).items():
+        tokens[n] = token
+    return tokens
+
+
+def _is_plain_greedy(x: SampledRow) -> bool:
+    """Whether the most likely token is the choice as it stands."""
+    p = x.sequence.params
+    if _is_penalized(p) or p.logit_bias:
+        return False
+    return p.greedy and x.sequence.grammar is None and x.num_generated_tokens >= p.min_tokens
+
+
+def _is_penalized(p: SamplingParams) -> bool:
+    return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+
+def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return arrays of one dtype where the logits are, all in one copy."""
+    return [torch.from_numpy(x) for x in arrays] if device.type == "cpu" else arrays_to_device(arrays, device)
+
+
+def _process_logits(x: Tensor, rows: AbstractSequence[SampledRow], masks: dict[int, np.ndarray]) -> Tensor:
+    """Apply what changes the logits (rows, vocab) themselves, to a copy; ``masks``: of grammars, by row."""
+    vocab_size, device = x.shape[1], x.device
+    penalized = [(n, row) for n, row in enumerate(rows) if _is_penalized(row.sequence.params)]
+    if penalized:
+        every = len(penalized) == len(rows)
+        (indices,) = _to_device([np.array([n for n, _ in penalized])], device)
+        changed = _penalize(x if every else x.index_select(0, indices), [row for _, row in penalized])
+        x = changed if every else x.index_copy(0, indices, changed)
+    if any(row.sequence.params.logit_bias for row in rows):
+        biases = [(n, *item) for n, row in enumerate(rows) for item in row.sequence.params.logit_bias.items()]
+        (indices,) = _to_device([np.array([n * vocab_size + token for n, token, _ in biases])], device)
+        (values,) = _to_device([np.array([value for _, _, value in biases], np.float32)], device)
+        x = x.reshape(-1).index_add(0, indices, values).view_as(x)
+    if masks:
+        masked = [n for n, row in enumerate(rows) if row.row in masks]
+        (indices,) = _to_device([np.array(masked)], device)
+        (bits,) = _to_device([np.stack([masks[rows[n].row] for n in masked])], device)
+        allowed = (bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+        allowed = allowed.flatten(1)[:, :vocab_size].bool()
+        x = x.index_copy(0, indices, x.index_select(0, indices).masked_fill_(~allowed, -math.inf))
+    too_short = [(n, s) for n, s in enumerate(rows) if s.num_generated_tokens < s.sequence.params.min_tokens]
+    if stops := [n * vocab_size + token for n, row in too_short for token in row.sequence.stop_ids]:
+        (indices,) = _to_device([np.array(stops)], device)
+        without_stops = x.reshape(-1).index_fill(0, indices, -math.inf).view_as(x)
+        # A structure may allow nothing but the end.
+        x = torch.where(without_stops.amax(1, keepdim=True) > -math.inf, without_stops, x)
+    return x
+
+
+def _penalize(x: Tensor, rows: AbstractSequence[SampledRow]) -> Tensor:
+    """Return the logits with penalties.
+
+    A sequence keeps which tokens it holds and how often each was generated, as of the last time; the tokens since then
+    are added here, for all rows at once.
+    """
+    vocab_size, device = x.shape[1], x.device
+    none_seen, no_counts = torch.zeros(vocab_size, dtype=torch.bool, device=device), x.new_zeros(vocab_size)
+    states, seen_tokens, generated = [], [], []
+    for n, (_, sequence, draft_tokens) in enumerate(rows):
+        history = sequence.token_history
+        num_known = 0 if history is None else history[2]
+        states.append((none_seen, no_counts) if history is None else history[:2])
+        new = np.array([*sequence.tokens[num_known:], *draft_tokens], np.int64) + n * vocab_size
+        seen_tokens.append(new)
+        generated.append(new[max(sequence.num_initial_tokens - num_known, 0) :])
+    arrays = [np.concatenate(seen_tokens), np.concatenate(generated)]
+    seen_indices, generated_indices = _to_device(arrays, device)
+    seen, counts = (torch.stack(t) for t in zip(*states, strict=True))
+    seen.view(-1).index_fill_(0, seen_indices, True)
+    counts.view(-1).index_add_(0, generated_indices, torch.ones_like(generated_indices, dtype=counts.dtype))
+    for n, (_, sequence, draft_tokens) in enumerate(rows):
+        if not draft_tokens:
+            sequence.token_history = seen[n], counts[n], len(sequence.tokens)
+    params = [row.sequence.params for row in rows]
+    penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+    (on_device,) = _to_device([np.array(penalties, np.float32)], device)
+    repetition, frequency, presence = on_device.unsqueeze(2).unbind(1)
+    x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+    return x - (counts * frequency + (counts > 0) * presence)
+
+
+def _draw(x: Tensor, rows: AbstractSequence[SampledRow], with_all: bool = False) -> Tensor:
+    """Return tokens (rows,) drawn from processed logits (rows, vocab), or ``_NEEDS_ALL`` where the most likely ones do
+    not hold all that top-p and min-p keep; ``with_all``: look at all tokens."""
+    vocab_size, members = x.shape[1], dict[tuple[str, int], list[int]]()
+    for n, row in enumerate(rows):
+        members.setdefault(_candidates(row.sequence.params, vocab_size, with_all), []).append(n)
+    ints, floats = [], []
+    for own in members.values():
+        draws = [seeded_uniform(rows[n].sequence, len(rows[n].draft_tokens)) for n in own]
+        params = [rows[n].sequence.params for n in own]
+        # A draw has 56 bits, more than floats of most devices: it travels as a whole number.
+        ints += [np.array(own), np.array([int(draw * 2**56) for draw in draws])]
+        ints.append(np.array([min(p.top_k or vocab_size, vocab_size) for p in params]))
+        limits = [p.top_p if p.top_p < 1 else math.inf for p in params]  # sums of probabilities may pass 1
+        warmth = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
+        floats.append(np.array([warmth, limits, [p.min_p for p in params]], np.float32))
+    on_device, floats_on_device = _to_device(ints, x.device), _to_device(floats, x.device)
+    parts = []
+    for group, (kind, num_candidates) in enumerate(members):
+        indices, draws, top_k = on_device[3 * group : 3 * group + 3]
+        logits = x if len(members) == 1 else x.index_select(0, indices)
+        if kind == "greedy":
+            found = logits.argmax(dim=1)
+        else:
+            temperature, top_p, min_p = floats_on_device[group][:, :, None]
+            logits = logits / temperature
+            if kind == "all":
+                found = _draw_from(logits, draws)
+            else:
+                found = _draw_from_top(logits, draws, num_candidates, kind == "top_k", top_k[:, None], top_p, min_p)
+        parts.append(found)
+    if len(parts) == 1:
+        return parts[0]
+    (places,) = _to_device([np.argsort([n for own in members.values() for n in own])], x.device)
+    return torch.cat(parts).index_select(0, places)
+
+
+def _candidates(p: SamplingParams, vocab_size: int, with_all: bool) -> tuple[str, int]:
+    """Return how to draw, and among how many of the most likely tokens: rows of one kind are drawn together.
+
+    The number follows from the row's own parameters alone, or its sums would depend on the others'.
+    """
     if p.greedy:
-        return int(row.argmax())
-    row = row / max(p.temperature, _MIN_TEMPERATURE)
-    token_ids: Tensor | None = None
-    if p.top_k or p.top_p < 1 or p.min_p:
-        row, token_ids = _filter_top(row, p)
-    cumulative = row.softmax(dim=0).double().cumsum(dim=0)
-    position = torch.searchsorted(cumulative, seeded_uniform(sequence, num_ahead) * cumulative[-1:], right=True)
-    index = min(int(position), row.shape[0] - 1)
-    return index if token_ids is None else int(token_ids[index])
+        return "greedy", 0
+    if p.top_k:
+        return "top_k", min(1 << (p.top_k - 1).bit_length(), vocab_size)
+    if p.top_p < 1 or p.min_p:
+        return "top_p", vocab_size if with_all else min(_NUM_CANDIDATES, vocab_size)
+    return "all", 0
 
 
-def _filter_top(row: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the logits, best first, that top-k, top-p and min-p leave over, and their tokens."""
-    vocab_size = row.shape[0]
-    num_candidates = min(p.top_k or max(_NUM_CANDIDATES, 1), vocab_size)
-    values, token_ids = row.topk(num_candidates)
-    log_total = values.logsumexp(0) if p.top_k else row.logsumexp(0)
-    probs = (values - log_total).exp()
-    if not p.top_k and num_candidates < vocab_size and (probs.sum() < p.top_p or probs[-1] >= p.min_p * probs[0] > 0):
-        values, token_ids = row.sort(descending=True)
-        probs = (values - log_total).exp()
-    mask = torch.ones_like(probs, dtype=torch.bool)
-    if p.top_p < 1:
-        preceding = probs.cumsum(0) - probs
-        mask &= preceding < p.top_p
-    if p.min_p:
-        mask &= probs >= p.min_p * probs[0]
-    mask[0] = True
-    return values[mask], token_ids[mask]
+def _draw_from(logits: Tensor, draws: Tensor) -> Tensor:
+    """Return for each row of logits the token at its draw (rows,), of 2**56, of the cumulative distribution."""
+    cumulative = logits.softmax(dim=1).to(_widest_float(logits.device)).cumsum(dim=1)
+    targets = draws[:, None].to(cumulative.dtype) / 2**56 * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+
+
+def _widest_float(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _draw_from_top(
+    logits: Tensor, draws: Tensor, num_candidates: int, has_top_k: bool, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Draw from what top-k, top-p and min-p, each (rows, 1), leave over; see :func:`_draw` for the rest."""
+    values, token_ids = logits.topk(num_candidates)
+    if has_top_k:
+        values = values.masked_fill(torch.arange(num_candidates, device=logits.device) >= top_k, -math.inf)
+    probs = (values - (values if has_top_k else logits).logsumexp(1, keepdim=True)).exp()
+    cumulative = probs.cumsum(1)
+    keep = (cumulative - probs < top_p) & (probs >= min_p * probs[:, :1]) & (values > -math.inf)
+    keep[:, 0] = True
+    places = _draw_from(values.masked_fill(~keep, -math.inf), draws)[:, None]
+    places = torch.minimum(places, keep.sum(1, keepdim=True) - 1)
+    tokens = token_ids.gather(1, places)
+    if not has_top_k and num_candidates < logits.shape[1]:
+        # Either of the two ends what is kept, and one that ends within the candidates is enough.
+        ends_within = (cumulative[:, -1:] >= top_p) | (probs[:, -1:] < min_p * probs[:, :1])
+        tokens = torch.where(ends_within, tokens, _NEEDS_ALL)
+    return tokens[:, 0]
+
+
+def _redraw(x: Tensor, rows: AbstractSequence[SampledRow], tokens: list[int]) -> dict[int, int]:
+    """Return, by number of the row, the tokens of those for which the candidates did not suffice."""
+    again = [n for n, token in enumerate(tokens) if token == _NEEDS_ALL]
+    if not again:
+        return {}
+    (indices,) = _to_device([np.array(again)], x.device)
+    found = _draw(x.index_select(0, indices), [rows[n] for n in again], with_all=True)
+    return dict(zip(again, found.tolist(), strict=True))
 
 
 def seeded_uniform(sequence: Sequence, num_ahead: int = 0) -> float:
@@ -152,11 +330,21 @@ def seeded_uniform(sequence: Sequence, num_ahead: int = 0) -> float:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "little") / 2**56
 
 
-def token_logprob(row: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a token's log-probability under raw logits (vocab,), and the ``num_top`` most likely ones."""
-    logprobs = row.float().log_softmax(dim=0)
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        values, token_ids = logprobs.topk(min(num_top, logprobs.shape[0]))
-        top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token, float(logprobs[token]), top)
+@torch.inference_mode()
+def token_logprobs(
+    logits: Tensor, rows: AbstractSequence[int], tokens: AbstractSequence[int], num_top: AbstractSequence[int]
+) -> list[TokenLogprob]:
+    """Return tokens' log-probabilities under these rows of raw logits (rows, vocab), and each one's most likely."""
+    found: list[TokenLogprob] = []
+    for start in range(0, len(rows), _MAX_SCORED_ROWS):
+        own = slice(start, start + _MAX_SCORED_ROWS)
+        indices, chosen = _to_device([np.array(rows[own]), np.array(tokens[own])], logits.device)
+        logprobs = logits.index_select(0, indices).float().log_softmax(dim=1)
+        most = min(max(num_top[own]), logits.shape[1])
+        values, token_ids = logprobs.topk(most)
+        # Numbers of tokens are exact as floats, and so all comes in one copy.
+        table = torch.cat([logprobs.gather(1, chosen[:, None]), values, token_ids.float()], 1).tolist()
+        for token, count, (logprob, *top) in zip(tokens[own], num_top[own], table, strict=True):
+            pairs = zip(map(int, top[most:]), top[:most], strict=True)
+            found.append(TokenLogprob(token, logprob, tuple(pairs)[:count]))
+    return found

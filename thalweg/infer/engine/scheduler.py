@@ -65,10 +65,9 @@ class Sequence:
     # Identity of its last block in the prefix cache.
     last_block_id: Hashable = None
     seed: int = 0
-    # (vocab,) whether a token is in prompt or output; made when a penalty needs it.
-    context_mask: Tensor | None = None
-    # (vocab,) how often a token was generated.
-    output_token_counts: Tensor | None = None
+    # Where a penalty needs it: (vocab,) whether a token is in prompt or output, (vocab,) how often it was generated,
+    # and for how many tokens that holds.
+    token_history: tuple[Tensor, Tensor, int] | None = None
     grammar: Any = None
     # The :class:`~thalweg.infer.spec_decode.ngram.NgramIndex` of its tokens, with prompt lookup.
     ngram_index: Any = None

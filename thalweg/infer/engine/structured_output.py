@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from thalweg.infer.types import ModelMetadata, StructuredOutput
 
@@ -115,19 +113,27 @@ class GrammarState:
         # Whether the text is complete and nothing can follow.
         self.finished = False
 
-    def apply_mask(self, logits: Tensor) -> None:
-        """Set the logits (vocab,) of tokens that must not come next to minus infinity, in place."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
-        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
-        mask = torch.zeros(len(logits), dtype=torch.bool)
-        mask[: len(allowed)] = allowed[: len(logits)]
-        mask[self._forbidden_ids] = False
-        if self._matcher.is_accepting() or not mask.any():
-            mask[self._stop_ids] = True
-        if not mask.any():
+    def next_mask(self, vocab_size: int, draft_tokens: Sequence[int] = ()) -> np.ndarray:
+        """Return which tokens may come next, or after these draft tokens: a bit each, the lowest first."""
+        matcher = self._matcher
+        if draft_tokens:
+            matcher = matcher.deep_copy()
+            for token in draft_tokens:
+                matcher.consume_token(token)
+        allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        self._check(matcher)
+        bits = np.zeros(-(-vocab_size // 8), dtype=np.uint8)
+        bits[: len(allowed)] = allowed[: len(bits)]
+        if vocab_size % 8:
+            bits[-1] &= (1 << vocab_size % 8) - 1
+        for token in self._forbidden_ids:
+            bits[token // 8] &= ~np.uint8(1 << token % 8)
+        if matcher.is_accepting() or not bits.any():
+            for token in self._stop_ids:
+                bits[token // 8] |= np.uint8(1 << token % 8)
+        if not bits.any():
             raise GrammarError("the structure allows no further text, and the model has no end token")
-        logits.masked_fill_(~mask.to(logits.device), -math.inf)
+        return bits
 
     def advance(self, token: int) -> None:
         """The sequence goes on with a token."""
@@ -135,11 +141,12 @@ class GrammarState:
             self.finished = True
             return
         self._matcher.consume_token(token)
-        self._check()
+        self._check(self._matcher)
         # A model that cannot say that it ends does so with the first complete text.
         self.finished = bool(self._matcher.is_stopped() or (self._forbidden_ids and self._matcher.is_accepting()))
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = str(self._matcher.get_error()).strip().splitlines()[0][:200]
+    @staticmethod
+    def _check(matcher: Any) -> None:
+        if matcher.is_error():
+            reason = str(matcher.get_error()).strip().splitlines()[0][:200]
             raise GrammarError(f"the structure is too complex to follow: {reason}")

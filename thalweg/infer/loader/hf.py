@@ -130,7 +130,7 @@ def load_mmapped(model: str | Path, options: EngineConfig) -> tuple[Any, Any]:
     """
     files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if not files:
-        return load_model(model, options), None
+        return load_model(model, replace(options, device="cpu")), None
     # In their own dtype, Hugging Face's loader takes tensors as the mapped files give them.
     loaded = load_model(model, replace(options, dtype="auto", device="cpu"))
     return loaded, content_digest([*files, Path(model) / "config.json"])

@@ -1,7 +1,7 @@
 """From a model to an engine: describe it, verify the description against the model's own logits, choose a runner.
 
 A description (``models/``) whose logits differ from the model's is not used, so a family that has changed under us
-costs speed, never a wrong token.  The runners in order of preference: ``cpu`` (kernels for CPUs with AVX-512,
+costs speed, never a wrong token.  The runners in order of preference: ``cpu`` (kernels for AVX-512, AVX2 and NEON,
 llvmlite installed), ``torch`` (plain operators, any device), ``transformers`` (the model's own code, which needs no
 description).  The first that supports the model builds it; an error while it builds, out of memory too, is raised.
 """
@@ -9,15 +9,16 @@ description).  The first that supports the model builds it; an error while it bu
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.embedding import MAX_NUM_SEQS, EmbeddingEngine, load_pooling
 from thalweg.infer.engine.engine import LLMEngine
@@ -26,15 +27,17 @@ from thalweg.infer.loader.hf import ModelKind, get_model_kind, load_mmapped, loa
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models import build_decoder_spec, build_encoder_spec
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, MoESpec, UnsupportedModelError, get_max_model_len
-from thalweg.infer.precision import (
-    NUM_PROBE_TOKENS,
-    check_logits_close,
-    eval_mode,
-    get_kv_cache_dtype,
-    get_weight_format,
-)
+from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners import transformers_runner
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan, RunnerRequest
+from thalweg.infer.runners.base import (
+    BLOCK_SIZE,
+    EncoderInput,
+    ModelInput,
+    ModelRunner,
+    QuerySpan,
+    RunnerRequest,
+    count_kv_blocks,
+)
 from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
@@ -42,6 +45,7 @@ from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
 from thalweg.infer.runners.transformers_runner import TransformersEncoder, TransformersRunner
 from thalweg.infer.spec_decode.draft_model import DraftModelProposer
 from thalweg.infer.types import ModelMetadata
+from thalweg.ops import cpu_kernels
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -49,9 +53,8 @@ log = get_logger(__name__)
 DECODER_RUNNERS: tuple[Any, ...] = (CpuRunner, TorchRunner, TransformersRunner)
 # By preference: the first that supports a model runs it.
 ENCODER_RUNNERS: tuple[Any, ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
-_BLOCK_SIZE = 16
+_KERNEL_GAIN = "give several times the tokens a second"
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
-_MEMORY_FRACTION = 0.25  # of the free memory, at most, for the KV cache by default
 
 
 def load_engine(
@@ -63,6 +66,7 @@ def load_engine(
     weights_id: Any = None,
     draft_model: nn.Module | None = None,
     workers: Any = None,
+    spec: DecoderSpec | None = None,
 ) -> LLMEngine | EmbeddingEngine:
     """Return an engine for a Hugging Face model: a directory (or name) of one, or a live one.
 
@@ -70,13 +74,11 @@ def load_engine(
     default the directory's own, or none for a live model.  ``runner`` insists on ``cpu``, ``torch`` or
     ``transformers``.  ``weights_id``: the identity of a live model's weights, by which a file of packed ones is found
     again.  ``draft_model``: a live model in place of ``options.draft_model``.  ``workers``: the other ranks of the
-    options, by default processes that are started here.  Encoder models give an :class:`EmbeddingEngine`.  Raises
-    ValueError where no runner can run the model as the options ask.
+    options, by default processes that are started here.  ``spec``: a live model's description, where the caller has
+    made it, and verifies it.  Encoder models give an :class:`EmbeddingEngine`.  Raises ValueError where no runner can
+    run the model as the options ask.
     """
-    options = options or EngineConfig()
-    kind, accelerator = torch.device(options.device).type, torch.accelerator.current_accelerator(check_available=True)
-    if kind != "cpu" and (accelerator is None or kind != accelerator.type):
-        raise ValueError(f"device {options.device}: torch sees no such device here; leave it out for the processor")
+    options = _with_device(options or EngineConfig(), model)
     if options.num_ranks > 1 and workers is None:
         return _load_with_workers(model, options, tokenizer, runner)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
@@ -85,8 +87,8 @@ def load_engine(
         tokenizer = tokenizer or load_tokenizer(model, options)
         if options.weight_offload or workers is not None:
             model, loaded_id = load_mmapped(model, options)
-        else:
-            model = load_model(model, options)
+        else:  # on the host, from where a runner brings to its device what it computes with
+            model = load_model(model, replace(options, device="cpu"))
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         raise ValueError(f"{name} is no Hugging Face model: it has no config")
@@ -103,8 +105,17 @@ def load_engine(
         return _load_encoder(model, options, tokenizer, runner, name, folder)
     if draft_model is None and options.draft_model is not None:
         _check_same_vocab(tokenizer, load_tokenizer(options.draft_model, options), options.draft_model)
-        draft_model = load_model(options.draft_model, options)
-    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers)
+        draft_model = load_model(options.draft_model, replace(options, device="cpu"))
+    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers, spec)
+
+
+def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
+    """Return the options with the device that they mean: with ``auto`` a live model's own."""
+    device: str | torch.device = options.device
+    if device == "auto" and isinstance(model, nn.Module):
+        parameter = next(model.parameters(), None)
+        device = "cpu" if parameter is None else parameter.device
+    return replace(options, device=str(resolve_device(device)))
 
 
 def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
@@ -159,6 +170,7 @@ def _load_generator(
     name: str,
     draft_model: Any,
     workers: Any,
+    spec: DecoderSpec | None,
 ) -> LLMEngine:
     """Return the engine of a model that generates."""
     if options.lora_adapters and options.weight_offload:
@@ -168,7 +180,7 @@ def _load_generator(
     if workers is not None:
         runner, max_length = _make_parallel_runner(model, options, forced_runner, workers)
     else:
-        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec)
+        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec, spec)
     metadata = _make_metadata(model, options, name, kind, max_length)
     proposer = None
     if draft_spec is not None:
@@ -209,8 +221,13 @@ def choose_runner(
             continue
         reason = runner.supports(spec, options)
         if reason is None:
-            if reasons or undescribed:
-                log.info("running by %s: %s", runner.__name__, "; ".join([*reasons, undescribed]).strip("; "))
+            why = "; ".join(filter(None, [*reasons, undescribed]))
+            if (isa := cpu_kernels.host_isa()) is not None and runner.name == "cpu":
+                log.info("running by CPU kernels for %s", isa.name)
+            elif why and resolve_device(options.device).type == "cpu":
+                log.warning("running by %s, not by CPU kernels, which %s: %s", runner.__name__, _KERNEL_GAIN, why)
+            elif why:
+                log.info("running by %s: %s", runner.__name__, why)
             return runner
         reasons.append(reason)
     if not reasons:
@@ -234,10 +251,17 @@ def _describe(model: Any, options: EngineConfig, kind: str) -> tuple[Any, str]:
 
 
 def _make_runner(
-    model: Any, options: EngineConfig, forced_runner: str | None, weights_id: Any, draft_spec: DecoderSpec | None
+    model: Any,
+    options: EngineConfig,
+    forced_runner: str | None,
+    weights_id: Any,
+    draft_spec: DecoderSpec | None,
+    spec: DecoderSpec | None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner of a model in this process, and its longest sequence."""
-    spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "decoder")
+    undescribed = ""
+    if spec is None and forced_runner != "transformers":
+        spec, undescribed = _describe(model, options, "decoder")
     runner_type = choose_runner(DECODER_RUNNERS, spec, options, forced_runner, undescribed)
     if spec is None:
         max_length = transformers_runner.get_max_length(model.config.get_text_config(), options.max_model_len)
@@ -248,7 +272,9 @@ def _make_runner(
         from thalweg.infer.offload.weight_ring import throughput_batch_size
 
         num_slots = throughput_batch_size(spec, get_weight_format(options), options, max_length)
-    num_blocks = _num_kv_blocks(spec, replace(options, max_num_seqs=num_slots), max_length, draft_spec)
+    count_blocks = partial(count_kv_blocks, spec, replace(options, max_num_seqs=num_slots), max_length, draft_spec)
+    # On a device its memory is what counts, once the weights are there.
+    num_blocks = count_blocks() if resolve_device(options.device).type == "cpu" else count_blocks
     lora = LoraManager(options.lora_adapters, model, spec) if options.lora_adapters else None
     request = RunnerRequest(model, spec, options, max_length, num_slots, num_blocks, lora)
     if not options.weight_offload:
@@ -307,7 +333,10 @@ def _make_parallel_runner(
         runners = (TorchRunner,) if gap else DECODER_RUNNERS[:2]
         cpu = choose_runner(runners, decoder, options, forced_runner) is CpuRunner
         # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
-        num_blocks = min(_num_kv_blocks(x, options, max_length, num_processes=workers.num_ranks) for x in stage_specs)
+        num_blocks = None
+        if resolve_device(options.device).type == "cpu":
+            counts = [count_kv_blocks(x, options, max_length, num_processes=workers.num_ranks) for x in stage_specs]
+            num_blocks = min(counts)
         driver = start_driver(decoder, options, workers, cpu=cpu, num_blocks=num_blocks, max_length=max_length)
         return driver, max_length
     except BaseException:
@@ -315,43 +344,12 @@ def _make_parallel_runner(
         raise
 
 
-def _num_kv_blocks(
-    decoder: DecoderSpec,
-    options: EngineConfig,
-    max_length: int,
-    draft_spec: DecoderSpec | None = None,
-    num_processes: int = 1,
-) -> int:
-    """Return how many KV blocks the requested memory, or a fraction of what is free, holds.
-
-    ``draft_spec``: a draft model, whose keys and values take part of the same memory.  ``num_processes``: the
-    processes that share what is free, each with as many blocks.
-    """
-    kv_cache_dtype = get_kv_cache_dtype(options)
-    element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)
-    scale_bytes = 4 if kv_cache_dtype == "int8" else 0
-    layers = [*decoder.layers, *(() if draft_spec is None else draft_spec.layers)]
-    shapes = [(x.attention.num_kv_heads, x.attention.head_dim) for x in layers]
-    per_block = _BLOCK_SIZE * sum(2 * heads * (dim * element_size + scale_bytes) for heads, dim in shapes)
-    blocks_per_seq = -(-max_length // _BLOCK_SIZE) * (1 if decoder.encoder is None else 2)
-    if options.kv_cache_bytes is not None:
-        blocks = options.kv_cache_bytes // per_block
-        if blocks < 1:
-            raise ValueError(f"kv_cache_bytes of {options.kv_cache_bytes} bytes does not hold a block ({per_block})")
-        return blocks
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if torch.device(options.device).type != "cpu":
-        free = torch.accelerator.get_memory_info(torch.device(options.device))[0]
-    free_blocks = int(free * _MEMORY_FRACTION) // (num_processes * per_block)
-    return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))
-
-
 @torch.inference_mode()
 def verify(model: Any, spec: DecoderSpec | EncoderSpec, cache_weights: bool = True) -> None:
     """Raise UnsupportedModelError unless the description gives the model's own logits, an encoder's its last states."""
     parameter = next(model.parameters())
     config = EngineConfig(device=str(parameter.device))
-    request = RunnerRequest(None, spec, config, max_model_len=_BLOCK_SIZE, num_slots=1, num_blocks=2)
+    request = RunnerRequest(None, spec, config, max_model_len=BLOCK_SIZE, num_slots=1, num_blocks=2)
     if isinstance(spec, EncoderSpec):
         probe = (torch.arange(NUM_PROBE_TOKENS) * 7 % spec.vocab_size).tolist()
         states = TorchEncoder(request, parameter.dtype).run([EncoderInput(0, probe)])

@@ -52,6 +52,11 @@ class LinearSpec:
         self.out_features, self.in_features = int(shape[0]), int(shape[1])
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the weight is a tensor that the model has, and not built when it is read."""
+        return isinstance(self._weight, Tensor)
+
+    @property
     def weight(self) -> Tensor:
         """The weight (outputs, inputs)."""
         return self._weight if isinstance(self._weight, Tensor) else self._weight()

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from thalweg.device import pin
 from thalweg.infer.offload.packed_file import PackedWeightsFile, default_weights_folder
 from thalweg.plan.spec.cluster import available_host_memory
 from thalweg.storage_io.allocator import PAGE, round_up
@@ -75,17 +76,26 @@ class _PendingFetch:
 
     buffer: Tensor
     future: IoFuture | None = None
-    event: Any = None
+    event: torch.Event | None = None
 
-    def wait(self, device: torch.device) -> Tensor:
-        """Return them on the device."""
+    def wait(self, device: torch.device, copy_stream: torch.Stream | None) -> Tensor:
+        """Return them on the device, for what its current stream computes from here on."""
         if self.future is not None:
             self.future.wait()
-        if self.event is not None:
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(self.event)
-            self.buffer.record_stream(stream)
-        return self.buffer.to(device)
+        if copy_stream is None:
+            return self.buffer
+        ready = self.event or self.copy(device, copy_stream)  # the latter out of the file, by way of pinned memory
+        stream = torch.accelerator.current_stream(device)
+        stream.wait_event(ready)
+        self.buffer.record_stream(stream)
+        return self.buffer
+
+    def copy(self, device: torch.device, copy_stream: torch.Stream) -> torch.Event:
+        """Begin to copy pinned bytes to the device; return what says that they are there."""
+        with copy_stream:
+            self.buffer = self.buffer.to(device, non_blocking=True)
+            self.event = copy_stream.record_event()
+        return self.event
 
 
 class ModuleOffloader:
@@ -112,8 +122,8 @@ class ModuleOffloader:
         self._next_unit: dict[OffloadUnit, OffloadUnit] = {}
         self._last_unit: OffloadUnit | None = None
         self._pending: dict[OffloadUnit, _PendingFetch] = {}
-        self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         on_host = self.device.type == "cpu"
+        self._copy_stream = None if on_host else torch.Stream(self.device)
         self._is_mapped = offload_device == "cpu" and on_host
         self._file: PackedWeightsFile | None = None
         if offload_device == "nvme" or on_host:
@@ -140,11 +150,11 @@ class ModuleOffloader:
 
     def _offload(self, unit: OffloadUnit) -> None:
         """Move a unit's parameters to where they are kept."""
-        buffer = _page_aligned(unit.nbytes)
+        buffer = _page_aligned(unit.nbytes, pinned=self._file is None)
         for param in unit.params:
             param.view(buffer).copy_(getattr(param.module, param.name).detach())
         if self._file is None:
-            unit.host_buffer = buffer.pin_memory()
+            unit.host_buffer = buffer
         else:
             self._file.write(unit.segment, 0, buffer)
         self._set_placeholders(unit)
@@ -166,7 +176,7 @@ class ModuleOffloader:
         if unit not in self._pending:
             self._cancel_prefetch()
             self._pending[unit] = self._start_fetch(unit)
-        _assign_params(unit, self._pending.pop(unit).wait(self.device))
+        _assign_params(unit, self._pending.pop(unit).wait(self.device, self._copy_stream))
         following = self._next_unit.get(unit)
         while following is not None and following.num_active_calls == 0 and following not in self._pending:
             if self.resident_bytes + following.nbytes > self.max_bytes:
@@ -185,18 +195,18 @@ class ModuleOffloader:
         self.resident_bytes += unit.nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
         if unit.host_buffer is not None:
-            assert self._copy_stream is not None, "only a GPU has its weights on the host"
-            with torch.cuda.stream(self._copy_stream):
-                buffer = unit.host_buffer.to(self.device, non_blocking=True)
-                return _PendingFetch(buffer, event=self._copy_stream.record_event())
+            assert self._copy_stream is not None, "only a device has its weights on the host"
+            pending = _PendingFetch(unit.host_buffer)
+            pending.copy(self.device, self._copy_stream)
+            return pending
         assert self._file is not None, "what is not on the host is in the file"
-        buffer = _page_aligned(round_up(unit.nbytes))
+        buffer = _page_aligned(round_up(unit.nbytes), pinned=self._copy_stream is not None)
         return _PendingFetch(buffer, future=self._file.read(unit.segment, buffer))
 
     def _cancel_prefetch(self) -> None:
         """The order is another than last time: drop what is on its way."""
         for unit, pending_fetch in self._pending.items():
-            pending_fetch.wait(self.device)
+            pending_fetch.wait(self.device, self._copy_stream)
             self.resident_bytes -= unit.nbytes
         self._pending.clear()
 
@@ -210,7 +220,7 @@ class ModuleOffloader:
                 for param in unit.params:
                     param.assign(getattr(param.module, param.name).detach().clone())
             else:
-                _assign_params(unit, self._start_fetch(unit).wait(self.device))
+                _assign_params(unit, self._start_fetch(unit).wait(self.device, self._copy_stream))
         self.units = []
         if self._file is not None:
             self._file.close()
@@ -274,9 +284,11 @@ def _locate_params(module: nn.Module, num_users: dict[int, int]) -> tuple[list[P
     return locations, total
 
 
-def _page_aligned(nbytes: int) -> Tensor:
+def _page_aligned(nbytes: int, pinned: bool = False) -> Tensor:
     """Return uint8 memory that begins at a page, so that reading may bypass the page cache."""
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    if pinned:
+        memory = pin(memory)
     start = -memory.data_ptr() % PAGE
     return memory[start : start + nbytes]
 

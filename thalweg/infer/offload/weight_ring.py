@@ -20,6 +20,8 @@ Two sources:
 - the *disk* (``weight_offload="nvme"``): threads read ahead into the ring, past the page cache, which a model larger
   than it would only churn.  Memory is bounded by what was asked for.
 
+A device has a ring of its own, :class:`DeviceWeightRing`, of linear layers that come out of pinned memory.
+
 Invariants: a slot is read into only after its program has run; a program runs only when its segment has arrived; an
 error of the disk is an exception of the step that needed the bytes, never a wrong token.
 """
@@ -33,7 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from thalweg.device import pin
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
 from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
@@ -259,6 +263,64 @@ class WeightRing(WeightStore):
             future.wait_ignoring_errors()
         self._futures.clear()
         self.file.close()
+
+
+class DeviceWeightRing:
+    """A described model's linear layers for a device, which each come from the host just in time.
+
+    The picture, with a copy that runs ahead of the products by up to two layers::
+
+        copies     a    b    c    d    e ...       on a stream of their own, out of pinned memory
+        products        a    b    c    d ...       each waits for its copy, on the device
+
+    The order is that of the last step.  ``keep_pinned``: all weights stay in pinned memory, for models that the host
+    has room for; else each is put there anew, out of the mapped files.
+    """
+
+    _NUM_AHEAD = 2
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, keep_pinned: bool) -> None:
+        self._device, self._dtype, self._keep_pinned = device, dtype, keep_pinned
+        self._stream = torch.Stream(device)
+        self._pinned: dict[int, tuple[Tensor, ...]] = {}
+        # By identity of the layer, which the description keeps alive.
+        self._next: dict[int, LinearSpec] = {}
+        self._pending: dict[int, tuple[tuple[Tensor, ...], Any]] = {}
+        self._last: LinearSpec | None = None
+
+    def get(self, layer: LinearSpec) -> tuple[Tensor, ...]:
+        """Return the layer's weight, and its bias where it has one, for what this stream computes from here on."""
+        if self._last is not None:
+            self._next[id(self._last)] = layer
+        self._last = layer
+        if id(layer) not in self._pending:  # another order than last time
+            self._pending.clear()
+            self._start(layer)
+        tensors, ready = self._pending.pop(id(layer))
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(ready)
+        for tensor in tensors:
+            tensor.record_stream(current)
+        following = self._next.get(id(layer))
+        while following is not None and len(self._pending) < self._NUM_AHEAD and id(following) not in self._pending:
+            self._start(following)
+            following = self._next.get(id(following))
+        return tensors
+
+    def _start(self, layer: LinearSpec) -> None:
+        pinned = self._pinned.get(id(layer))
+        if pinned is None:
+            pinned = tuple(pin(t.to("cpu", self._dtype)) for t in (layer.weight, layer.bias) if t is not None)
+            if self._keep_pinned:
+                self._pinned[id(layer)] = pinned
+        with self._stream:
+            tensors = tuple(t.to(self._device, non_blocking=True) for t in pinned)
+            self._pending[id(layer)] = tensors, self._stream.record_event()
+
+    def close(self) -> None:
+        """Drop what is on its way and what is pinned."""
+        self._pending.clear()
+        self._pinned.clear()
 
 
 def optimal_batch_size(

@@ -4,14 +4,14 @@ Every stage has as many ranks.  After a step all ranks of a stage have the same 
 them to the rank of its number in the next stage, and the last stage's first rank sends the result to rank 0.  Within a
 stage partial sums are added up in the order of ranks.
 
-:class:`StageCommunicator` does all of it by sends and receives of the process group.  The CPU kernels cannot wait for
-those between two instructions of a program; for them ``shm_comm.py`` adds an all-reduce in shared memory.
+:class:`StageCommunicator` does all of it by sends and receives of the process group; on accelerators by the device's
+own library, whose sums are the same bits on all ranks too and never pass through the host.  The CPU kernels cannot
+wait for sends between two instructions of a program; for them ``shm_comm.py`` adds an all-reduce in shared memory.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.infer.parallel.process_group import InferenceGroup
@@ -34,23 +34,38 @@ class StageCommunicator:
 
     # From stage to stage
 
-    def receive_activations(self, num_tokens: int) -> Tensor:
+    def receive_activations(self, num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """Return what the stage before has computed, fp32 (num_tokens, hidden_size)."""
-        out = torch.empty(num_tokens, self.hidden_size)
-        return self.group.receive_tensor(out, self.group.rank - self.world_size)
+        out = torch.empty(num_tokens, self.hidden_size, device=device)
+        return self._receive(out, self.group.rank - self.world_size)
 
     def send_activations(self, activations: Tensor) -> None:
         """Send activations (num_tokens, hidden_size) to the next stage."""
-        self.group.send_tensor(_cpu_floats(activations), [self.group.rank + self.world_size])
+        self._send(activations, self.group.rank + self.world_size)
 
     def return_result(self, result: Tensor) -> Tensor:
-        """Return the last stage's result on rank 0, fp32 on the CPU; elsewhere what this rank has, of that shape."""
+        """Return the last stage's result on rank 0, fp32; elsewhere what this rank has, of that shape."""
         if self.num_stages > 1 and self.rank == 0 and len(result):
             if self.is_last_stage:
-                self.group.send_tensor(_cpu_floats(result), [0])
+                self._send(result, 0)
             elif self.is_first_stage:
-                return self.group.receive_tensor(torch.empty(result.shape), self.group.num_ranks - self.world_size)
+                return self._receive(torch.empty_like(result), self.group.num_ranks - self.world_size)
         return result
+
+    def _send(self, x: Tensor, to: int) -> None:
+        """Send a tensor as fp32, where it is."""
+        x = x.float().contiguous()
+        if self.group.device_groups is None:
+            self.group.send_tensor(x, [to])
+        else:
+            self.group.device_groups[0].send([x], to, 0).wait()
+
+    def _receive(self, out: Tensor, source: int) -> Tensor:
+        """Fill a tensor with what a rank sends; return it."""
+        if self.group.device_groups is None:
+            return self.group.receive_tensor(out, source)
+        self.group.device_groups[0].recv([out], source, 0).wait()
+        return out
 
     # Within a stage
 
@@ -63,25 +78,28 @@ class StageCommunicator:
         """Return the sum of all ranks' x (tokens, width), the same bits on each."""
         if self.world_size == 1:
             return x
-        if x.is_cuda and dist.is_initialized() and dist.get_world_size() == self.world_size:
-            dist.all_reduce(x)
+        if self.group.device_groups is not None:
+            x = x.contiguous()
+            self.group.device_groups[1].allreduce([x]).wait()
             return x
-        first, *others = self.group.exchange(_cpu_floats(x), self.ranks)
+        first, *others = self.group.exchange(x.float().contiguous(), self.ranks)
         total = first.clone()
         for partial in others:
             total += partial
-        return total.to(x.device, x.dtype)
+        return total.to(x.dtype)
 
     def gather_logits(self, partial: Tensor) -> Tensor:
         """Return fp32 logits (rows, vocab) on the stage's first rank, put together from all ranks' columns."""
-        partial = _cpu_floats(partial)
+        partial = partial.float().contiguous()
         if self.rank:
-            self.group.send_tensor(partial, [self.ranks[0]])
+            if partial.numel():
+                self._send(partial, self.ranks[0])
             return partial
         parts = [partial]
         for rank in range(1, self.world_size):
             start, stop = vocab_range(self.vocab_size, rank, self.world_size)
-            parts.append(self.group.receive_tensor(torch.empty(len(partial), stop - start), self.ranks[rank]))
+            if stop > start:
+                parts.append(self._receive(partial.new_empty(len(partial), stop - start), self.ranks[rank]))
         return torch.cat(parts, 1)
 
     # Ends
@@ -94,7 +112,3 @@ class StageCommunicator:
     def close(self) -> None:
         """Leave the group."""
         self.group.close()
-
-
-def _cpu_floats(x: Tensor) -> Tensor:
-    return x.to("cpu", torch.float32).contiguous()

@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,17 @@ from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
-from thalweg.infer.parallel.process_group import LOOPBACK, InferenceGroup, WorkerDiedError, connect_by_store
+from thalweg.infer.parallel.process_group import (
+    LOOPBACK,
+    InferenceGroup,
+    WorkerDiedError,
+    connect_by_store,
+    connect_devices_by_store,
+)
 from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
-from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan, RunnerRequest
+from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan, RunnerRequest, count_kv_blocks
 from thalweg.infer.runners.cpu_program import kernels_unsupported_reason
 from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchRunner
@@ -44,9 +51,9 @@ from thalweg.infer.runners.torch_runner import TorchRunner
 class DriverRunner(ModelRunner):
     """Rank 0's runner: tells the others what to compute, and computes its own shard."""
 
-    def __init__(self, inner: ModelRunner, comm: StageCommunicator) -> None:
+    def __init__(self, inner: ModelRunner, comm: StageCommunicator, num_blocks: int) -> None:
         self.inner, self.comm, self.group = inner, comm, comm.group
-        self.num_blocks, self.block_size, self.num_slots = inner.num_blocks, inner.block_size, inner.num_slots
+        self.num_blocks, self.block_size, self.num_slots = num_blocks, inner.block_size, inner.num_slots
         self.weight_bytes = getattr(inner, "weight_bytes", None)
         self._finalizer = weakref.finalize(self, comm.close)
 
@@ -170,10 +177,13 @@ def start_driver(decoder: DecoderSpec, options: EngineConfig, group: InferenceGr
     group.connect()
     group.broadcast({"options": asdict(options), "plan": plan})
     runner = _build_runner(decoder, options, group, **plan)
+    num_blocks = runner.num_blocks  # of the cache that holds least
     for rank in range(1, group.num_ranks):
-        if error := group.receive(rank)["error"]:
+        reply = group.receive(rank)
+        if error := reply["error"]:
             raise RuntimeError(f"inference rank {rank}: {error}")
-    return DriverRunner(runner, runner.comm)
+        num_blocks = min(num_blocks, reply["num_blocks"])
+    return DriverRunner(runner, runner.comm, num_blocks)
 
 
 def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> WorkerLoop:
@@ -188,7 +198,7 @@ def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> Wo
         except Exception as error:
             group.send({"error": f"{type(error).__name__}: {error}"}, [0])
             raise
-        group.send({"error": None}, [0])
+        group.send({"error": None, "num_blocks": runner.num_blocks}, [0])
     except BaseException:
         group.close()
         raise
@@ -197,21 +207,31 @@ def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> Wo
 
 def kernel_gap(decoder: DecoderSpec, options: EngineConfig) -> str | None:
     """Return why the native kernels cannot run the parts, or None."""
-    formats = get_weight_format(options), get_kv_cache_dtype(options)
+    kv_cache_dtype = get_kv_cache_dtype(options)
     parts = [decoder, *(shard_for_rank(decoder, rank, options) for rank in range(options.num_ranks))]
-    return next(filter(None, (kernels_unsupported_reason(part, *formats) for part in parts)), None)
+    return next(filter(None, (kernels_unsupported_reason(part, kv_cache_dtype) for part in parts)), None)
 
 
 def _build_runner(
-    decoder: DecoderSpec, options: EngineConfig, group: InferenceGroup, *, cpu: bool, num_blocks: int, max_length: int
+    decoder: DecoderSpec,
+    options: EngineConfig,
+    group: InferenceGroup,
+    *,
+    cpu: bool,
+    num_blocks: int | None,
+    max_length: int,
 ) -> Any:
-    """Return this rank's runner, of the CPU kernels or not; its ``comm`` is what it shares with the others."""
+    """Return this rank's runner, of the CPU kernels or not; its ``comm`` is what it shares with the others.
+
+    ``num_blocks``: of the KV cache; None: as many as this rank's device holds.
+    """
     comm = (ShmCommunicator if cpu and options.ranks_per_stage > 1 else StageCommunicator)(
         group, num_stages=options.pipeline_parallel_size, max_num_batched_tokens=options.max_num_batched_tokens,
         hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size,
     )  # fmt: skip
     shard = shard_for_rank(decoder, group.rank, options)
-    request = RunnerRequest(None, shard, options, max_length, options.max_num_seqs, num_blocks, comm=comm)
+    blocks = partial(count_kv_blocks, shard, options, max_length) if num_blocks is None else num_blocks
+    request = RunnerRequest(None, shard, options, max_length, options.max_num_seqs, blocks, comm=comm)
     return (CpuRunner if cpu else TorchRunner)(request)
 
 
@@ -224,8 +244,12 @@ def main(argument: str) -> int:
         store = TCPStore(LOOPBACK, fields["port"], is_master=False)
         model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
         ranks = fields["rank"], fields["num_ranks"]
-        group = InferenceGroup(connect_by_store(store), *ranks, num_threads=fields["num_threads"])
-        worker_loop = start_worker(build_decoder_spec(model), group, "cpu")
+        device = fields["options"]["device"]
+        connect_devices = connect_devices_by_store(store, torch.device(device), *ranks, fields["ranks_per_stage"])
+        group = InferenceGroup(
+            connect_by_store(store), *ranks, num_threads=fields["num_threads"], connect_devices=connect_devices
+        )
+        worker_loop = start_worker(build_decoder_spec(model), group, device)
         del model
         worker_loop.run()
     return 0

@@ -8,7 +8,8 @@ engines may live in one process, and the default group stays the user's.  Two wa
   main module once more in each of them, and torch elastic would take over the user's signal handlers.
 - :func:`join_launched_group` takes a subgroup of the ranks that a launcher has started.
 
-Messages are JSON, activations are tensors; both are sent point to point, in the same order on both sides.
+Messages are JSON, activations are tensors; both are sent point to point, in the same order on both sides.  Ranks on
+accelerators have two more groups, of the device's own library, for the tensors there: of all ranks, and of a stage.
 
 Ends: a rank leaves by dropping its group.  That closes its connections, so whoever waits for it gets an error.  A rank
 that spins in shared memory has no connection to lose; therefore each rank watches the processes of the others on its
@@ -39,10 +40,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from thalweg.comm.topology import get_host_key
+from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
+from thalweg.parallel_dims import init_distributed
 
 _LENGTH = struct.Struct("!I")
 _FRAME_BYTES = 4096  # of a message; longer ones have a second part
@@ -58,18 +61,28 @@ class WorkerDiedError(RuntimeError):
 class InferenceGroup:
     """The ranks of an engine as one of them sees them.
 
-    ``connect`` returns the process group, on the first use; all ranks of the engine do so together.  ``num_threads``:
-    of each rank, 0 for as many as torch has.
+    ``connect`` returns the process group, on the first use; all ranks of the engine do so together.
+    ``connect_devices``: the same for the two groups of the device.  ``num_threads``: of each rank, 0 for as many as
+    torch has.
     """
 
     def __init__(
-        self, connect: Callable[[InferenceGroup], Any], rank: int, num_ranks: int, *, num_threads: int = 0
+        self,
+        connect: Callable[[InferenceGroup], Any],
+        rank: int,
+        num_ranks: int,
+        *,
+        num_threads: int = 0,
+        connect_devices: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
         self.rank, self.num_ranks, self.num_threads = rank, num_ranks, num_threads
         # Those that this rank has started, for ranks 1 and on.
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connect = connect
         self._group: Any = None
+        self._connect_devices = connect_devices
+        # Of all ranks and of this one's stage, for tensors of the device; None where the ranks compute on the host.
+        self.device_groups: tuple[Any, Any] | None = None
         # The first rank that is known to have ended.
         self.failed_rank: int | None = None
         # Called with the number of a rank that has ended, from any thread.
@@ -91,6 +104,8 @@ class InferenceGroup:
         self.shares_host = len(pids) == self.num_ranks
         if self.shares_host:
             _watch_processes(weakref.ref(self), {rank: pid for rank, pid in enumerate(pids) if pid != os.getpid()})
+        if self._connect_devices is not None:
+            self.device_groups = self._connect_devices()
 
     # Messages
 
@@ -161,6 +176,9 @@ class InferenceGroup:
             self.failed_rank = rank
         for callback in self.on_failure:
             callback(self.failed_rank)
+        for device_group in self.device_groups or ():  # its waiting does not end with a connection
+            with contextlib.suppress(RuntimeError):
+                device_group.abort()
 
     def failure_message(self) -> str:
         """Say which rank has ended, and how."""
@@ -181,12 +199,15 @@ class InferenceGroup:
     def close(self) -> None:
         """Leave the group, and see to the end of the processes that this rank has started."""
         self._closed.set()
-        group, self._group = self._group, None
+        groups = {id(group): group for group in (*(self.device_groups or ()), self._group)}
+        self._group = self.device_groups = None
         self._connect = _refuse_connection
-        if isinstance(group, dist.ProcessGroup):  # one that torch.distributed has a reference to
-            with contextlib.suppress(ValueError, AssertionError):  # the user has destroyed all of them before
-                dist.destroy_process_group(group)
-        del group  # the destructor closes the connections: the others' receive() fails
+        for group in groups.values():
+            if isinstance(group, dist.ProcessGroup):  # one that torch.distributed has a reference to
+                with contextlib.suppress(ValueError, AssertionError):  # the user has destroyed all of them before
+                    dist.destroy_process_group(group)
+        groups.clear()
+        group = None  # the destructor closes the connections: the others' receive() fails
         for process in self.processes:
             try:
                 process.wait(5.0)
@@ -245,25 +266,75 @@ def connect_by_store(store: Store) -> Callable[[InferenceGroup], Any]:
     return connect
 
 
-def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
-    """Start the other ranks that the options ask for as processes that load from a directory."""
-    num_ranks = options.num_ranks
-    if torch.device(options.device).type != "cpu":
+def connect_devices_by_store(
+    store: Store, device: torch.device, rank: int, num_ranks: int, ranks_per_stage: int
+) -> Callable[[], tuple[Any, Any]] | None:
+    """Return what connects ranks on accelerators; None on the host."""
+    if device.type == "cpu":
+        return None
+
+    def connect() -> tuple[Any, Any]:
+        torch.accelerator.set_device_index(device)
+        stage, rank_in_stage = divmod(rank, ranks_per_stage)
+        whole = _make_device_group(PrefixStore("devices", store), device, rank, num_ranks)
+        if ranks_per_stage == num_ranks:
+            return whole, whole
+        prefixed = PrefixStore(f"devices of stage {stage}", store)
+        return whole, _make_device_group(prefixed, device, rank_in_stage, ranks_per_stage)
+
+    return connect
+
+
+def _make_device_group(store: Store, device: torch.device, rank: int, num_ranks: int) -> Any:
+    """Return a group of the device's own library, of which torch.distributed knows nothing."""
+    name = dist.get_default_backend_for_device(device.type).upper()
+    if (backend := getattr(dist, f"ProcessGroup{name}", None)) is not None:
+        return backend(store, rank, num_ranks)
+    plugin = dist.Backend._plugins[name]  # of a device that was registered from outside
+    timeout = timedelta(seconds=_JOIN_TIMEOUT_S)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, num_ranks, timeout)
+    fields: Any = distributed_c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateImportUsage]
+    fields.store, fields.group_rank, fields.group_size, fields.timeout = store, rank, num_ranks, timeout
+    return plugin.creator_fn(fields, None)
+
+
+def _device_of_rank(options: EngineConfig, rank: int) -> torch.device:
+    """Return the device of a rank that is started here: the one so many after rank 0's."""
+    first = resolve_device(options.device)
+    if first.type == "cpu":
+        return first
+    count = torch.accelerator.device_count()
+    if (first.index or 0) + options.num_ranks > count:
         raise ValueError(
-            f"{num_ranks} ranks are to run one model on {options.device}: start a process for each GPU"
-            f" (thalweg run --nproc {num_ranks}), each of which calls init_inference"
+            f"{options.num_ranks} ranks are to run one model, from {first} on, and torch sees {count} devices: ask for"
+            " fewer ranks (tensor_parallel_size, pipeline_parallel_size, expert_parallel_size), or device cpu"
         )
+    return torch.device(first.type, (first.index or 0) + rank)
+
+
+def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
+    """Start the other ranks that the options ask for as processes that load from a directory.
+
+    Raises ValueError where there are fewer accelerators than ranks.
+    """
+    num_ranks = options.num_ranks
+    devices = [_device_of_rank(options, rank) for rank in range(num_ranks)]
     num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel_size // num_ranks)  # stages take turns
     worker_options = replace(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    group = InferenceGroup(connect_by_store(store), 0, num_ranks, num_threads=num_threads)
+    connect_devices = connect_devices_by_store(store, devices[0], 0, num_ranks, options.ranks_per_stage)
+    group = InferenceGroup(
+        connect_by_store(store), 0, num_ranks, num_threads=num_threads, connect_devices=connect_devices
+    )
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environ.pop(name, None)
     try:
         for rank in range(1, num_ranks):
             fields = {
-                "model": str(model), "options": asdict(worker_options), "rank": rank, "num_ranks": num_ranks,
+                "model": str(model), "options": {**asdict(worker_options), "device": str(devices[rank])},
+                "rank": rank, "num_ranks": num_ranks, "ranks_per_stage": options.ranks_per_stage,
                 "port": store.port, "num_threads": num_threads,
             }  # fmt: skip
             command = [sys.executable, "-m", "thalweg.infer.parallel.executor", json.dumps(fields)]
@@ -298,9 +369,19 @@ def is_launched(num_ranks: int) -> bool:
     return True
 
 
-def join_launched_group(num_ranks: int) -> InferenceGroup:
+def join_launched_group(options: EngineConfig) -> InferenceGroup:
     """Return this rank's group, ranks ``n * i`` to ``n * i + n - 1`` of the launcher's; collective over all of them."""
+    num_ranks, device, connect_devices = options.num_ranks, resolve_device(options.device), None
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method="env://")
+        if device.type == "cpu":
+            dist.init_process_group("gloo", init_method="env://")
+        else:
+            init_distributed()
     process_group, _ = dist.new_subgroups(num_ranks, timeout=_NO_TIMEOUT, backend="gloo")
-    return InferenceGroup(lambda _: process_group, dist.get_rank() % num_ranks, num_ranks)
+    if device.type != "cpu":
+        backend = dist.get_default_backend_for_device(device.type)
+        sizes = {num_ranks, options.ranks_per_stage}
+        groups = {size: dist.new_subgroups(size, backend=backend)[0] for size in sorted(sizes)}
+        connect_devices = lambda: (groups[num_ranks], groups[options.ranks_per_stage])
+    rank = dist.get_rank() % num_ranks
+    return InferenceGroup(lambda _: process_group, rank, num_ranks, connect_devices=connect_devices)

@@ -23,25 +23,31 @@ class QuantizedLinear(nn.Module):
     ``weight`` is an empty tensor of the layer's dtype: code asks for that.
     """
 
-    def __init__(self, layer: nn.Module, weight_format: str) -> None:
+    def __init__(self, layer: nn.Module, weight_format: str, device: torch.device | None = None) -> None:
         super().__init__()
         described = build_linear(layer)
         self.in_features, self.out_features = described.in_features, described.out_features
-        self._linear: Any = pack_linear(described.weight, described.bias, weight_format)
         like: Any = layer.weight
+        target = like.device if device is None else device
+        bias = None if described.bias is None else described.bias.to(target)
+        self._linear: Any = pack_linear(described.weight.to(target), bias, weight_format, like.dtype)
         self.weight = like.detach().new_empty(0)
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product, in x's dtype."""
-        y = self._linear(x.reshape(-1, self.in_features).float().contiguous())
+        rows = x.reshape(-1, self.in_features).contiguous()
+        y = self._linear(rows.float() if rows.device.type == "cpu" else rows)
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
-def quantize_linears(model: nn.Module, weight_format: str) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Exchange a model's linear layers on the CPU; returns (owner, name, old layer), for :func:`restore`.
+def quantize_linears(
+    model: nn.Module, weight_format: str, device: torch.device | None = None
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Exchange a model's linear layers; returns (owner, name, old layer), for :func:`restore`.
 
-    ``weight_format``: int8, or int4, with which the head is in int8.
+    ``weight_format``: int8, or int4, with which the head is in int8.  ``device``: of the new ones, by default the old
+    ones'.
     """
     heads: Any = getattr(model, "get_output_embeddings", None)
     head = None if heads is None else heads()
@@ -55,7 +61,7 @@ def quantize_linears(model: nn.Module, weight_format: str) -> list[tuple[nn.Modu
             if isinstance(owner, nn.MultiheadAttention) or min(weight.shape) < _MIN_FEATURES:
                 continue
             if id(child) not in quantized:
-                quantized[id(child)] = QuantizedLinear(child, "int8" if child is head else weight_format)
+                quantized[id(child)] = QuantizedLinear(child, "int8" if child is head else weight_format, device)
             setattr(owner, name, quantized[id(child)])
             replaced.append((owner, name, child))
     return replaced
@@ -68,32 +74,41 @@ def restore_linears(replaced: list[tuple[nn.Module, str, nn.Module]]) -> None:
 
 
 @torch.no_grad()
-def quantized_copy(model: Any, weight_format: str) -> Any:
-    """Return a model like this one with packed linear layers; what is not packed is shared."""
+def copy_to(model: Any, device: torch.device, weight_format: str | None = None) -> Any:
+    """Return a model like this one on a device, with packed linear layers where a format is named.
+
+    What is there already and is not packed is shared; the model itself stays as it is.
+    """
     clone = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-    quantize_linears(clone, weight_format)
-    return clone
+    if weight_format is not None:
+        quantize_linears(clone, weight_format, device)
+    moved: dict[int, Any] = {id(t): nn.Parameter(t.to(device), requires_grad=False) for t in clone.parameters()}
+    return copy.deepcopy(clone, moved | {id(t): t.to(device) for t in clone.buffers()})
 
 
-def linear_packer(weight_format: str) -> Callable[[LinearSpec], Callable[[Tensor], Tensor]]:
-    """Return what packs a described layer in a format: fp32, bf16, fp16, int8, int4."""
+def linear_packer(
+    weight_format: str, device: torch.device, dtype: torch.dtype
+) -> Callable[[LinearSpec], Callable[[Tensor], Tensor]]:
+    """Return what packs a described layer in a format (fp32, bf16, fp16, int8, int4) on a device, for rows in ``dtype``
+    there."""
 
     def pack(layer: LinearSpec) -> Callable[[Tensor], Tensor]:
         if layer.out_features == 0:  # a rank without a part of a small vocabulary
             return lambda x: x[:, :0]
-        return pack_linear(layer.weight, layer.bias, weight_format)
+        bias = None if layer.bias is None else layer.bias.to(device)
+        return pack_linear(layer.weight.to(device), bias, weight_format, dtype)
 
     return pack
 
 
-def quantize_experts(decoder: DecoderSpec, weight_format: str) -> DecoderSpec:
+def quantize_experts(decoder: DecoderSpec, weight_format: str, device: torch.device, dtype: torch.dtype) -> DecoderSpec:
     """Return the decoder with the experts' weights packed, for int8 and int4; other formats as they are.
 
     The packed ones alone are held then, so that a loaded model's own may be dropped.
     """
     if weight_format not in ("int8", "int4"):
         return decoder
-    pack = linear_packer(weight_format)
+    pack = linear_packer(weight_format, device, dtype)
 
     def quantize(m: MoESpec) -> MoESpec:
         packed_experts = [(pack(LinearSpec(up)), pack(LinearSpec(down))) for up, down in zip(m.up, m.down, strict=True)]

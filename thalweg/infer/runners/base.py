@@ -7,18 +7,20 @@ that come with each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
-from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format
-from thalweg.infer.runners.packed_weights import WeightStore
+from thalweg.infer.precision import get_compute_dtype, get_kv_cache_dtype, get_weight_format
+from thalweg.infer.runners.packed_weights import WeightStore, all_linears
 
 if TYPE_CHECKING:
     from thalweg.infer.parallel.communicator import StageCommunicator
@@ -72,7 +74,8 @@ class RunnerRequest:
     config: EngineConfig
     max_model_len: int
     num_slots: int = 0
-    num_blocks: int = 0
+    # KV blocks, or what counts them once the weights are where they stay.
+    num_blocks: int | Callable[[], int] = 0
     lora: LoraManager | None = None
     # Where the packed weights are, unless in memory.
     weights: WeightStore | None = None
@@ -90,9 +93,14 @@ class RunnerRequest:
         return get_kv_cache_dtype(self.config)
 
     @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return resolve_device(self.config.device)
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the model runs on the processor."""
-        return torch.device(self.config.device).type == "cpu"
+        return self.device.type == "cpu"
 
     @property
     def max_encoder_tokens(self) -> int:
@@ -167,3 +175,45 @@ class ModelRunner(BaseRunner):
 
 
 UNDESCRIBED = "the model is not described"
+BLOCK_SIZE = 16  # positions of a KV block
+# Of what is free, at most, for the KV cache where nobody says how much.
+_HOST_MEMORY_FRACTION, _DEVICE_MEMORY_FRACTION = 0.25, 0.9
+
+
+def count_kv_blocks(
+    decoder: DecoderSpec,
+    options: EngineConfig,
+    max_length: int,
+    draft_spec: DecoderSpec | None = None,
+    num_processes: int = 1,
+) -> int:
+    """Return how many KV blocks the requested memory, or a fraction of what is free, holds.
+
+    ``draft_spec``: a draft model, whose keys and values take part of the same memory.  ``num_processes``: the
+    processes that share what is free, each with as many blocks.
+    """
+    kv_cache_dtype, device = get_kv_cache_dtype(options), resolve_device(options.device)
+    element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)
+    scale_bytes = 4 if kv_cache_dtype == "int8" else 0
+    layers = [*decoder.layers, *(() if draft_spec is None else draft_spec.layers)]
+    shapes = [(x.attention.num_kv_heads, x.attention.head_dim) for x in layers]
+    per_block = BLOCK_SIZE * sum(2 * heads * (dim * element_size + scale_bytes) for heads, dim in shapes)
+    blocks_per_seq = -(-max_length // BLOCK_SIZE) * (1 if decoder.encoder is None else 2)
+    if options.kv_cache_bytes is not None:
+        blocks = options.kv_cache_bytes // per_block
+        if blocks < 1:
+            raise ValueError(f"kv_cache_bytes of {options.kv_cache_bytes} bytes does not hold a block ({per_block})")
+        return blocks
+    if device.type == "cpu":
+        usable = _HOST_MEMORY_FRACTION * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    else:
+        free = torch.accelerator.get_memory_info(device)[0]
+        # A step gathers one layer's keys and values, padded to twice their size at most.
+        compute_size = get_compute_dtype(options).itemsize
+        per_block += BLOCK_SIZE * max(2 * 2 * heads * dim * compute_size for heads, dim in shapes)
+        if draft_spec is not None:  # whose weights come after the cache
+            linears = [x for x, _ in all_linears(draft_spec, "bf16")]
+            free -= compute_size * (draft_spec.embed.numel() + sum(x.out_features * x.in_features for x in linears))
+        usable = _DEVICE_MEMORY_FRACTION * free
+    free_blocks = int(usable) // max(num_processes * per_block, 1)  # a rank with experts alone has none
+    return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))

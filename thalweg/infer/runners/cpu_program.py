@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraWeights
 from thalweg.infer.models import spec as specs
@@ -26,28 +27,26 @@ from thalweg.storage_io.evictable_memory import EvictableMemory
 
 # A layer's keys and values, and the bytes from one stripe of blocks to the next.
 KVRegion = tuple[Tensor, Tensor, int]
-OPERAND_KINDS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}  # what the rows become
 
 
 def cpu_unsupported_reason(
     spec: DecoderSpec | EncoderSpec | None, config: EngineConfig, kv_cache_dtype: str
 ) -> str | None:
     """Return why the CPU kernels cannot run a described model as the config asks, or None."""
-    if torch.device(config.device).type != "cpu":
+    if resolve_device(config.device).type != "cpu":
         return f"the CPU kernels do not run on {config.device}"
     weight_format = get_weight_format(config)
     if weight_format == "fp16":
         return "the CPU kernels have no fp16"
     if spec is None:
         return UNDESCRIBED
-    return kernels_unsupported_reason(spec, weight_format, kv_cache_dtype)
+    return kernels_unsupported_reason(spec, kv_cache_dtype)
 
 
-def kernels_unsupported_reason(spec: DecoderSpec | EncoderSpec, weight_format: str, kv_cache_dtype: str) -> str | None:
+def kernels_unsupported_reason(spec: DecoderSpec | EncoderSpec, kv_cache_dtype: str) -> str | None:
     """Return why this processor or this model does not suit the kernels, or None."""
-    for name in {weight_format, "int8"} if kv_cache_dtype == "int8" else {weight_format}:
-        if reason := cpu_kernels.unsupported_reason(name):
-            return reason
+    if reason := cpu_kernels.unsupported_reason():
+        return reason
     if kv_cache_dtype not in cpu_kernels.KV_DTYPE_BYTES:
         return f"a cache in {kv_cache_dtype}"
     encoder = spec.encoder if isinstance(spec, DecoderSpec) else None
@@ -126,9 +125,10 @@ class ProgramBuilder:
 
         def make() -> cpu_kernels.ActivationBuffer:
             y = cpu_kernels.allocate_rows(self.max_tokens, width)
-            return cpu_kernels.ActivationBuffer(self.max_tokens, width, OPERAND_KINDS[weight_format], y)
+            return cpu_kernels.ActivationBuffer(self.max_tokens, width, kind, y)
 
-        return self._make_once("operand", width, OPERAND_KINDS[weight_format], label, make=make)
+        kind = self.kernels.isa.operand_kind(weight_format)
+        return self._make_once("operand", width, kind, label, make=make)
 
     def buffer(self, label: str, columns: int) -> Tensor:
         """Return the fp32 buffer of that name, its columns padded to whole panels."""
@@ -331,7 +331,7 @@ class ProgramBuilder:
         return cpu_kernels.AttentionShape(
             num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, scale=a.scale,
             kv_dtype=self.kv_cache_dtype,
-            bf16_pairs=not cpu_kernels.unsupported_reason("bf16"),
+            bf16_pairs=self.kernels.isa.bf16_dot,
             rotary_dim=2 * num_pairs, rotary_interleaved=a.rope is not None and a.rope.interleaved,
             qk_norm=a.q_norm is not None, sliding_window=a.sliding_window, softcap=a.softcap,
             alibi=a.alibi_slopes is not None,

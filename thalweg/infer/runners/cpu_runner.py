@@ -51,14 +51,15 @@ class CpuRunner(ModelRunner):
         return reason or length_unsupported_reason(spec, config)
 
     def __init__(self, request: RunnerRequest) -> None:
-        decoder, weight_format, kv_cache_dtype = request.spec, request.weight_format, request.kv_cache_dtype
+        decoder, weight_format = request.spec, request.weight_format
         assert isinstance(decoder, DecoderSpec), "supports() asks for a description"
-        if reason := cpu_program.kernels_unsupported_reason(decoder, weight_format, kv_cache_dtype):
+        if reason := cpu_program.kernels_unsupported_reason(decoder, request.kv_cache_dtype):
             raise UnsupportedModelError(reason)
         weights = request.weights
         self._weights = weights or InMemoryWeights(decoder, weight_format)
         self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
         self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
+        assert isinstance(request.num_blocks, int), "on a processor they are counted first"
         self.num_blocks, self.num_slots, self.comm = request.num_blocks, request.num_slots, request.comm
         shape = (self.num_slots, -(-request.max_model_len // self.block_size))
         # What the kernels read, by slot: rows of a step's ``block_tables`` are copied here.

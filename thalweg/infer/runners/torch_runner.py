@@ -1,27 +1,46 @@
 """A runner out of plain torch operators: the reference, mixtures of experts, and devices other than CPUs.
 
-Keys and values of a layer lie in a tensor (position in the cache, kv head, dim); position p of a sequence is
-at ``16 * table[p // 16] + p % 16``.  Each span gathers its context and attends by SDPA.
+The picture of a step, for N tokens in spans of sequences:
+
+    host     one array of integers: tokens, positions, slots, block tables -> one copy to the device, not waited for
+    linear   all N tokens together
+    cache    all N keys and values are written by one index_copy_ to their slots
+    attend   spans of like sizes are a padded batch: (B, T) queries gather (B, S) keys, one SDPA for all of them
+
+Keys and values of a layer lie in a tensor (position in the cache, kv head, dim); position p of a sequence is at
+``16 * table[p // 16] + p % 16``.  Sizes are alike where their next powers of two are, so that padding at most doubles
+the work, and most steps have one group.  A padding repeats its span's last query or key: nothing is read that the
+span's own sequence has not written, whatever lies in the other blocks.  Nothing in a step waits for the device; the
+sampler's one copy of the tokens to the host does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.device import arrays_to_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
 from thalweg.infer.precision import get_compute_dtype
 from thalweg.infer.quantization.modules import linear_packer, quantize_experts
 from thalweg.infer.runners import base
-from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
+from thalweg.infer.runners.base import (
+    EncoderInput,
+    EncoderRunner,
+    ModelInput,
+    ModelRunner,
+    QuerySpan,
+    RunnerRequest,
+)
 
 _STORAGE_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
@@ -36,44 +55,179 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Tokens of a step up to which a device computes all experts for all of them.
+_MAX_DENSE_ROWS = 64
+# Contexts up to this length are attended together: what padding costs there is less than another launch.
+_MIN_KEY_BUCKET = 256
+
+
+@dataclass
+class _AttentionGroup:
+    """Spans of like sizes, padded to B spans of T queries and S keys."""
+
+    shape: tuple[int, int, int]
+    # (B * T,) the step's rows that ask; None: all of them, in order.
+    rows: Tensor | None
+    # (B * S,) where the keys and values are; None: in all rows of the keys, in order.
+    keys: Tensor | None
+    # (B, T)
+    query_positions: Tensor
+    # (B,) keys of each span.
+    lengths: Tensor
+    # Whether all spans have S keys.
+    is_full: bool
+    # Whether all spans are whole sequences: query t sees keys 0 to t, paddings see what they like.
+    is_prefill: bool
+    # What is added to scores, or which may be seen, by kind: layers share it.
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _AttentionMetadata:
+    """All spans of a step, in groups; ``places`` (N,) is where each token's result lies in all groups' results, one
+    group after the other, or None where these are the step's rows."""
+
+    groups: list[_AttentionGroup]
+    places: Tensor | None
+
+
+@dataclass
+class _GroupLayout:
+    """The host's side of :class:`_AttentionGroup`."""
+
+    num_keys: int
+    lengths: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    tables: np.ndarray
+
+
+def _lay_out_groups(
+    starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], tables: Sequence[np.ndarray]
+) -> tuple[list[_GroupLayout], np.ndarray]:
+    """Put spans together whose numbers of queries and of keys lie between the same powers of two.
+
+    Span i has ``counts[i]`` queries, the first at position ``starts[i]``, and ``lengths[i]`` keys.  Returns the groups
+    and each token's place in their results.
+    """
+    members: dict[Any, list[int]] = {}
+    for number, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=True)):
+        size = (count - 1).bit_length(), max(length, _MIN_KEY_BUCKET).bit_length()
+        members.setdefault((start == 0 and count == length, *size), []).append(number)
+    offsets, layouts = np.concatenate([[0], np.cumsum(counts)]), []
+    places, base_place = np.empty(int(offsets[-1]), np.int64), 0
+    for spans in members.values():
+        own_counts = np.array([counts[x] for x in spans])
+        most = int(own_counts.max())
+        # A span's queries, then its last one again and again.
+        steps = np.minimum(np.arange(most), own_counts[:, None] - 1)
+        first = np.array([starts[x] for x in spans])[:, None]
+        own_lengths = np.array([lengths[x] for x in spans])
+        num_blocks = max(len(tables[x]) for x in spans)
+        padded = np.zeros((len(spans), num_blocks), np.int64)
+        for row, x in enumerate(spans):
+            padded[row, : len(tables[x])] = tables[x]
+            places[offsets[x] : offsets[x + 1]] = base_place + row * most + np.arange(counts[x])
+        rows = offsets[spans][:, None] + steps
+        layouts.append(_GroupLayout(int(own_lengths.max()), own_lengths, rows, first + steps, padded))
+        base_place += len(spans) * most
+    return layouts, places
+
+
+def _is_range(values: np.ndarray, count: int) -> bool:
+    """Whether these are 0 to ``count`` - 1, in order."""
+    return values.size == count and bool((values.ravel() == np.arange(count)).all())
+
+
+def _arrays_of(layouts: Sequence[_GroupLayout]) -> list[np.ndarray]:
+    """Return what a step's groups need on the device, four arrays each."""
+    return [array for x in layouts for array in (x.lengths, x.rows, x.positions, x.tables)]
+
+
+def _rows_by_adapter(lora_ids: np.ndarray) -> dict[int, np.ndarray]:
+    """Return which rows have each adapter that is among them; -1 stands for none."""
+    return {number: np.flatnonzero(lora_ids == number) for number in np.unique(lora_ids).tolist() if number >= 0}
+
+
 class TorchLayers:
     """Computes parts of layers as a request asks; on a processor the linear layers are packed.
 
     With a ``dtype`` it is the reference: weights and cache stay as they are, and all is computed in that.  Without
     ``cache_weights``, and with ``weight_offload``, nothing of a linear layer outlives its product: the weights stay
-    where the model has them (a mapped file, the host's memory) and are read again each time.  ``row_lora_ids``: which
-    adapter each row of the current step has, -1 for none.
+    where the model has them (a mapped file, the host's memory) and are read again each time.  ``lora_rows``: the
+    current step's rows of each adapter that has some.
     """
 
     name: ClassVar[str] = "torch"
 
     def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
-        self._lora, self.row_lora_ids = request.lora, torch.empty(0, dtype=torch.int64)
-        self.dtype = dtype or get_compute_dtype(request.weight_format, request.on_cpu)
-        self.device, self.max_length = torch.device(request.config.device), request.max_model_len
+        self._lora, self.lora_rows = request.lora, dict[int, Tensor]()
+        self.dtype, self.device = dtype or get_compute_dtype(request.config), request.device
+        self.max_length = request.max_model_len
         self._cache_weights = cache_weights and request.config.weight_offload is None
-        self._packs = dtype is None and request.on_cpu and request.config.weight_offload is None
-        self._make_linear = linear_packer(request.weight_format) if self._packs else self._plain_linear
+        self._weight_ring: Any = None
+        # Layers of experts for the ring, by mixture and number.
+        self._expert_layers: dict[tuple[int, int], tuple[LinearSpec, LinearSpec]] = {}
+        if dtype is None and request.config.weight_offload is not None and not request.on_cpu:
+            from thalweg.infer.offload.weight_ring import DeviceWeightRing
+
+            self._weight_ring = DeviceWeightRing(self.device, self.dtype, request.config.weight_offload == "cpu")
+        has_packed = request.on_cpu or request.config.quantization is not None
+        self._packs = dtype is None and has_packed and request.config.weight_offload is None
+        packer = linear_packer(request.weight_format, self.device, self.dtype) if self._packs else None
+        self._make_linear: Callable[[LinearSpec], Callable[[Tensor], Tensor]] = packer or self._plain_linear
         self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
         self._device_tensors: dict[int, Tensor] = {}
+        self._shared_tensors: dict[Any, Tensor] = {}
         self._relative_biases: dict[int, Tensor] = {}
+        # Cosines and sines of the current step's positions, by table.
+        self._rotations: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Return integers on our device, all in one copy."""
+        if self.device.type == "cpu":
+            return [torch.from_numpy(x) for x in arrays]
+        return arrays_to_device(arrays, self.device)
 
     def _plain_linear(self, layer: LinearSpec) -> Callable[[Tensor], Tensor]:
-        weight = layer.weight.to(self.device, self.dtype)
         bias = None if layer.bias is None else layer.bias.to(self.device, self.dtype)
+        if self.device.type != "cpu" and not layer.is_stored and (parts := self._parts_here(layer)):
+            # The model's own tensors are on the device: they are multiplied one by one, and not stacked a second time.
+            order = None if layer.output_permutation is None else layer.output_permutation.to(self.device)
+
+            def linear(x: Tensor) -> Tensor:
+                y = torch.cat([F.linear(x, part) for part in parts], -1)
+                y = (y if order is None else y.index_select(-1, order)) * layer.output_scale
+                return y if bias is None else y + bias
+
+            return linear
+        if layer.is_stored and self._cache_weights:  # two layers may have it
+            weight = self._on_device(layer.weight)
+        else:
+            weight = layer.weight.to(self.device, self.dtype)
         return lambda x: F.linear(x, weight, bias)
+
+    def _parts_here(self, layer: LinearSpec) -> list[Tensor]:
+        """Return the weights (outputs, inputs) of a layer's modules if all are on our device in our dtype."""
+        weights: list[Tensor] = [module.weight.detach() for module in layer.modules]  # type: ignore[misc]
+        if any(type(w) is not Tensor or w.device != self.device or w.dtype != self.dtype for w in weights):
+            return []
+        pairs = zip(layer.modules, weights, strict=True)
+        return [weight.t() if type(module).__name__ == "Conv1D" else weight for module, weight in pairs]
 
     def _linear(self, layer: LinearSpec, x: Tensor) -> Tensor:
         y = self._base_linear(layer, x)
-        lora_weights = None if self._lora is None else self._lora.weights_for(layer)
+        lora_weights = self._lora.weights_for(layer) if self._lora is not None and self.lora_rows else None
         for number, pair in enumerate(lora_weights or ()):
-            rows = torch.where(self.row_lora_ids == number)[0]
-            if pair is not None and len(rows):
+            rows = self.lora_rows.get(number)
+            if pair is not None and rows is not None:
                 down, up = (self._on_device(half) for half in pair)
-                y[rows] += (x[rows] @ down.t() @ up).to(y.dtype)
+                y.index_add_(0, rows, (x.index_select(0, rows) @ down.t() @ up).to(y.dtype))
         return y
 
     def _base_linear(self, layer: LinearSpec, x: Tensor) -> Tensor:
+        if self._weight_ring is not None:
+            return F.linear(x, *self._weight_ring.get(layer))
         if not self._cache_weights:
             return self._make_linear(layer)(x)
         if id(layer) not in self._linears:
@@ -84,11 +238,20 @@ class TorchLayers:
         """Return one of the model's tensors on our device, made once; the description keeps the key alive."""
         moved = self._device_tensors.get(id(tensor))
         if moved is None:
-            moved = self._device_tensors[id(tensor)] = tensor.to(self.device, dtype or self.dtype)
+            # The head's weight and the embedding's may be two tensors with the same memory.
+            memory = tensor.data_ptr(), tensor.shape, tensor.stride(), dtype or self.dtype
+            moved = self._shared_tensors.get(memory)
+            if moved is None:
+                moved = self._shared_tensors[memory] = tensor.to(self.device, dtype or self.dtype)
+            self._device_tensors[id(tensor)] = moved
         return moved
 
     def _apply_rope(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = (self._on_device(t, torch.float32)[positions][:, None].to(x.dtype) for t in (r.cos, r.sin))
+        if id(r) not in self._rotations:
+            tables = (self._on_device(t, torch.float32) for t in (r.cos, r.sin))
+            cos, sin = (t.index_select(0, positions)[:, None].to(x.dtype) for t in tables)
+            self._rotations[id(r)] = cos, sin
+        cos, sin = self._rotations[id(r)]
         pairs = cos.shape[-1]
         rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
         if r.interleaved:
@@ -99,44 +262,118 @@ class TorchLayers:
             rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
         return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
-    def _attend(self, a: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, causal: bool = True) -> Tensor:
-        """Attend q (T, heads, dim) at positions start.. to k, v (S, kv heads, dim); ``causal``: up to each
-        one's own."""
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        count, length = q.shape[1], k.shape[1]
-        query_pos = torch.arange(start, start + count, device=self.device)[:, None]
-        key_pos = torch.arange(length, device=self.device)[None]
-        mask = key_pos <= query_pos if causal else torch.ones(count, length, dtype=torch.bool, device=self.device)
-        if a.sliding_window:
-            mask &= key_pos > query_pos - a.sliding_window
-        bias = self._position_bias(a, query_pos, key_pos)
-        if not a.softcap and bias is None:
-            needs_no_mask = not causal or (count == 1 and (not a.sliding_window or length <= a.sliding_window))
-            attn_mask, enable_gqa = None if needs_no_mask else mask, a.num_heads != a.num_kv_heads
-            y = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], attn_mask=attn_mask, scale=a.scale, enable_gqa=enable_gqa
+    def _attention_metadata(
+        self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Sequence[Tensor], block_size: int
+    ) -> _AttentionMetadata:
+        """Return groups on our device.  ``on_device``: what :func:`_arrays_of` lists.  ``block_size``: of the tables,
+        0 where the keys lie in the rows of the queries."""
+        groups, num_rows = [], len(places)
+        for number, layout in enumerate(layouts):
+            lengths, rows, positions, tables = on_device[4 * number : 4 * number + 4]
+            num_spans, num_queries = rows.shape
+            keys = None
+            in_order = _is_range(layout.rows, num_rows)
+            if block_size:
+                key_positions = torch.arange(layout.num_keys, device=self.device)
+                key_positions = torch.minimum(key_positions, lengths[:, None] - 1)
+                keys = tables.gather(1, key_positions // block_size) * block_size + key_positions % block_size
+            elif not in_order:
+                keys = rows
+            groups.append(
+                _AttentionGroup(
+                    (num_spans, num_queries, layout.num_keys),
+                    None if in_order else rows.flatten(),
+                    None if keys is None else keys.flatten(),
+                    positions,
+                    lengths,
+                    is_full=bool((layout.lengths == layout.num_keys).all()),
+                    is_prefill=num_queries == layout.num_keys and not bool(layout.positions[:, 0].any()),
+                )
             )
-            return y[0].transpose(0, 1)
-        k, v = (t.repeat_interleave(a.num_heads // a.num_kv_heads, 0) for t in (k, v))
-        scores = (q @ k.transpose(1, 2)) * a.scale
-        if a.softcap:
-            scores = a.softcap * torch.tanh(scores / a.softcap)
-        if bias is not None:
-            scores = scores + bias
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
-        return (weights @ v).transpose(0, 1)
+        is_in_order = _is_range(places, num_rows) and sum(x.rows.size for x in layouts) == num_rows
+        return _AttentionMetadata(groups, None if is_in_order else on_device[4 * len(layouts)])
 
-    def _position_bias(self, a: AttentionSpec, query_pos: Tensor, key_pos: Tensor) -> Tensor | None:
-        """Return what is added to the scores (heads, T, S)."""
+    def _attend(
+        self,
+        a: AttentionSpec,
+        q: Tensor,
+        fetch: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+        metadata: _AttentionMetadata,
+        *,
+        causal: bool = True,
+    ) -> Tensor:
+        """Attend q (N, heads, dim) to keys and values (places, kv heads, dim), which ``fetch`` gives of their places.
+
+        ``causal``: each query sees the positions up to its own.
+        """
+        results = []
+        for group in metadata.groups:
+            num_spans, num_queries, num_keys = group.shape
+            own = q if group.rows is None else q.index_select(0, group.rows)
+            k, v = (t.view(num_spans, num_keys, *t.shape[1:]) for t in fetch(group.keys))
+            own = own.view(num_spans, num_queries, *q.shape[1:])
+            results.append(self._attend_group(a, own, k, v, group, causal).flatten(0, 1))
+        y = results[0] if len(results) == 1 else torch.cat(results)
+        return y if metadata.places is None else y.index_select(0, metadata.places)
+
+    def _attend_group(
+        self, a: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, group: _AttentionGroup, causal: bool
+    ) -> Tensor:
+        """Attend q (B, T, heads, dim) to k, v (B, S, kv heads, dim)."""
+        (num_spans, num_queries, num_keys), heads_per_group = group.shape, a.num_heads // a.num_kv_heads
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        sees_all = not a.sliding_window or num_keys <= a.sliding_window
+        has_bias = a.alibi_slopes is not None or a.relative_bias is not None
+        if causal and group.is_prefill and num_queries > 1 and sees_all and not has_bias and not a.softcap:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=a.scale, enable_gqa=heads_per_group > 1)
+            return y.transpose(1, 2)
+        # Kernels that take a mask know no groups of heads: queries that share keys become queries of one head.
+        q = q.reshape(num_spans, a.num_kv_heads, heads_per_group * num_queries, a.head_dim)
+        needs_mask = not group.is_full or (causal and num_queries > 1) or not sees_all or has_bias
+        mask = self._mask(a, group, causal) if needs_mask else None
+        if a.softcap:
+            scores = a.softcap * torch.tanh((q @ k.transpose(2, 3)) * a.scale / a.softcap)
+            if mask is not None:
+                scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+            y = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale)
+        return y.unflatten(2, (heads_per_group, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def _mask(self, a: AttentionSpec, group: _AttentionGroup, causal: bool) -> Tensor:
+        """Return which keys are seen, bool (B, 1, heads of a group * T, S), or what is added to scores, the same with
+        kv heads; made once a step for all layers of a kind."""
+        kind = causal, a.sliding_window, id(a.alibi_slopes), id(a.relative_bias), a.num_heads, a.num_kv_heads
+        if kind in group.masks:
+            return group.masks[kind]
+        _, num_queries, num_keys = group.shape
+        key_positions = torch.arange(num_keys, device=self.device)
+        query_positions = group.query_positions[:, :, None]
+        if causal:
+            seen = key_positions <= query_positions
+        else:
+            seen = (key_positions < group.lengths[:, None, None]).expand(-1, num_queries, -1)
+        if a.sliding_window:
+            seen = seen & (key_positions > query_positions - a.sliding_window)
+        bias, heads_per_group = self._position_bias(a, key_positions - query_positions), a.num_heads // a.num_kv_heads
+        if bias is None:
+            mask = seen[:, None, None].expand(-1, 1, heads_per_group, -1, -1)
+        else:
+            mask = bias.masked_fill(~seen[:, None], -torch.inf).unflatten(1, (a.num_kv_heads, heads_per_group))
+        group.masks[kind] = mask = mask.flatten(2, 3)
+        return mask
+
+    def _position_bias(self, a: AttentionSpec, distances: Tensor) -> Tensor | None:
+        """Return what is added to the scores (B, heads, T, S) of keys at these distances from queries (B, T, S)."""
         if a.alibi_slopes is not None:
-            return self._on_device(a.alibi_slopes)[:, None, None] * (key_pos - query_pos)
+            return self._on_device(a.alibi_slopes)[:, None, None] * distances[:, None]
         if a.relative_bias is None:
             return None
         table = self._relative_biases.get(id(a.relative_bias))
         if table is None:
             table = a.relative_bias.build_table(self.max_length).to(self.device, self.dtype)
             self._relative_biases[id(a.relative_bias)] = table
-        return table[:, self.max_length + key_pos - query_pos]
+        return table[:, self.max_length + distances].transpose(0, 1)
 
     def _mlp(self, m: specs.MLPSpec | MoESpec, x: Tensor) -> Tensor:
         if isinstance(m, MoESpec):
@@ -154,15 +391,19 @@ class TorchLayers:
             weight = weight / weight.sum(-1, keepdim=True)
         weight = weight.to(x.dtype)
         out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            number = expert - m.first_expert
-            if not 0 <= number < m.num_experts:
-                continue  # another rank's
-            token, choice = torch.where(chosen == expert)
-            up, down = self._expert_linears(m, number)
-            gate, value = up(x[token]).chunk(2, dim=-1)
-            y = down(_ACTIVATIONS[m.activation](gate) * value)
-            out.index_add_(0, token, y * weight[token, choice, None])
+        if self.device.type != "cpu" and len(x) <= _MAX_DENSE_ROWS:
+            # A batch's tokens go to most experts anyway, and which would have to be asked the device: all compute all.
+            for number in range(m.num_experts):
+                own = torch.where(chosen == m.first_expert + number, weight, 0).sum(1, keepdim=True)
+                y = self._expert(m, number, x)
+                out += torch.where(own != 0, y * own, 0)
+        else:
+            for expert in chosen.unique().tolist():
+                number = expert - m.first_expert
+                if not 0 <= number < m.num_experts:
+                    continue  # another rank's
+                token, choice = torch.where(chosen == expert)
+                out.index_add_(0, token, self._expert(m, number, x[token]) * weight[token, choice, None])
         if m.shared_expert is not None:
             y = self._mlp(m.shared_expert, x)
             if m.shared_expert_gate is not None:
@@ -170,13 +411,21 @@ class TorchLayers:
             out = out + y
         return out
 
-    def _expert_linears(self, m: MoESpec, number: int) -> Sequence[Callable[[Tensor], Tensor]]:
-        """Return an expert's two products."""
+    def _expert(self, m: MoESpec, number: int, x: Tensor) -> Tensor:
+        """Return an expert's result."""
         if m.packed_experts is not None:
-            return m.packed_experts[number]
-        if not self._cache_weights:
-            return [partial(F.linear, weight=t[number].to(self.device, self.dtype)) for t in (m.up, m.down)]
-        return [partial(F.linear, weight=self._on_device(t)[number]) for t in (m.up, m.down)]
+            up, down = m.packed_experts[number]
+        elif self._weight_ring is not None:
+            layers = self._expert_layers.get((id(m), number))
+            if layers is None:
+                layers = self._expert_layers[id(m), number] = LinearSpec(m.up[number]), LinearSpec(m.down[number])
+            up, down = (partial(self._base_linear, layer) for layer in layers)
+        elif self._cache_weights:
+            up, down = (partial(F.linear, weight=self._on_device(t)[number]) for t in (m.up, m.down))
+        else:
+            up, down = (partial(F.linear, weight=t[number].to(self.device, self.dtype)) for t in (m.up, m.down))
+        gate, value = up(x).chunk(2, dim=-1)
+        return down(_ACTIVATIONS[m.activation](gate) * value)
 
     def _norm(self, n: NormSpec | None, x: Tensor) -> Tensor:
         if n is None:
@@ -207,19 +456,31 @@ class TorchLayers:
         """Return the stack's input."""
         x = F.embedding(tokens, self._on_device(d.embed))
         if d.embed_scale != 1.0:
-            x = x * torch.tensor(d.embed_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(d.embed_scale, dtype=x.dtype).item()  # rounded as the model rounds it
         if d.position_embeddings is not None:
             x = x + self._on_device(d.position_embeddings)[positions]
         return self._norm(d.embed_norm, x)
 
-    def encode_sequence(self, e: EncoderSpec, tokens: Sequence[int]) -> Tensor:
-        """Return an encoder's last states (tokens, width) of one sequence."""
-        positions = torch.arange(len(tokens), device=self.device)
-        ids = torch.tensor(list(tokens), device=self.device)
-        x = self._embed(e, ids, e.position_ids(ids))
+    def encode(self, e: EncoderSpec, prompts: Sequence[Sequence[int]], lora_ids: Sequence[int] = ()) -> Tensor:
+        """Return an encoder's last states (tokens, width), prompt after prompt."""
+        counts = [len(prompt) for prompt in prompts]
+        tokens = np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts])
+        position_ids = [e.position_ids(torch.from_numpy(t)).numpy() for t in np.split(tokens, np.cumsum(counts)[:-1])]
+        layouts, places = _lay_out_groups([0] * len(counts), counts, counts, [np.empty(0, np.int64)] * len(counts))
+        arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts), places]
+        lora_rows = _rows_by_adapter(np.repeat(lora_ids, counts)) if lora_ids else {}
+        ids, positions, *on_device = self._to_device([*arrays, *lora_rows.values()])
+        self.lora_rows = dict(zip(lora_rows, on_device[4 * len(layouts) + 1 :], strict=True))
+        metadata = self._attention_metadata(layouts, places, on_device, 0)
+        self._rotations = {}
+        x = self._embed(e, ids, positions)
         for layer in e.layers:
             q, k, v = self._project_qkv(layer.attention, self._norm(layer.attn_norm, x), positions)
-            attended = self._attend(layer.attention, q, k, v, 0, causal=False).flatten(1)
+
+            def fetch(at: Tensor | None, k: Tensor = k, v: Tensor = v) -> tuple[Tensor, Tensor]:
+                return (k, v) if at is None else (k.index_select(0, at), v.index_select(0, at))
+
+            attended = self._attend(layer.attention, q, fetch, metadata, causal=False).flatten(1)
             attended = self._linear(layer.attention.out, attended)
             x = self._add_branch(x, attended, layer.post_attn_norm, layer.attn_residual_norm)
             inner = self._mlp(layer.mlp, self._norm(layer.mlp_norm, x))
@@ -228,8 +489,11 @@ class TorchLayers:
 
     def close(self) -> None:
         """Drop the weights."""
+        if self._weight_ring is not None:
+            self._weight_ring.close()
         self._linears.clear()
         self._device_tensors.clear()
+        self._shared_tensors.clear()
         self._relative_biases.clear()
 
 
@@ -242,35 +506,56 @@ class KVCacheTensor:
     def __init__(self, *shape: int, dtype: torch.dtype, kv_cache_dtype: str, device: torch.device) -> None:
         """``shape``: positions, heads, dim."""
         self._dtype, self._kv_cache_dtype = dtype, kv_cache_dtype
-        self._rows = torch.zeros(*shape, dtype=_STORAGE_DTYPES.get(kv_cache_dtype, dtype), device=device)
-        self._scales = torch.zeros(shape[0] if kv_cache_dtype == "int8" else 0, shape[1], 1, device=device)
+        # On a device memory is taken at once, on the host as rows are written: nobody reads what nobody wrote.
+        allocate = torch.zeros if device.type == "cpu" else torch.empty
+        self._rows = allocate(*shape, dtype=_STORAGE_DTYPES.get(kv_cache_dtype, dtype), device=device)
+        self._scales = allocate(shape[0] if kv_cache_dtype == "int8" else 0, shape[1], 1, device=device)
 
     def write(self, indices: Tensor, rows: Tensor) -> None:
         """Store rows (T, heads, dim) at positions (T,)."""
         if self._kv_cache_dtype == "int8":
             scale = rows.float().abs().amax(-1, keepdim=True).div_(127).clamp_(min=1e-30)
-            self._scales[indices] = scale
-            self._rows[indices] = (rows.float() / scale).round_().to(torch.int8)
+            self._scales.index_copy_(0, indices, scale)
+            rows = (rows.float() / scale).round_().to(torch.int8)
         elif self._kv_cache_dtype == "fp8":
+            rows = rows.float().clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
             # Not every device indexes 8-bit floats: the bytes are moved.
-            as_fp8 = rows.float().clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-            self._rows.view(torch.uint8)[indices] = as_fp8.view(torch.uint8)
-        else:
-            self._rows[indices] = rows.to(self._rows.dtype)
+            self._rows.view(torch.uint8).index_copy_(0, indices, rows.view(torch.uint8))
+            return
+        self._rows.index_copy_(0, indices, rows.to(self._rows.dtype))
 
     def gather(self, indices: Tensor) -> Tensor:
         """Return the rows (T, heads, dim) at positions (T,)."""
         if self._kv_cache_dtype == "int8":
-            return (self._rows[indices].float() * self._scales[indices]).to(self._dtype)
+            rows, scales = self._rows.index_select(0, indices), self._scales.index_select(0, indices)
+            return (rows.float() * scales).to(self._dtype)
         if self._kv_cache_dtype == "fp8":
-            return self._rows.view(torch.uint8)[indices].view(torch.float8_e4m3fn).to(self._dtype)
-        return self._rows[indices].to(self._dtype)
+            rows = self._rows.view(torch.uint8).index_select(0, indices)
+            return rows.view(torch.float8_e4m3fn).to(self._dtype)
+        return self._rows.index_select(0, indices).to(self._dtype)
+
+
+@dataclass
+class _Step:
+    """A step's integers on the device."""
+
+    tokens: Tensor
+    positions: Tensor
+    # Where each token's keys and values go.
+    slot_mapping: Tensor
+    metadata: _AttentionMetadata
+    # Of cross attention, where there is an encoder.
+    cross_metadata: _AttentionMetadata | None
+    # Rows whose logits are wanted; None: all, in order.
+    logit_indices: Tensor | None
+    # Of those rows, the ones of each adapter.
+    logit_lora_rows: dict[int, Tensor]
 
 
 class TorchRunner(TorchLayers, ModelRunner):
     """Runs a :class:`DecoderSpec`, or with a ``comm`` a shard of one."""
 
-    block_size = 16
+    block_size = base.BLOCK_SIZE
 
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
@@ -284,70 +569,128 @@ class TorchRunner(TorchLayers, ModelRunner):
     def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
         super().__init__(request, dtype, cache_weights)
         assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
-        self.decoder = quantize_experts(request.spec, request.weight_format) if self._packs else request.spec
-        self.comm, self.num_blocks, self.num_slots = request.comm, request.num_blocks, request.num_slots
-        kv_cache_dtype = request.kv_cache_dtype if dtype is None else "auto"
-        store: dict[str, Any] = {"dtype": self.dtype, "kv_cache_dtype": kv_cache_dtype, "device": self.device}
-        num_positions = self.num_blocks * self.block_size
+        self.decoder = request.spec
+        if self._packs:
+            self.decoder = quantize_experts(request.spec, request.weight_format, self.device, self.dtype)
+        self.comm, self.num_slots = request.comm, request.num_slots
+        self._kv_cache_dtype = request.kv_cache_dtype if dtype is None else "auto"
+        # As of the last step that changed them: a token in the middle of a block goes on in the last one.
+        self._block_tables = np.zeros((self.num_slots, -(-self.max_length // self.block_size)), np.int64)
+        if isinstance(request.num_blocks, int):
+            self._allocate_cache(request.num_blocks)
+        else:
+            self._warm_up(min(request.config.max_num_batched_tokens, self.max_length))
+            self._allocate_cache(request.num_blocks())
+
+    def _allocate_cache(self, num_blocks: int) -> None:
+        self._keys, self._values = [], []
+        self.num_blocks = num_blocks
+        store: dict[str, Any] = {
+            "dtype": self.dtype, "kv_cache_dtype": self._kv_cache_dtype, "device": self.device
+        }  # fmt: skip
+        num_positions = num_blocks * self.block_size
         shapes = [(num_positions, x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
         self._keys, self._values = ([KVCacheTensor(*shape, **store) for shape in shapes] for _ in range(2))
+
+    def _warm_up(self, num_tokens: int) -> None:
+        """Run a step of so many tokens: weights come to the device, and what activations take is known after it."""
+        blocks = list(range(-(-num_tokens // self.block_size)))
+        self._allocate_cache(2 * len(blocks))
+        rows = range(min(num_tokens, self.num_slots))
+        batch = ModelInput([0] * num_tokens, [QuerySpan(0, 0, num_tokens)], rows, [blocks])
+        if self.decoder.encoder is not None:
+            encoder_blocks = [len(blocks) + block for block in blocks]
+            self.run_encoder([EncoderInput(0, batch.tokens, encoder_blocks)])
+            batch.encoder_block_tables, batch.encoder_seq_lens = [encoder_blocks], [num_tokens]
+        self.run(batch)
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
         """Return fp32 logits (len(batch.logit_indices), vocab)."""
-        d, comm, x = self.decoder, self.comm, self._forward(batch)
+        d, comm, step = self.decoder, self.comm, self._prepare(batch)
+        x = self._forward(step)
         if comm is None or comm.is_last_stage:
-            logits = self._logits(x, batch)
+            logits = self._logits(x, batch, step)
         else:
             comm.send_activations(x)
-            logits = torch.empty(len(batch.logit_indices), d.vocab_size)
+            logits = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
         if comm is not None:
             logits = comm.return_result(logits)
         if d.logit_softcap:
             logits = d.logit_softcap * torch.tanh(logits / d.logit_softcap)
         return logits
 
-    def _logits(self, x: Tensor, batch: ModelInput) -> Tensor:
+    def _logits(self, x: Tensor, batch: ModelInput, step: _Step) -> Tensor:
         if len(batch.logit_indices) == 0:
-            return torch.empty(0, self.decoder.vocab_size)
-        indices = torch.tensor(list(batch.logit_indices), device=self.device)
-        self.row_lora_ids = self.row_lora_ids[indices]
-        logits = self._linear(self.decoder.lm_head, self._norm(self.decoder.final_norm, x[indices])).float()
+            return torch.empty(0, self.decoder.vocab_size, device=self.device)
+        if step.logit_indices is not None:
+            x, self.lora_rows = x.index_select(0, step.logit_indices), step.logit_lora_rows
+        logits = self._linear(self.decoder.lm_head, self._norm(self.decoder.final_norm, x)).float()
         return logits if self.comm is None else self.comm.gather_logits(logits)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
         """Return the final hidden states, fp32 (tokens, width)."""
-        states = self._norm(self.decoder.final_norm, self._forward(batch)).float()
+        states = self._norm(self.decoder.final_norm, self._forward(self._prepare(batch))).float()
         if self.comm is None:
             return states
         if not self.comm.is_last_stage:
             self.comm.send_activations(states)
         return self.comm.return_result(states)
 
-    def _forward(self, batch: ModelInput) -> Tensor:
+    def _prepare(self, batch: ModelInput) -> _Step:
+        """Lay out a step on the host and copy it to the device."""
+        slots, starts, counts = (list(x) for x in zip(*batch.spans, strict=True))
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        size, tables = self.block_size, []
+        for number, (slot, start, count) in enumerate(batch.spans):
+            table = self._block_tables[slot, : -(-lengths[number] // size)]
+            if count > 1 or start % size == 0:
+                table[:] = batch.block_tables[number][: len(table)]
+            tables.append(table)
+        if max(counts) == 1:
+            positions, table_of_token = np.array(starts, np.int64), range(len(starts))
+        else:
+            positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, lengths, strict=True)])
+            table_of_token = np.repeat(np.arange(len(starts)), counts)
+        blocks = self._block_tables[np.array(slots)[table_of_token], positions // size]
+        layouts, places = _lay_out_groups(starts, counts, lengths, tables)
+        arrays = [np.array(batch.tokens, np.int64), positions, blocks * size + positions % size]
+        arrays += [*_arrays_of(layouts), places]
+        indices = np.array(batch.logit_indices, np.int64)
+        lora_ids = np.repeat(batch.lora_ids, counts) if batch.lora_ids else np.empty(0, np.int64)
+        lora_rows = _rows_by_adapter(lora_ids)
+        logit_lora_rows = _rows_by_adapter(lora_ids[indices]) if lora_rows else {}
+        arrays += [indices, *lora_rows.values(), *logit_lora_rows.values()]
+        cross_layouts, cross_places = [], places
+        if batch.encoder_seq_lens:
+            encoder_tables = [np.array(table, np.int64) for table in batch.encoder_block_tables]
+            cross_layouts, cross_places = _lay_out_groups(starts, counts, batch.encoder_seq_lens, encoder_tables)
+            arrays += [*_arrays_of(cross_layouts), cross_places]
+        tokens, on_device_positions, slot_mapping, *rest = self._to_device(arrays)
+        metadata = self._attention_metadata(layouts, places, rest, size)
+        _, on_device_indices, *rest = rest[4 * len(layouts) :]
+        self.lora_rows = dict(zip(lora_rows, rest, strict=False))
+        rest = rest[len(lora_rows) :]
+        logit_rows = dict(zip(logit_lora_rows, rest, strict=False))
+        rest = rest[len(logit_lora_rows) :]
+        cross = self._attention_metadata(cross_layouts, cross_places, rest, size) if cross_layouts else None
+        self._rotations = {}
+        wanted = None if _is_range(indices, len(positions)) else on_device_indices
+        return _Step(tokens, on_device_positions, slot_mapping, metadata, cross, wanted, logit_rows)
+
+    def _forward(self, step: _Step) -> Tensor:
         d = self.decoder
-        tokens = torch.tensor(batch.tokens, device=self.device)
-        positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in batch.spans]).to(self.device)
-        if batch.lora_ids:
-            lora_ids = [x for x, s in zip(batch.lora_ids, batch.spans, strict=True) for _ in range(s.num_tokens)]
-            self.row_lora_ids = torch.tensor(lora_ids, device=self.device)
-        else:
-            self.row_lora_ids = torch.full((len(tokens),), -1, device=self.device)
         if self.comm is None or self.comm.is_first_stage:
-            x = self._embed(d, tokens, positions)
+            x = self._embed(d, step.tokens, step.positions)
         else:
-            x = self.comm.receive_activations(len(tokens)).to(self.device, self.dtype)
-        cache_indices = [
-            self._cache_indices(blocks, span.start + span.num_tokens)
-            for span, blocks in zip(batch.spans, batch.block_tables, strict=True)
-        ]
+            x = self.comm.receive_activations(len(step.tokens), self.device).to(self.dtype)
         for index, layer in enumerate(d.layers):
             normed, residual = self._norm(layer.attn_norm, x), x
-            attended = self._attention(layer.attention, index, normed, positions, cache_indices, batch)
+            attended = self._attention(layer.attention, index, normed, step)
             x = self._add_branch(x, self._all_reduce(attended), layer.post_attn_norm, layer.attn_residual_norm)
             if layer.cross_attention is not None:
-                x = self._cross_attention(layer.cross_attention, layer.attention, index, x, batch)
+                x = self._cross_attention(layer.cross_attention, layer.attention, index, x, step)
             inner = self._mlp(layer.mlp, self._norm(layer.mlp_norm, residual if layer.parallel_residual else x))
             x = self._add_branch(x, self._all_reduce(inner), layer.post_mlp_norm, layer.mlp_residual_norm)
         return x
@@ -359,54 +702,41 @@ class TorchRunner(TorchLayers, ModelRunner):
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
         """Compute encoder prompts and store the keys and values of cross attention."""
-        d = self.decoder
+        d, size = self.decoder, self.block_size
         assert d.encoder is not None, "only a model with an encoder has encoder prompts"
-        for encoder_input in inputs:
-            self.row_lora_ids = torch.full((len(encoder_input.tokens),), encoder_input.lora_id, device=self.device)
-            states = self.encode_sequence(d.encoder, encoder_input.tokens)
-            cache_indices = self._cache_indices(encoder_input.blocks, len(encoder_input.tokens))
-            for index, layer in enumerate(d.layers):
-                if layer.cross_attention is not None:
-                    a = layer.attention
-                    kv = self._linear(layer.cross_attention.kv, states).view(len(states), 2, a.num_kv_heads, a.head_dim)
-                    self._keys[index].write(cache_indices, kv[:, 0])
-                    self._values[index].write(cache_indices, kv[:, 1])
+        states = self.encode(d.encoder, [x.tokens for x in inputs], [x.lora_id for x in inputs])
+        slots = [
+            (np.array(x.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()[: len(x.tokens)] for x in inputs
+        ]
+        (slot_mapping,) = self._to_device([np.concatenate(slots)])
+        for index, layer in enumerate(d.layers):
+            if layer.cross_attention is not None:
+                a = layer.attention
+                kv = self._linear(layer.cross_attention.kv, states).view(len(states), 2, a.num_kv_heads, a.head_dim)
+                self._keys[index].write(slot_mapping, kv[:, 0])
+                self._values[index].write(slot_mapping, kv[:, 1])
+
+    def _fetch(self, index: int, at: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values at places in the cache."""
+        assert at is not None, "a cache is never in the order of the queries"
+        return self._keys[index].gather(at), self._values[index].gather(at)
 
     def _cross_attention(
-        self, cross: specs.CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, batch: ModelInput
+        self, cross: specs.CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, step: _Step
     ) -> Tensor:
+        assert step.cross_metadata is not None, "a step of a model with cross attention has encoder prompts"
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
         cross_spec = replace(a, scale=cross.scale, sliding_window=0, softcap=0.0, alibi_slopes=None, relative_bias=None)
-        out, offset = torch.empty_like(q), 0
-        encoder_prompts = zip(batch.encoder_block_tables, batch.encoder_seq_lens, strict=True)
-        for span, (blocks, length) in zip(batch.spans, encoder_prompts, strict=True):
-            rows = slice(offset, offset + span.num_tokens)
-            offset += span.num_tokens
-            cache_indices = self._cache_indices(blocks, length)
-            keys, values = self._keys[index].gather(cache_indices), self._values[index].gather(cache_indices)
-            out[rows] = self._attend(cross_spec, q[rows], keys, values, span.start, causal=False)
+        out = self._attend(cross_spec, q, partial(self._fetch, index), step.cross_metadata, causal=False)
         return self._norm(cross.residual_norm, x + self._linear(cross.out, out.flatten(1)))
 
-    def _cache_indices(self, blocks: Sequence[int], length: int) -> Tensor:
-        """Return where the first ``length`` positions of a sequence lie in the cache."""
-        block_size = self.block_size
-        starts = torch.tensor(blocks[: -(-length // block_size)], dtype=torch.int64) * block_size
-        return (starts[:, None] + torch.arange(block_size)).flatten()[:length].to(self.device)
-
-    def _attention(
-        self, a: AttentionSpec, index: int, x: Tensor, positions: Tensor, cache_indices: list[Tensor], batch: ModelInput
-    ) -> Tensor:
+    def _attention(self, a: AttentionSpec, index: int, x: Tensor, step: _Step) -> Tensor:
         if a.num_heads == 0:  # a rank that has experts alone
             return torch.zeros_like(x)
-        q, k, v = self._project_qkv(a, x, positions)
-        keys, values = self._keys[index], self._values[index]
-        out, offset = torch.empty_like(q), 0
-        for span, indices in zip(batch.spans, cache_indices, strict=True):
-            rows = slice(offset, offset + span.num_tokens)
-            offset += span.num_tokens
-            keys.write(indices[span.start :], k[rows])
-            values.write(indices[span.start :], v[rows])
-            out[rows] = self._attend(a, q[rows], keys.gather(indices), values.gather(indices), span.start)
+        q, k, v = self._project_qkv(a, x, step.positions)
+        self._keys[index].write(step.slot_mapping, k)
+        self._values[index].write(step.slot_mapping, v)
+        out = self._attend(a, q, partial(self._fetch, index), step.metadata)
         return self._linear(a.out, out.flatten(1))
 
     def argmax(self) -> None:
@@ -437,4 +767,4 @@ class TorchEncoder(TorchLayers, EncoderRunner):
     @torch.inference_mode()
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states."""
-        return torch.cat([self.encode_sequence(self._encoder, x.tokens).float() for x in inputs])
+        return self.encode(self._encoder, [x.tokens for x in inputs]).float()

@@ -20,7 +20,7 @@ from torch import Tensor
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
 from thalweg.infer.precision import eval_mode
-from thalweg.infer.quantization.modules import quantized_copy
+from thalweg.infer.quantization.modules import copy_to
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
 
 _DEFAULT_MAX_LENGTH = 2048  # the longest sequence of a model that names none, unless asked otherwise
@@ -54,13 +54,13 @@ class TransformersRunner(ModelRunner):
             return "lora_adapters need a described model"
         if config.kv_cache_dtype in ("int8", "fp8"):
             return f"a cache in {config.kv_cache_dtype} needs a described model"
-        return _quantization_unsupported_reason(config)
+        return None
 
     def __init__(self, request: RunnerRequest) -> None:
         blocks_per_slot = -(-request.max_model_len // self.block_size)
         self.num_slots = request.num_slots
         self.num_blocks = self.num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
-        self._model: Any = _quantized(request)
+        self._model: Any = _placed(request)
         model = self._model
         self._is_recurrent = bool(getattr(model, "_is_stateful", False))
         parameters = inspect.signature(model.forward).parameters
@@ -169,10 +169,10 @@ class TransformersEncoder(EncoderRunner):
     @staticmethod
     def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
         """Return why the model's own code cannot do what the config asks, or None."""
-        return _quantization_unsupported_reason(config)
+        return None
 
     def __init__(self, request: RunnerRequest) -> None:
-        self._model, self.max_num_batched_tokens = _quantized(request), request.max_encoder_tokens
+        self._model, self.max_num_batched_tokens = _placed(request), request.max_encoder_tokens
 
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states."""
@@ -193,16 +193,12 @@ def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
     return out.last_hidden_state[0].float()
 
 
-def _quantization_unsupported_reason(config: EngineConfig) -> str | None:
-    if config.quantization and torch.device(config.device).type != "cpu":
-        return f"{config.quantization} weights on {config.device} need a described model"
-    return None
-
-
-def _quantized(request: RunnerRequest) -> Any:
-    """Return the live model, or a copy with packed linear layers."""
+def _placed(request: RunnerRequest) -> Any:
+    """Return the live model, or a copy on the request's device or with packed linear layers."""
     quantization = request.config.quantization
-    return request.model if quantization is None else quantized_copy(request.model, quantization)
+    if quantization is None and next(request.model.parameters()).device == request.device:
+        return request.model
+    return copy_to(request.model, request.device, quantization)
 
 
 def get_max_length(config: Any, requested: int | None) -> int:

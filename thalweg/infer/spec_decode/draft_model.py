@@ -11,9 +11,10 @@ tokens are accepted far more often than by chance, and an accepted one is what w
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from thalweg.infer.engine.sampler import draw_token
+from thalweg.infer.engine.sampler import SampledRow, draw_tokens
 from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 
@@ -39,27 +40,27 @@ class DraftModelProposer:
         """Run the draft model once for each token, all sequences together."""
         for sequence, _ in requests:
             sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
-        rows = self._prefill_missing([sequence for sequence, _ in requests])
+        logits = self._prefill_missing([sequence for sequence, _ in requests])
         proposals: list[list[int]] = [[] for _ in requests]
         active = list(range(len(requests)))
         while active:
-            for index, row in zip(active, rows, strict=True):
-                sequence = requests[index][0]
-                proposals[index].append(draw_token(row[: self._vocab_size], sequence, len(proposals[index])))
+            draws = [SampledRow(n, requests[at][0], proposals[at]) for n, at in enumerate(active)]
+            for at, token in zip(active, draw_tokens(logits[:, : self._vocab_size], draws), strict=True):
+                proposals[at].append(token)
             active = [place for place in active if len(proposals[place]) < requests[place][1]]
             if active:
                 running = [(requests[p][0], len(proposals[p])) for p in active]
                 spans = [QuerySpan(sequence.slot, len(sequence.tokens) + n - 1, 1) for sequence, n in running]
                 block_tables = [sequence.blocks for sequence, _ in running]
                 tokens = [proposals[p][-1] for p in active]
-                rows = self._runner.run(ModelInput(tokens, spans, range(len(active)), block_tables))
+                logits = self._runner.run(ModelInput(tokens, spans, range(len(active)), block_tables))
         for (sequence, count), proposed in zip(requests, proposals, strict=True):
             assert len(proposed) == count
             sequence.num_draft_computed = len(sequence.tokens) + count - 1
         return proposals
 
-    def _prefill_missing(self, sequences: list[Sequence]) -> list[Tensor]:
-        """Compute what is missing of each sequence; return the logits of their last tokens."""
+    def _prefill_missing(self, sequences: list[Sequence]) -> Tensor:
+        """Compute what is missing of each sequence; return the logits of their last tokens (sequences, vocab)."""
         last_logits: dict[int, Tensor] = {}
         batch = ModelInput([], [], [])
         sequence_indices: list[int] = []
@@ -81,7 +82,7 @@ class DraftModelProposer:
                     batch, sequence_indices = ModelInput([], [], []), []
         if batch.tokens:
             last_logits |= self._run(batch, sequence_indices)
-        return [last_logits[number] for number in range(len(sequences))]
+        return torch.stack([last_logits[number] for number in range(len(sequences))])
 
     def _run(self, batch: ModelInput, sequence_indices: list[int]) -> dict[int, Tensor]:
         logits = self._runner.run(batch)

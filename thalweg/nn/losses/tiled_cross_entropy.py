@@ -33,13 +33,13 @@ from thalweg.ops.linear.functional import get_linear_kernels
 Reduction = Literal["mean", "sum", "none"]
 LogitTransform = Callable[[Tensor], Tensor]
 
-_TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+_TILE_BYTES, _ACCELERATOR_TILE_BYTES = 16 * 2**20, 256 * 2**20
 _MIN_ROWS = 64
 
 
 def tile_rows(num_rows: int, vocab_size: int, device: str) -> int:
     """How many rows a tile takes: fp32 logits of 16 MiB on a CPU, 256 MiB elsewhere, at least 64 rows."""
-    budget_rows = _TILE_BYTES.get(device, _TILE_BYTES["cuda"]) // (4 * vocab_size)
+    budget_rows = (_TILE_BYTES if device == "cpu" else _ACCELERATOR_TILE_BYTES) // (4 * vocab_size)
     return max(1, min(num_rows, max(_MIN_ROWS, budget_rows)))
 
 

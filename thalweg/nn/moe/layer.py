@@ -125,7 +125,7 @@ def _within_capacity(
     flat = experts.T.reshape(-1)  # all first choices, then all second ones
     flat = torch.where(used.T.reshape(-1), flat, num_experts)
     by_expert = order[flat[order].argsort(stable=True)]
-    counts = torch.bincount(flat, minlength=num_experts + 1)
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))  # bincount waits for a GPU
     starts = counts.cumsum(0) - counts
     position = torch.empty_like(order)
     position[by_expert] = torch.arange(len(order), device=order.device) - starts[flat[by_expert]]

@@ -7,10 +7,10 @@ is the exponential of its log-sum-exp (Milakov and Gimelshein 2018; Dao et al. 2
 
 and the backward pass of one block needs of the others only the final ``out`` and ``lse``.
 
-Shapes: q, out (B, H, Tq, D), k and v (B, H, Tk, D), lse (B, H, Tq) in fp32 (fp64 for fp64), -inf for a
-query without keys, whose output is 0; ``mask`` (B or 1, 1, Tq, Tk), true for what is attended.
-torch's flash kernels do the work where they take the case, the plain formula, in tiles of query
-rows, elsewhere and as the reference.
+Shapes: q, out (B, H, Tq, D), k and v (B, H / repeat, Tk, D), of which each serves ``repeat`` query heads, lse
+(B, H, Tq) in fp32 (fp64 for fp64), -inf for a query without keys, whose output is 0; ``mask`` (B or 1, 1, Tq, Tk),
+true for what is attended.  torch's flash kernels do the work where they take the case, the plain formula, in tiles of
+query rows, elsewhere and as the reference.  Only the CPU's kernel needs keys repeated for each query head.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Mask, 
     """``(out, lse)`` of one block; ``causal``: query i sees keys 0 to i, without a mask."""
     assert mask is None or not causal
     if q.is_cpu and _has_cpu_flash(q):
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_to_additive_mask(mask, q), scale=scale
         )
@@ -44,9 +45,12 @@ def block_backward(
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
     if q.is_cpu and _has_cpu_flash(q):
         strided_lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward kernel lays it out
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        num_heads = k.shape[1]
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out.to(q.dtype), strided_lse, 0.0, causal, attn_mask=_to_additive_mask(mask, q), scale=scale
         )
+        return dq, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
     if q.is_cuda and mask is None and _has_cuda_flash(q):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -63,6 +67,20 @@ def _has_cpu_flash(q: Tensor) -> bool:
 def _has_cuda_flash(q: Tensor) -> bool:
     available = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention")
     return available and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+
+
+def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def _sum_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x if x.shape[1] == num_heads else x.unflatten(1, (num_heads, -1)).sum(2)
+
+
+def _fold(x: Tensor, kv: Tensor) -> Tensor:
+    """The query heads of each head of ``kv`` as more rows: (B, H, T, E) -> (B, H / repeat, repeat T, E)."""
+    repeat = x.shape[1] // kv.shape[1]
+    return x if repeat == 1 else x.reshape(x.shape[0], kv.shape[1], repeat * x.shape[2], x.shape[3])
 
 
 def _to_additive_mask(mask: Mask, q: Tensor) -> Tensor | None:
@@ -88,7 +106,7 @@ def reference_forward(
         scores = _scores(q, k, start, causal, mask, scale)
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - torch.where(lse == -torch.inf, torch.inf, lse)[..., None])
-        outs.append((weights @ v.to(acc_dtype)).to(q.dtype))
+        outs.append((_fold(weights, v) @ v.to(acc_dtype)).view(*weights.shape[:3], v.shape[3]).to(q.dtype))
         sums.append(lse)
     if not outs:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=acc_dtype)
@@ -106,11 +124,12 @@ def reference_backward(
         rows = slice(start, start + _TILE_ROWS)
         dy = grad[:, :, rows].to(acc_dtype)
         weights = torch.exp(_scores(q, k, start, causal, mask, scale) - lse[:, :, rows, None])
-        dv += weights.transpose(2, 3) @ dy
+        dv += _fold(weights, v).transpose(2, 3) @ _fold(dy, v)
         delta = (dy * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
-        ds = weights * (dy @ v.to(acc_dtype).transpose(2, 3) - delta) * scale
-        dqs.append((ds @ k.to(acc_dtype)).to(q.dtype))
-        dk += ds.transpose(2, 3) @ q[:, :, rows].to(acc_dtype)
+        dweights = (_fold(dy, v) @ v.to(acc_dtype).transpose(2, 3)).view_as(weights)
+        ds = _fold(weights * (dweights - delta) * scale, k)
+        dqs.append((ds @ k.to(acc_dtype)).view(*dy.shape[:3], k.shape[3]).to(q.dtype))
+        dk += ds.transpose(2, 3) @ _fold(q[:, :, rows].to(acc_dtype), k)
     return torch.cat(dqs, 2) if dqs else torch.zeros_like(q), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -121,7 +140,8 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def _scores(q: Tensor, k: Tensor, start: int, causal: bool, mask: Mask, scale: float) -> Tensor:
     acc_dtype = _accumulation_dtype(q.dtype)
     rows = q[:, :, start : start + _TILE_ROWS]
-    scores = (rows.to(acc_dtype) @ k.to(acc_dtype).transpose(2, 3)) * scale
+    scores = _fold(rows.to(acc_dtype), k) @ k.to(acc_dtype).transpose(2, 3)
+    scores = scores.view(*rows.shape[:3], k.shape[2]) * scale
     if causal:
         index = torch.arange(start, start + rows.shape[2], device=q.device)
         visible = torch.arange(k.shape[2], device=q.device) <= index[:, None]

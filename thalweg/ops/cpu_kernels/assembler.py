@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from llvmlite import ir
 from torch import Tensor
 
 from thalweg.ops.cpu_kernels import attention, gemm, lora, packing, pointwise, shm_reduce
-from thalweg.ops.cpu_kernels.kernel_builder import JitModule
+from thalweg.ops.cpu_kernels.isa import Isa, select_isa
+from thalweg.ops.cpu_kernels.kernel_builder import JitModule, KernelModule
 from thalweg.ops.cpu_kernels.program import Program
 
 
@@ -26,7 +26,7 @@ class ActivationBuffer:
     def __init__(self, rows: int, width: int, kind: str, y: Tensor) -> None:
         self.width, self.kind, self.y = width, kind, y
         columns = packing.round_up(width)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[kind]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "int8": torch.int8}[kind]
         use_in_place = kind == "fp32" and y.stride(0) >= columns
         self.operand = y if use_in_place else allocate_rows(rows, columns, dtype)
         self.operand_stride = self.operand.stride(0) * self.operand.element_size()
@@ -66,21 +66,21 @@ def _kernel(emit: Callable[..., str]) -> Callable[..., str]:
     """Return the method that names the kernel ``emit`` makes of its arguments, after making it once."""
 
     def get_or_emit(self: KernelSet, *args: Any) -> str:
-        if (emit, *args) not in self._names:
-            module = ir.Module("kernels")
-            name = self._names[emit, *args] = emit(module, *args)
-            self._modules[name] = module
-        return self._names[emit, *args]
+        name, llvm_ir = _emit_kernel(emit, self.isa, args)
+        self._llvm_ir[name] = llvm_ir
+        return name
 
     return get_or_emit
 
 
 class KernelSet:
-    """The kernels that a tape needs, each made once."""
+    """The kernels that a tape needs, each made once, for an instruction set: by default the one selected here."""
 
-    def __init__(self) -> None:
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._modules: dict[str, Any] = {}
+    def __init__(self, isa: Isa | None = None) -> None:
+        selected = isa or select_isa()
+        assert selected is not None, "unsupported_reason() tells"
+        self.isa = selected
+        self._llvm_ir: dict[str, str] = {}
 
     # Normalise rows (``rms``, ``layer``, ``none``) and make them ready as a kind.
     norm = _kernel(pointwise.emit_norm)
@@ -109,12 +109,23 @@ class KernelSet:
 
     def compile(self) -> dict[str, JitModule]:
         """Turn everything into machine code, by kernel; what another engine has needed is at hand."""
-        return {name: _compile_module(str(module)) for name, module in self._modules.items()}
+        return {name: _compile_module(llvm_ir, self.isa) for name, llvm_ir in self._llvm_ir.items()}
+
+    def llvm_ir(self, name: str) -> str:
+        """Return a kernel as LLVM reads it."""
+        return self._llvm_ir[name]
+
+
+@lru_cache(256)
+def _emit_kernel(emit: Callable[..., str], isa: Isa, args: tuple[Any, ...]) -> tuple[str, str]:
+    """A kernel's name and its code for LLVM, whose making costs as much as reading it: engines come and go."""
+    module = KernelModule(isa)
+    return emit(module, *args), str(module)
 
 
 @lru_cache(128)
-def _compile_module(llvm_ir: str) -> JitModule:
-    return JitModule(llvm_ir)
+def _compile_module(llvm_ir: str, isa: Isa) -> JitModule:
+    return JitModule(llvm_ir, isa)
 
 
 def build_program(

@@ -1,16 +1,30 @@
 """Matrix products with packed weights: one row streams at memory speed, many rows at the multiplier's.
 
-A weight lies in panels (``packing.py``); a panel meets up to 12 rows at a time, whose sums stay in registers.
+A weight lies in panels (``packing.py``); a panel meets as many rows at a time as have their sums in
+registers: 12 with AVX-512, 6 with AVX2 or NEON, 4 where operands take more of them.
 Arguments of a product: see :data:`GEMM_ARGS`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F16, F32, I8, I32, I64, VOID, KernelBuilder, vec
+from thalweg.ops.cpu_kernels.isa import Isa
+from thalweg.ops.cpu_kernels.kernel_builder import (
+    BF16,
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    VOID,
+    KernelBuilder,
+    KernelModule,
+    vec,
+)  # fmt: skip
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE, WEIGHT_FORMATS, WeightFormat
 
 # Addresses, counts and strides in bytes; ``rows`` is the address of an int64, ``residual`` may be 0.
@@ -19,28 +33,33 @@ GEMM_ARGS = (
     "a", "weight", "out", "rows", "k", "panels", "a_stride", "out_stride", "bias", "residual", "a_scale",
     "column_scale", "sums", "sums_stride",
 )  # fmt: skip
+_CACHE_LINE = 64  # bytes
 _CHUNK_BYTES = 448 * 1024  # bytes of rows that meet all panels before the next ones do: they stay in the cache
 
 
-def emit_gemm(module: Any, weight_format: str) -> str:
+def emit_gemm(module: KernelModule, weight_format: str) -> str:
     """Add the kernel of a format to a module and return its name."""
     fmt = WEIGHT_FORMATS[weight_format]
-    tiles = {rows: _emit_tile(module, fmt, rows) for rows in range(1, fmt.max_rows + 1)}
+    max_rows = _tile_shape(module.isa, fmt)[0]
+    tiles = {rows: _emit_tile(module, fmt, rows) for rows in range(1, max_rows + 1)}
     code = KernelBuilder(module, f"gemm_{weight_format}")
     a = code.load_args(GEMM_ARGS)
     rows = code.load(I64, a["rows"], 8)
-    per_panel = code.mul(a["k"], {"fp32": 128, "bf16": 64, "int8": 32, "int4": 10}[weight_format])
+    per_panel = code.mul(a["k"], fmt.k_bytes)
     first, last = code.thread_range(a["panels"])
     # As few passes as the registers allow, of about equal height.
     chunk = code.max(
-        code.mul(code.div(code.int_const(_CHUNK_BYTES // fmt.max_rows), a["a_stride"]), fmt.max_rows), fmt.max_rows * 4
+        code.mul(code.div(code.int_const(_CHUNK_BYTES // max_rows), a["a_stride"]), max_rows), max_rows * 4
     )
     with code.range(0, rows, chunk) as chunk_start:
         height = code.min(chunk, code.sub(rows, chunk_start))
-        passes = code.div(code.add(height, fmt.max_rows - 1), fmt.max_rows)
+        passes = code.div(code.add(height, max_rows - 1), max_rows)
         with code.range(first, last) as panel:
             weight = code.add(a["weight"], code.mul(panel, per_panel))
             column = code.mul(panel, 4 * fmt.panel_columns)
+            # A tile that needs several sweeps over a panel brings the next one into the cache, in each pass its part:
+            # else memory is idle in all sweeps but the first.  One sweep is best left to the processor's own prefetch.
+            prefetch_step = code.div(code.int_const(_CACHE_LINE), passes)
             with code.range(0, passes) as number:
                 start = code.div(code.mul(height, number), passes)
                 stop = code.div(code.mul(height, code.add(number, 1)), passes)
@@ -54,6 +73,7 @@ def emit_gemm(module: Any, weight_format: str) -> str:
                     code.add(a["column_scale"], column),
                     code.add(a["sums"], code.mul(row, a["sums_stride"])),
                     a["k"], a["a_stride"], a["out_stride"], a["sums_stride"],
+                    code.add(weight, per_panel, code.div(code.mul(per_panel, number), passes)), prefetch_step,
                 ]  # fmt: skip
                 done = code.function.append_basic_block("done")
                 bad = code.function.append_basic_block("none")
@@ -71,127 +91,189 @@ def emit_gemm(module: Any, weight_format: str) -> str:
     return f"gemm_{weight_format}"
 
 
-def _emit_tile(module: Any, fmt: WeightFormat, rows: int) -> Any:
+class Operands(NamedTuple):
+    """What a tile multiplies: the addresses of its rows, of their sums and of a panel of ``k`` steps."""
+
+    rows: list[Any]
+    sums: list[Any]
+    panel: Any
+    k: Any
+    prefetch: Prefetch
+
+
+class Prefetch:
+    """Where a pass has come to in the next panel, and its bytes from one prefetch to the next."""
+
+    def __init__(self, code: KernelBuilder, start: Any, step: Any) -> None:
+        self._code, self._at, self._step = code, code.stack_var(start), step
+
+    def lines(self, count: int) -> None:
+        """Go on by as many cache lines as a pass alone would read meanwhile."""
+        for _ in range(count):
+            self._code.prefetch(self._at.value)
+            self._at.value = self._code.add(self._at.value, self._step)
+
+
+def _tile_shape(isa: Isa, fmt: WeightFormat) -> tuple[int, int]:
+    """Return the most rows, and registers of columns beside them, that a format's sums in registers allow."""
+    if fmt.name == "int4":  # a panel is one pass; the fp32 sums, touched once a group, may be elsewhere
+        return {16: 10, 8: 4, 4: 4}[isa.lanes], fmt.panel_columns // isa.lanes
+    return isa.byte_tile if fmt.name == "int8" else isa.tile
+
+
+def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:
     """Build ``rows`` rows times one panel."""
-    code = KernelBuilder(module, f"tile_{fmt.name}_{rows}", ir.FunctionType(VOID, [I64] * 12))
+    code = KernelBuilder(module, f"tile_{fmt.name}_{rows}", ir.FunctionType(VOID, [I64] * 14))
     code.function.linkage = "internal"
     code.function.attributes.add("noinline")
-    a, w, out, residual, bias, a_scale, column_scale, sums, k, a_stride, out_stride, sums_stride = code.function.args
-    vectors = fmt.panel_columns // 16
-    cells = [(r, c) for r in range(rows) for c in range(vectors)]
+    a, w, out, residual, bias, a_scale, column_scale, sums, k, a_stride, out_stride, sums_stride, *ahead = (
+        code.function.args
+    )
+    lanes = module.isa.lanes
     a_rows = [code.add(a, code.mul(a_stride, r)) for r in range(rows)]
     sum_rows = [code.add(sums, code.mul(sums_stride, r)) for r in range(rows)]
+    operands = Operands(a_rows, sum_rows, w, k, Prefetch(code, *ahead))
     body = _emit_int4_sums if fmt.name == "int4" else _emit_dot_sums
-    totals = body(code, fmt, rows, a_rows, w, k, sum_rows)
-    for r, c in cells:
-        value = totals[r, c]
-        base = code.load(vec(16), code.add(bias, 64 * c))
-        if fmt.name in ("int8", "int4"):
-            scale = code.splat(code.load(F32, code.add(a_scale, 4 * r)), 16)
-            if fmt.name == "int8":
-                value = code.builder.sitofp(value, vec(16))
-                scale = code.builder.fmul(scale, code.load(vec(16), code.add(column_scale, 64 * c)))
-            value = code.fma(value, scale, base)
-        else:
-            value = code.builder.fadd(value, base)
-        at = code.add(code.mul(out_stride, r), 64 * c)
-        result = code.stack_var(value)
-        with code.if_then(code.builder.icmp_signed("!=", residual, code.int_const(0))):
-            result.value = code.builder.fadd(value, code.load(vec(16), code.add(residual, at)))
-        code.store(result.value, code.add(out, at))
+    max_rows, vectors = _tile_shape(module.isa, fmt)
+    max_sums, num_vectors = max_rows * vectors, fmt.panel_columns // lanes
+    while 2 * vectors <= num_vectors and 2 * vectors * rows <= max_sums:
+        vectors *= 2  # few rows: wider passes over the panel
+    for first in range(0, num_vectors, vectors):
+        columns = range(first, first + vectors)
+        totals = body(code, fmt, columns, operands)
+        for (r, c), value in totals.items():
+            at = 4 * lanes * c
+            base = code.load(vec(lanes), code.add(bias, at))
+            if fmt.name in ("int8", "int4"):
+                scale = code.splat(code.load(F32, code.add(a_scale, 4 * r)), lanes)
+                if fmt.name == "int8":
+                    value = code.builder.sitofp(value, vec(lanes))
+                    scale = code.builder.fmul(scale, code.load(vec(lanes), code.add(column_scale, at)))
+                value = code.fma(value, scale, base)
+            else:
+                value = code.builder.fadd(value, base)
+            offset = code.add(code.mul(out_stride, r), at)
+            result = code.stack_var(value)
+            with code.if_then(code.builder.icmp_signed("!=", residual, code.int_const(0))):
+                result.value = code.builder.fadd(value, code.load(vec(lanes), code.add(residual, offset)))
+            code.store(result.value, code.add(out, offset))
     code.ret()
     return code.function
 
 
 def _emit_dot_sums(
-    code: KernelBuilder, fmt: WeightFormat, rows: int, a_rows: list[Any], w: Any, k: Any, sums: list[Any]
+    code: KernelBuilder, fmt: WeightFormat, columns: range, operands: Operands
 ) -> dict[tuple[int, int], Any]:
-    """One pass over k for fp32, bf16 and int8."""
-    vectors = fmt.panel_columns // 16
+    """One pass over k for fp32, bf16 and int8, of some registers of a panel's columns."""
     # fp32 and bf16 add up in one order whatever the number of rows, so that a row's result does not depend
     # on its neighbours; integers may be added in any order.
-    integer = fmt.name == "int8"
-    lanes = max(1, min(4, 8 // (rows * vectors))) if integer else 1
+    integer, kind, width = fmt.name == "int8", code.isa.operand_kind(fmt.name), code.isa.lanes
+    num_rows = len(operands.rows)
+    chains = max(1, min(4, 8 // (num_rows * len(columns)))) if integer else 1
     unroll = 4
-    zero = code.splat(code.int_const(0, I32), 16) if integer else code.f32_const(0.0, 16)
+    zero = code.i32_const(0, width) if integer else code.f32_const(0.0, width)
     acc = {}
-    for r in range(rows):
+    for r in range(num_rows):
         start = zero
-        if integer:  # weights are stored with 128 added
-            total = code.load(I32, sums[r])
-            start = code.splat(code.builder.mul(total, code.int_const(-128, I32)), 16)
-        for c in range(vectors):
-            for lane in range(lanes):
-                acc[r, c, lane] = code.stack_var(start if lane == 0 else zero)
+        if integer and code.byte_bias:
+            total = code.load(I32, operands.sums[r])
+            start = code.splat(code.builder.mul(total, code.int_const(-code.byte_bias, I32)), width)
+        for c in columns:
+            for chain in range(chains):
+                acc[r, c, chain] = code.stack_var(start if chain == 0 else zero)
     span = fmt.k_step * unroll
-    with code.range(0, k, span) as at:
-        a_at = code.mul(at, {"fp32": 4, "bf16": 2, "int8": 1}[fmt.name])
-        w_at = code.add(w, code.mul(at, 128 // fmt.k_step))
+    # bf16 weights that meet fp32 rows, and int8 ones that meet int16 rows, are taken apart in two steps.
+    parts = 1 if fmt.name == kind else 2
+    with code.range(0, operands.k, span) as at:
+        a_at = code.mul(at, {"fp32": 4, "bf16": 2, "int16": 2, "int8": 1}[kind])
+        w_at = code.add(operands.panel, code.mul(at, 128 // fmt.k_step))
+        if len(columns) * width < fmt.panel_columns:
+            operands.prefetch.lines(unroll * 4 * width * len(columns) // _CACHE_LINE)
         for u in range(unroll):
-            weights = [_emit_load_weight(code, fmt, code.add(w_at, 128 * u + 64 * c)) for c in range(vectors)]
-            for r in range(rows):
-                x = _emit_load_row(code, fmt, code.add(a_rows[r], a_at, 4 * u))
-                for c in range(vectors):
-                    cell = acc[r, c, u % lanes]
-                    cell.value = _emit_multiply_add(code, fmt, cell.value, weights[c], x)
+            for part in range(parts):
+                weights = [_emit_load_weight(code, fmt, code.add(w_at, 128 * u + 4 * width * c), part) for c in columns]
+                for r in range(num_rows):
+                    x = _emit_load_row(code, kind, code.add(operands.rows[r], a_at, 4 * (u * parts + part)))
+                    for c, weight in zip(columns, weights, strict=True):
+                        cell = acc[r, c, u % chains]
+                        cell.value = _emit_multiply_add(code, kind, cell.value, weight, x)
     combine = code.builder.add if integer else code.builder.fadd
     totals = {}
-    for r in range(rows):
-        for c in range(vectors):
+    for r in range(num_rows):
+        for c in columns:
             value = acc[r, c, 0].value
-            for lane in range(1, lanes):
-                value = combine(value, acc[r, c, lane].value)
+            for chain in range(1, chains):
+                value = combine(value, acc[r, c, chain].value)
             totals[r, c] = value
     return totals
 
 
-def _emit_load_weight(code: KernelBuilder, fmt: WeightFormat, address: Any) -> Any:
-    return code.load({"fp32": vec(16), "bf16": vec(32, BF16), "int8": vec(64, I8)}[fmt.name], address, 64)
+def _emit_load_weight(code: KernelBuilder, fmt: WeightFormat, address: Any, part: int) -> Any:
+    lanes = code.isa.lanes
+    if fmt.name == "int8":
+        if code.isa.operand_kind("int8") == "int16":
+            words = code.load(vec(2 * lanes, I16), address, 4 * lanes)
+            return code.odd_bytes(words) if part else code.even_bytes(words)
+        return code.byte_weights(code.load(vec(4 * lanes, I8), address, 4 * lanes))
+    if fmt.name == "bf16" and not code.isa.bf16_dot:
+        pair = code.load(vec(lanes, I32), address, 4 * lanes)
+        high, sixteen = code.i32_const(-65536, lanes), code.i32_const(16, lanes)
+        value = code.builder.and_(pair, high) if part else code.builder.shl(pair, sixteen)
+        return code.builder.bitcast(value, vec(lanes))
+    return code.load(vec(lanes) if fmt.name == "fp32" else vec(2 * lanes, BF16), address, 4 * lanes)
 
 
-def _emit_load_row(code: KernelBuilder, fmt: WeightFormat, address: Any) -> Any:
-    if fmt.name == "fp32":
-        return code.splat(code.load(F32, address), 16)
-    packed = code.splat(code.load(I32, address), 16)
-    return code.builder.bitcast(packed, vec(32, BF16) if fmt.name == "bf16" else vec(64, I8))
+def _emit_load_row(code: KernelBuilder, kind: str, address: Any) -> Any:
+    lanes = code.isa.lanes
+    if kind == "fp32":
+        return code.splat(code.load(F32, address), lanes)
+    packed = code.splat(code.load(I32, address), lanes)
+    types = {"bf16": vec(2 * lanes, BF16), "int16": vec(2 * lanes, I16), "int8": vec(4 * lanes, I8)}
+    return code.builder.bitcast(packed, types[kind])
 
 
-def _emit_multiply_add(code: KernelBuilder, fmt: WeightFormat, acc: Any, weight: Any, x: Any) -> Any:
-    if fmt.name == "fp32":
+def _emit_multiply_add(code: KernelBuilder, kind: str, acc: Any, weight: Any, x: Any) -> Any:
+    if kind == "fp32":
         return code.fma(weight, x, acc)
-    return code.dot_pairs(acc, weight, x) if fmt.name == "bf16" else code.dot_bytes(acc, weight, x)
+    return {"bf16": code.dot_pairs, "int16": code.dot_words, "int8": code.dot_bytes}[kind](acc, weight, x)
 
 
 def _emit_int4_sums(
-    code: KernelBuilder, fmt: WeightFormat, rows: int, a_rows: list[Any], w: Any, k: Any, sums: list[Any]
+    code: KernelBuilder, fmt: WeightFormat, columns: range, operands: Operands
 ) -> dict[tuple[int, int], Any]:
     """One pass over k, group by group: integer sums in a group, scaled and added in fp32."""
-    zero = code.splat(code.int_const(0, I32), 16)
-    acc = [code.stack_var(code.f32_const(0.0, 16)) for _ in range(rows)]
-    low_bits = code.splat(code.int_const(0x0F0F0F0F, I32), 16)
-    four = code.splat(code.int_const(4, I32), 16)
-    with code.range(0, k, GROUP_SIZE) as at:
-        group = code.add(w, code.mul(at, 10))
-        code.call("llvm.prefetch.p0", VOID, [
-            code.builder.inttoptr(code.add(group, 2560), ir.PointerType()),
-            code.int_const(0, I32), code.int_const(3, I32), code.int_const(1, I32),
-        ])  # fmt: skip
-        scale, offset = (
-            code.builder.fpext(code.load(vec(16, F16), code.add(group, 32 * i)), vec(16)) for i in range(2)
-        )
-        inner = [[zero, zero] for _ in range(rows)]
+    lanes, rows = code.isa.lanes, range(len(operands.rows))
+    cells = [(r, c) for r in rows for c in columns]
+    zero = ir.Constant(code.nibble_acc_type, None)
+    # Few sums wait for each other: each is then two, of even and odd steps.
+    chains = 2 if len(cells) <= 4 and code.isa.byte_dot != "vpmaddubsw" else 1
+    acc = {cell: code.stack_var(code.f32_const(0.0, lanes)) for cell in cells}
+    low_bits = code.i32_const(0x0F0F0F0F, lanes)
+    four = code.i32_const(4, lanes)
+    with code.range(0, operands.k, GROUP_SIZE) as at:
+        group = code.add(operands.panel, code.mul(at, fmt.k_bytes))
+        code.prefetch(code.add(group, 2560))
+        inner = {(cell, chain): zero for cell in cells for chain in range(chains)}
         for eight in range(GROUP_SIZE // 8):
-            both = code.load(vec(16, I32), code.add(group, 64 + 64 * eight), 64)
-            halves = [code.builder.and_(both, low_bits), code.builder.and_(code.builder.lshr(both, four), low_bits)]
-            for half, nibbles in enumerate(halves):
-                for r in range(rows):
-                    x = code.load(I32, code.add(a_rows[r], at, 8 * eight + 4 * half))
-                    quad = code.builder.bitcast(code.splat(x, 16), vec(64, I8))
-                    lane = half if rows <= 4 else 0
-                    inner[r][lane] = code.dot_bytes(inner[r][lane], code.builder.bitcast(nibbles, vec(64, I8)), quad)
-        for r in range(rows):
-            total = code.builder.add(*inner[r]) if rows <= 4 else inner[r][0]
-            value = code.fma(scale, code.builder.sitofp(total, vec(16)), acc[r].value)
-            group_sum = code.load(F32, code.add(sums[r], code.div(at, GROUP_SIZE // 4)))
-            acc[r].value = code.fma(offset, code.splat(group_sum, 16), value)
-    return {(r, 0): acc[r].value for r in range(rows)}
+            for c in columns:
+                both = code.load(vec(lanes, I32), code.add(group, 64 + 64 * eight + 4 * lanes * c), 4 * lanes)
+                halves = code.builder.and_(both, low_bits), code.builder.and_(code.builder.lshr(both, four), low_bits)
+                for half, nibbles in enumerate(halves):
+                    for r in rows:
+                        x = code.load(I32, code.add(operands.rows[r], at, 8 * eight + 4 * half))
+                        quad: Any = code.builder.bitcast(code.splat(x, lanes), vec(4 * lanes, I8))
+                        cell = (r, c), half % chains
+                        inner[cell] = code.dot_nibbles(inner[cell], code.builder.bitcast(nibbles, quad.type), quad)
+        for c in columns:
+            scale, offset = (
+                code.builder.fpext(code.load(vec(lanes, F16), code.add(group, 32 * i + 2 * lanes * c)), vec(lanes))
+                for i in range(2)
+            )
+            for r in rows:
+                total = code.nibble_sums(inner[(r, c), 0])
+                if chains == 2:
+                    total = code.builder.add(total, code.nibble_sums(inner[(r, c), 1]))
+                value = code.fma(scale, code.builder.sitofp(total, vec(lanes)), acc[r, c].value)
+                group_sum = code.load(F32, code.add(operands.sums[r], code.div(at, GROUP_SIZE // 4)))
+                acc[r, c].value = code.fma(offset, code.splat(group_sum, lanes), value)
+    return {cell: acc[cell].value for cell in cells}

@@ -21,6 +21,8 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
+from thalweg.ops.cpu_kernels.isa import Isa
+
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 VOID, PTR = ir.VoidType(), ir.PointerType()
@@ -42,6 +44,14 @@ BF16 = BFloat16Type()
 def vec(width: int, element: Any = F32) -> Any:
     """Return a vector type, or the element's own for a width of 1."""
     return element if width == 1 else ir.VectorType(element, width)
+
+
+class KernelModule(ir.Module):
+    """A module whose kernels are for one instruction set."""
+
+    def __init__(self, isa: Isa) -> None:
+        super().__init__("kernels")
+        self.isa = isa
 
 
 class StackVar:
@@ -67,8 +77,8 @@ class StackVar:
 class KernelBuilder:
     """The body of one function under construction."""
 
-    def __init__(self, module: Any, name: str, signature: Any = KERNEL) -> None:
-        self.module = module
+    def __init__(self, module: KernelModule, name: str, signature: Any = KERNEL) -> None:
+        self.module, self.isa = module, module.isa
         self.function = ir.Function(module, signature, name=name)
         self.function.attributes.add("nounwind")
         entry = self.function.append_basic_block("entry")
@@ -89,6 +99,10 @@ class KernelBuilder:
     def f32_const(self, value: float, width: int = 1) -> Any:
         """Return an fp32 constant, or a vector of it."""
         return self.splat(ir.Constant(F32, float(np.float32(value))), width)
+
+    def i32_const(self, value: int, width: int) -> Any:
+        """Return a vector of the same int32."""
+        return self.splat(self.int_const(value, I32), width)
 
     def splat(self, value: Any, width: int) -> Any:
         """Return a vector with the same scalar everywhere."""
@@ -157,6 +171,18 @@ class KernelBuilder:
         """Return a mutable variable."""
         return StackVar(self, value)
 
+    def prefetch(self, address: Any) -> None:
+        """Bring a cache line into the second cache."""
+        kind = (self.int_const(x, I32) for x in (0, 2, 1))  # for reading, into the second cache, data
+        self.call("llvm.prefetch.p0", VOID, [self.builder.inttoptr(address, PTR), *kind])
+
+    def stack_bytes(self, nbytes: int) -> Any:
+        """Return the address of some bytes on the stack, on a cache line's boundary."""
+        with self.builder.goto_entry_block():
+            memory: Any = self.builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))
+            memory.align = 64
+            return self.builder.ptrtoint(memory, I64)
+
     # control
 
     @contextmanager
@@ -195,13 +221,136 @@ class KernelBuilder:
         known = self.module.globals.get(name)
         return self.builder.call(known or ir.Function(self.module, signature, name=name), values)
 
-    def dot_bytes(self, acc: Any, a: Any, b: Any) -> Any:
-        """Add to 16 int32 the products of four bytes each, of a without a sign, of b with one."""
-        return self.call("llvm.x86.avx512.vpdpbusd.512", acc.type, [acc, a, b])
+    def spin_hint(self) -> None:
+        """Tell the core that the thread is waiting."""
+        if self.isa.machine == "x86_64":
+            self.call("llvm.x86.sse2.pause", VOID, [])
+        else:
+            self.call("llvm.aarch64.hint", VOID, [self.int_const(1, I32)])  # yield
+
+    # products of small numbers: vectors of one register or several
+
+    def byte_weights(self, raw: Any) -> tuple[Any, ...]:
+        """Return bytes that were stored with 128 added as :meth:`dot_bytes` takes them."""
+        if self.isa.byte_dot == "vpmaddwd":
+            words = self.builder.bitcast(raw, vec(raw.type.count // 2, I16))
+            return self.even_bytes(words), self.odd_bytes(words)
+        if self.isa.byte_dot == "sdot":
+            return (self.builder.xor(raw, self.splat(self.int_const(-128, I8), raw.type.count)),)
+        return (raw,)
+
+    @property
+    def byte_bias(self) -> int:
+        """What :meth:`dot_bytes` leaves added to each weight: its sums are too large by that times the sum of x."""
+        return 0 if self.isa.byte_dot == "sdot" else 128
+
+    def dot_bytes(self, acc: Any, weights: Sequence[Any], x: Any) -> Any:
+        """Add to int32 the products of four bytes each, of :meth:`byte_weights` and of int8 within +-127."""
+        return self._by_register(self._dot_bytes, acc, *weights, x)
+
+    def _dot_bytes(self, acc: Any, *operands: Any) -> Any:
+        if self.isa.byte_dot == "vpmaddwd":
+            even, odd, x = operands
+            words: Any = self.builder.bitcast(x, even.type)
+            eight = self.splat(self.int_const(8, I16), words.type.count)
+            acc = self.dot_words(acc, even, self.builder.ashr(self.builder.shl(words, eight), eight))
+            return self.dot_words(acc, odd, self.builder.ashr(words, eight))
+        if self.isa.byte_dot == "sdot":
+            return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, [acc, *operands])
+        return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * self.isa.lanes}", acc.type, [acc, *operands])
+
+    def even_bytes(self, words: Any) -> Any:
+        """Return the low byte of each int16, without a sign."""
+        return self.builder.and_(words, self.splat(self.int_const(255, I16), words.type.count))
+
+    def odd_bytes(self, words: Any) -> Any:
+        """Return the high byte of each int16, without a sign."""
+        return self.builder.lshr(words, self.splat(self.int_const(8, I16), words.type.count))
+
+    def dot_words(self, acc: Any, a: Any, b: Any) -> Any:
+        """Add to int32 the products of two int16 each."""
+        return self._add_in_order(acc, self.call("llvm.x86.avx2.pmadd.wd", acc.type, [a, b]))
+
+    def dot_nibbles(self, acc: Any, nibbles: Any, x: Any) -> Any:
+        """Add the products of bytes from 0 to 15 and of int8 within +-127; ``acc``: see :meth:`nibble_sums`."""
+        if self.isa.byte_dot == "vpmaddwd":
+            return self.builder.add(acc, self.call("llvm.x86.avx2.pmadd.ub.sw", acc.type, [nibbles, x]))
+        return self._dot_bytes(acc, nibbles, x)
+
+    def _add_in_order(self, acc: Any, term: Any) -> Any:
+        """Add integers; LLVM may not add terms to each other first, of which it keeps more than there are registers."""
+        same = ir.FunctionType(acc.type, [acc.type])
+        return self.builder.asm(same, "", "=x,0", [self.builder.add(acc, term)], side_effect=False)
+
+    @property
+    def nibble_acc_type(self) -> Any:
+        """The type of :meth:`dot_nibbles`'s sums in one register."""
+        lanes = self.isa.lanes
+        return vec(2 * lanes, I16) if self.isa.byte_dot == "vpmaddwd" else vec(lanes, I32)
+
+    def nibble_sums(self, acc: Any) -> Any:
+        """Return the int32 sums of up to 32 products each that :meth:`dot_nibbles` has added up.
+
+        ``vpmaddubsw`` adds pairs of products in int16, where 8 * 2 * 15 * 127 = 30,480 fit.
+        """
+        if self.isa.byte_dot != "vpmaddwd":
+            return acc
+        ones = self.splat(self.int_const(1, I16), acc.type.count)
+        return self.call("llvm.x86.avx2.pmadd.wd", vec(8, I32), [acc, ones])
+
+    def _by_register(self, compute: Callable[..., Any], *vectors: Any) -> Any:
+        """Apply to vectors of several registers what takes vectors of one; the first one has 32-bit elements."""
+        count = vectors[0].type.count // self.isa.lanes
+        parts = [compute(*(self._part(v, i, count) for v in vectors)) for i in range(count)]
+        while len(parts) > 1:
+            parts = [self._concat(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    def _part(self, vector: Any, index: int, count: int) -> Any:
+        if count == 1:
+            return vector
+        size = vector.type.count // count
+        return self._shuffle(vector, vector, range(index * size, (index + 1) * size))
+
+    def _concat(self, a: Any, b: Any) -> Any:
+        return self._shuffle(a, b, range(2 * a.type.count))
+
+    def _shuffle(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+        return self.builder.shuffle_vector(a, b, self.const_vector(lanes))
 
     def dot_pairs(self, acc: Any, a: Any, b: Any) -> Any:
         """Add to 16 fp32 the products of two bf16 each."""
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", acc.type, [acc, a, b])
+
+    def to_bf16(self, a: Any) -> Any:
+        """Round an fp32 scalar or vector to bf16, halves to even."""
+        width = getattr(a.type, "count", 1)
+        if self.isa.bf16_dot:
+            return self.builder.fptrunc(a, vec(width, BF16))
+        # LLVM would call a function for each number.
+        number = lambda value: self.i32_const(value, width)
+        bits = self.builder.bitcast(a, vec(width, I32))
+        odd = self.builder.and_(self.builder.lshr(bits, number(16)), number(1))
+        rounded = self.builder.add(self.builder.add(bits, number(0x7FFF)), odd)
+        is_nan = self.builder.fcmp_unordered("uno", a, a)
+        rounded = self.builder.select(is_nan, self.builder.or_(bits, number(0x400000)), rounded)
+        high = self.builder.trunc(self.builder.lshr(rounded, number(16)), vec(width, I16))
+        return self.builder.bitcast(high, vec(width, BF16))
+
+    def exp2_scale(self, a: Any, n: Any) -> Any:
+        """Return a * 2**n for whole fp32 n from -149 to 128, rounded once where the result is subnormal."""
+        width = a.type.count
+        if self.isa.lanes == width == 16:
+            every = ir.Constant(I16, -1)
+            return self.call("llvm.x86.avx512.mask.scalef.ps.512", a.type, [a, n, a, every, self.int_const(4, I32)])
+        # 2**n in two factors, which both have a whole exponent
+        exponent = self.builder.fptosi(n, vec(width, I32))
+        half = self.builder.ashr(exponent, self.i32_const(1, width))
+        for part in (half, self.builder.sub(exponent, half)):
+            biased = self.builder.add(part, self.i32_const(127, width))
+            bits = self.builder.shl(biased, self.i32_const(23, width))
+            a = self.builder.fmul(a, self.builder.bitcast(bits, a.type))
+        return a
 
     # floating point, scalar or vector
 
@@ -235,12 +384,7 @@ class KernelBuilder:
     def reduce(self, a: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """Join a vector's elements, pairwise."""
         while isinstance(a.type, ir.VectorType) and a.type.count > 1:
-            half = a.type.count // 2
-            parts = []
-            for start in (0, half):
-                mask = ir.Constant(ir.VectorType(I32, half), list(range(start, start + half)))
-                parts.append(self.builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask))
-            a = combine(*parts)
+            a = combine(self._part(a, 0, 2), self._part(a, 1, 2))
         if isinstance(a.type, ir.VectorType):
             return self.builder.extract_element(a, ir.Constant(I32, 0))
         return a
@@ -254,23 +398,25 @@ class KernelBuilder:
         self.builder.ret_void()
 
 
+def optimize(llvm_ir: str, isa: Isa) -> tuple[Any, Any]:
+    """Return the optimised module of a text, and the machine that turns it into code for an instruction set."""
+    machine = isa.target_machine()
+    parsed = llvm.parse_assembly(llvm_ir)
+    parsed.triple = isa.triple
+    parsed.verify()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_unrolling = False  # what is to be unrolled is written out
+    tuning.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(parsed, passes)
+    return parsed, machine
+
+
 class JitModule:
     """Compiled functions: addresses by name, alive as long as this object is."""
 
-    def __init__(self, module: Any, symbols: dict[str, int] | None = None) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        target = llvm.Target.from_default_triple()
-        features = llvm.get_host_cpu_features().flatten()
-        machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3)
-        parsed = llvm.parse_assembly(str(module))
-        parsed.triple = llvm.get_default_triple()
-        parsed.verify()
-        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-        tuning.loop_unrolling = False  # what is to be unrolled is written out
-        tuning.slp_vectorization = False
-        passes = llvm.create_pass_builder(machine, tuning)
-        passes.getModulePassManager().run(parsed, passes)
+    def __init__(self, llvm_ir: str, isa: Isa, symbols: dict[str, int] | None = None) -> None:
+        parsed, machine = optimize(llvm_ir, isa)
         for name, address in (symbols or {}).items():
             llvm.add_symbol(name, address)
         self._engine = llvm.create_mcjit_compiler(parsed, machine)
@@ -279,8 +425,3 @@ class JitModule:
     def get_address(self, name: str) -> int:
         """Return where a function lies."""
         return self._engine.get_function_address(name)
-
-
-def host_cpu_features() -> frozenset[str]:
-    """Return the processor's features by LLVM's names (``avx512vnni``, ...)."""
-    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)

@@ -24,7 +24,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I1, I8, I16, I32, I64, VOID, KernelBuilder, StackVar, vec
+from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I1, I8, I16, I32, VOID, KernelBuilder, StackVar, vec
 
 BLOCK_SIZE = 16
 BLOCKS_PER_STRIPE = 16  # blocks of a head that lie side by side
@@ -99,7 +99,7 @@ class PlainKV:
         with code.range(0, shape.head_dim) as d:
             value = code.load(F32, code.add(row, code.mul(d, 4)))
             if shape.kv_dtype == "bf16":
-                value = code.builder.fptrunc(value, BF16)
+                value = code.to_bf16(value)
             code.store(value, code.add(base, code.mul(d, BLOCK_SIZE * shape.element_bytes)), shape.element_bytes)
 
     def store_value(self, row: Any, start: Any, slot: Any) -> None:
@@ -109,7 +109,7 @@ class PlainKV:
         with code.range(0, shape.head_dim, 16) as d:
             value = code.load(vec(16), code.add(row, code.mul(d, 4)))
             if shape.kv_dtype == "bf16":
-                value = code.builder.fptrunc(value, vec(16, BF16))
+                value = code.to_bf16(value)
             code.store(value, code.add(base, code.mul(d, shape.element_bytes)))
 
     def key_scores(self, query: Any) -> Callable[[Any], Any]:
@@ -137,13 +137,14 @@ class PlainKV:
     def accumulate(self, acc: Sequence[StackVar], at: Any, block: Any, num_valid: Any) -> None:
         """Add the first ``num_valid`` values of a block, weighted, to sums of 16 dims each."""
         code, shape = self.code, self.shape
-        with code.range(0, num_valid) as j:
-            p = code.splat(code.load(F32, code.add(at, code.mul(j, 4))), 16)
-            for c, cell in enumerate(acc):
-                v = self._load_fp32(
-                    code.add(block, code.mul(j, shape.head_dim * shape.element_bytes), 16 * shape.element_bytes * c)
-                )
-                cell.value = code.fma(p, v, cell.value)
+        per_pass = max(1, code.isa.tile[0] * code.isa.tile[1] * code.isa.lanes // 16)  # sums that stay in registers
+        for first in range(0, len(acc), per_pass):
+            with code.range(0, num_valid) as j:
+                p = code.splat(code.load(F32, code.add(at, code.mul(j, 4))), 16)
+                value = code.add(block, code.mul(j, shape.head_dim * shape.element_bytes))
+                for c, cell in enumerate(acc[first : first + per_pass], first):
+                    v = self._load_fp32(code.add(value, 16 * shape.element_bytes * c))
+                    cell.value = code.fma(p, v, cell.value)
 
     def _load_fp32(self, address: Any) -> Any:
         value = self.code.load(vec(16, self.shape.element_type), address)
@@ -181,7 +182,7 @@ class Bf16PairKV(PlainKV):
     def key_scores(self, query: Any) -> Callable[[Any], Any]:
         """Two dims at a time."""
         code, shape = self.code, self.shape
-        query_buffer = _alloc_stack(code, shape.head_dim * 2)
+        query_buffer = code.stack_bytes(shape.head_dim * 2)
         with code.range(0, shape.head_dim, 16) as d:
             code.store(self._load_bf16(code.add(query, code.mul(d, 4))), code.add(query_buffer, code.mul(d, 2)))
 
@@ -198,7 +199,7 @@ class Bf16PairKV(PlainKV):
 
     def store_probs(self, probs: Any, block: Any, at: Any) -> Any:
         """Round the weights, so that they add up to what they are used as."""
-        small = self.code.builder.fptrunc(probs, vec(16, BF16))
+        small = self.code.to_bf16(probs)
         self.code.store(small, at)
         return self.code.builder.fpext(small, vec(16))
 
@@ -214,13 +215,13 @@ class Bf16PairKV(PlainKV):
         with code.if_then(code.builder.icmp_signed("==", code.rem(num_valid, 2), code.int_const(1))):
             pair = code.div(num_valid, 2)
             p = self._broadcast_pair(code.add(at, code.mul(pair, 4)))
-            first = code.splat(code.int_const(0xFFFF, I32), 16)
+            first = code.i32_const(0xFFFF, 16)
             for c, cell in enumerate(acc):
                 two = code.load(vec(16, I32), code.add(block, code.mul(pair, row), 64 * c))
                 self._dot(cell, p, code.builder.bitcast(code.builder.and_(two, first), vec(32, BF16)))
 
     def _load_bf16(self, address: Any) -> Any:
-        return self.code.builder.fptrunc(self.code.load(vec(16), address), vec(16, BF16))
+        return self.code.to_bf16(self.code.load(vec(16), address))
 
     def _broadcast_pair(self, address: Any) -> Any:
         """Two bf16 numbers, 16 times."""
@@ -239,7 +240,7 @@ class Int8KV(PlainKV):
         inverse = self._store_scale(row, start, slot)
         with code.range(0, shape.head_dim, 16) as d:
             quantized = _load_quantized(code, code.add(row, code.mul(d, 4)), inverse)
-            biased = code.builder.add(quantized, code.splat(code.int_const(128, I32), 16))
+            biased = code.builder.add(quantized, code.i32_const(128, 16))
             fours = code.builder.bitcast(code.builder.trunc(biased, vec(16, I8)), vec(4, I32))
             for i in range(4):
                 at = code.add(start, code.mul(d, BLOCK_SIZE), 4 * BLOCK_SIZE * i, code.mul(slot, 4))
@@ -265,16 +266,17 @@ class Int8KV(PlainKV):
     def key_scores(self, query: Any) -> Callable[[Any], Any]:
         """Four dims at a time, with a query that is quantised once."""
         code, shape = self.code, self.shape
-        query_buffer = _alloc_stack(code, shape.head_dim)
+        query_buffer = code.stack_bytes(shape.head_dim)
         row_max = _abs_max(code, query, shape.head_dim)
         inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
-        zero = code.splat(code.int_const(0, I32), 16)
+        zero = code.i32_const(0, 16)
         total = code.stack_var(zero)
         with code.range(0, shape.head_dim, 16) as d:
             quantized = _load_quantized(code, code.add(query, code.mul(d, 4)), inverse)
             total.value = code.builder.add(total.value, quantized)
             code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(query_buffer, d))
-        bias = code.splat(code.builder.mul(code.reduce(total.value, code.builder.add), code.int_const(-128, I32)), 16)
+        bias = code.builder.mul(code.reduce(total.value, code.builder.add), code.int_const(-code.byte_bias, I32))
+        bias = code.splat(bias, 16)
         query_scale = code.splat(code.builder.fdiv(row_max, code.f32_const(127.0)), 16)
 
         def score_block(block: Any) -> Any:
@@ -283,7 +285,8 @@ class Int8KV(PlainKV):
                 for lane in range(4):
                     four = code.splat(code.load(I32, code.add(query_buffer, d, 4 * lane)), 16)
                     key = code.load(vec(64, I8), code.add(block, code.mul(d, BLOCK_SIZE), 4 * BLOCK_SIZE * lane))
-                    acc[lane].value = code.dot_bytes(acc[lane].value, key, code.builder.bitcast(four, vec(64, I8)))
+                    x = code.builder.bitcast(four, vec(64, I8))
+                    acc[lane].value = code.dot_bytes(acc[lane].value, code.byte_weights(key), x)
             scale = code.builder.fmul(code.load(vec(16), code.add(block, BLOCK_SIZE * shape.head_dim)), query_scale)
             return code.builder.fmul(code.builder.sitofp(_combine_four(code.builder.add, acc), vec(16)), scale)
 
@@ -310,12 +313,6 @@ def _combine_four(combine: Callable[[Any, Any], Any], acc: Sequence[StackVar]) -
     return combine(combine(acc[0].value, acc[1].value), combine(acc[2].value, acc[3].value))
 
 
-def _alloc_stack(code: KernelBuilder, nbytes: int) -> Any:
-    """Return the address of some bytes on the stack."""
-    with code.builder.goto_entry_block():
-        return code.builder.ptrtoint(code.builder.alloca(ir.ArrayType(I64, -(-nbytes // 8))), I64)
-
-
 def _abs_max(code: KernelBuilder, row: Any, dim: int) -> Any:
     """Return the largest size of a row's numbers, above 0."""
     lane_max = code.stack_var(code.f32_const(0.0, 16))
@@ -329,4 +326,4 @@ def _load_quantized(code: KernelBuilder, address: Any, inverse: Any) -> Any:
     """Return 16 floats, scaled and rounded to int32."""
     magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
     value = code.fma(code.load(vec(16), address), inverse, magic)
-    return code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.splat(code.int_const(0x4B400000, I32), 16))
+    return code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.i32_const(0x4B400000, 16))

@@ -7,8 +7,8 @@ that every weight is read once per product whatever the number of rows.
 format  a panel's stream                                         what it is multiplied by
 ======  =======================================================  =====================================
 fp32    for each k: 32 floats                                    fp32 rows
-bf16    for each pair of k: 32 pairs                             bf16 rows (``vdpbf16ps``)
-int8    for each four k: 32 x 4 bytes, weight + 128              int8 rows with a scale (``vpdpbusd``)
+bf16    for each pair of k: 32 pairs                             bf16 rows, or fp32 ones
+int8    for each four k: 32 x 4 bytes, weight + 128              int8 rows with a scale, or int16 ones
 int4    for each group of 32 k: 16 scales and 16 offsets in      int8 rows with a scale and their sums
         fp16, then 4 x 16 x 8 nibbles                            over each group
 ======  =======================================================  =====================================
@@ -32,20 +32,19 @@ _BLOCK_BYTES = 8 << 20  # of a weight in fp32 that is packed at once
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a kind of weight is laid out and how many rows fit in the registers."""
+    """How a kind of weight is laid out, the same for all instruction sets."""
 
     name: str
     panel_columns: int  # of a panel
     k_step: int  # what the innermost loop takes at once
-    max_rows: int  # at a time, at most
-    cpu_feature: str  # of the processor
+    k_bytes: int  # of a panel for each k, scales included
 
 
 WEIGHT_FORMATS = {
-    "fp32": WeightFormat("fp32", 32, 1, 12, "avx512f"),
-    "bf16": WeightFormat("bf16", 32, 2, 12, "avx512bf16"),
-    "int8": WeightFormat("int8", 32, 4, 12, "avx512vnni"),
-    "int4": WeightFormat("int4", 16, GROUP_SIZE, 10, "avx512vnni"),
+    "fp32": WeightFormat("fp32", 32, 1, 128),
+    "bf16": WeightFormat("bf16", 32, 2, 64),
+    "int8": WeightFormat("int8", 32, 4, 32),
+    "int4": WeightFormat("int4", 16, GROUP_SIZE, 10),
 }
 
 

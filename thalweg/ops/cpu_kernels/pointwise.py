@@ -1,8 +1,8 @@
 """Kernels on rows: normalise, activate, and make rows ready for a product with packed weights.
 
-Every kernel that feeds a product ends with the same step, :func:`prepare`: fp32 rows stay as they are, become
-bf16, or become int8 with a scale for each row and the sums that the formats of ``gemm.py`` ask for.  Rows are
-dealt out to the threads; widths are multiples of 16.
+Every kernel that feeds a product ends with the same step, :func:`emit_quantize_row`: fp32 rows stay as they are,
+become bf16, or become int8 (int16 where bytes are multiplied as words) with a scale for each row and the sums that
+the formats of ``gemm.py`` ask for.  Rows are dealt out to the threads; widths are multiples of 16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import BF16, F32, I8, I32, I64, VOID, KernelBuilder, vec
+from thalweg.ops.cpu_kernels.kernel_builder import F32, I8, I16, I32, I64, VOID, KernelBuilder, vec
 from thalweg.ops.cpu_kernels.packing import GROUP_SIZE
 
 # Where a prepared row goes: fp32 values ``y``, the operand, its scale and sums.  Strides in bytes.
@@ -31,7 +31,7 @@ ARGMAX_ARGS = ("x", "x_stride", "rows", "width", "value", "place")
 
 
 def emit_quantize_row(module: Any, kind: str) -> Any:
-    """Return the function that makes one fp32 row ready: kind ``fp32``, ``bf16``, ``int8``."""
+    """Return the function that makes one fp32 row ready: kind ``fp32``, ``bf16``, ``int8``, ``int16``."""
     name = f"prepare_{kind}"
     if name in module.globals:
         return module.globals[name]
@@ -45,14 +45,16 @@ def emit_quantize_row(module: Any, kind: str) -> Any:
     elif kind == "bf16":
         with code.range(0, width, 16) as i:
             value = code.load(vec(16), code.add(y, code.mul(i, 4)))
-            code.store(code.builder.fptrunc(value, vec(16, BF16)), code.add(operand, code.mul(i, 2)))
-    elif kind == "int8":
-        _quantize_int8(code, y, width, operand, scale, sums, total)
+            code.store(code.to_bf16(value), code.add(operand, code.mul(i, 2)))
+    else:
+        _quantize(code, kind, y, width, operand, scale, sums, total)
     code.ret()
     return code.function
 
 
-def _quantize_int8(code: KernelBuilder, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any) -> None:
+def _quantize(
+    code: KernelBuilder, kind: str, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any
+) -> None:
     lane_max = code.stack_var(code.f32_const(0.0, 16))
     with code.range(0, width, 16) as i:
         value = code.call_intrinsic("fabs", code.load(vec(16), code.add(y, code.mul(i, 4))))
@@ -61,15 +63,18 @@ def _quantize_int8(code: KernelBuilder, y: Any, width: Any, operand: Any, scale:
     code.store(code.builder.fdiv(row_max, code.f32_const(127.0)), scale)
     inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
     magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
-    zero = code.splat(code.int_const(0, I32), 16)
+    zero = code.i32_const(0, 16)
     row_sum = code.stack_var(zero)
     group = code.stack_var(zero)
     with code.range(0, width, 16) as i:
         value = code.fma(code.load(vec(16), code.add(y, code.mul(i, 4))), inverse, magic)
-        quantized = code.builder.sub(
-            code.builder.bitcast(value, vec(16, I32)), code.splat(code.int_const(0x4B400000, I32), 16)
-        )
-        code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(operand, i))
+        quantized = code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.i32_const(0x4B400000, 16))
+        if kind == "int16":  # of four the even ones, then the odd ones: as ``vpmaddwd`` meets a weight's bytes
+            order = code.const_vector([4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(16)])
+            words = code.builder.trunc(quantized, vec(16, I16))
+            code.store(code.builder.shuffle_vector(words, words, order), code.add(operand, code.mul(i, 2)))
+        else:
+            code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(operand, i))
         row_sum.value = code.builder.add(row_sum.value, quantized)
         # A group is two steps; its sum is written at both, and right at the second.
         starts_group = code.builder.icmp_signed("==", code.rem(i, GROUP_SIZE), code.int_const(0))
@@ -205,11 +210,11 @@ def emit_argmax(module: Any) -> str:
     a = code.load_args(ARGMAX_ARGS)
     first, last = code.thread_range(code.load(I64, a["rows"], 8))
     lane_ids = code.const_vector(range(16))
-    sixteen = code.splat(code.int_const(16, I32), 16)
+    sixteen = code.i32_const(16, 16)
     with code.range(first, last) as row:
         x = code.add(a["x"], code.mul(row, a["x_stride"]))
         lane_max = code.stack_var(code.f32_const(-math.inf, 16))
-        lane_index = code.stack_var(code.splat(code.int_const(0, I32), 16))
+        lane_index = code.stack_var(code.i32_const(0, 16))
         current_index, lane_nan = code.stack_var(lane_ids), code.stack_var(code.f32_const(0.0, 16))
         with code.range(0, code.mul(code.div(a["width"], 16), 16), 16) as i:
             value = code.load(vec(16), code.add(x, code.mul(i, 4)))
@@ -285,6 +290,4 @@ def exp(code: KernelBuilder, x: Any) -> Any:
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = code.fma(p, r, code.f32_const(factor, width))
     value = code.fma(code.builder.fmul(r, r), p, code.builder.fadd(r, code.f32_const(1.0, width)))
-    # p * 2**n, rounded once where the result has no whole exponent left
-    every = ir.Constant(ir.IntType(16), -1)
-    return code.call("llvm.x86.avx512.mask.scalef.ps.512", value.type, [value, n, value, every, code.int_const(4, I32)])
+    return code.exp2_scale(value, n)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, KERNEL, PTR, VOID, JitModule, KernelBuilder
+from thalweg.ops.cpu_kernels.isa import supported_isas
+from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, KERNEL, PTR, VOID, JitModule, KernelBuilder, KernelModule
 
 WORDS_PER_INSTRUCTION = 20
 # Threads that run a program at most: kernels with scratch memory of their own have a row for each thread.
@@ -29,9 +30,13 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.5, 32.0  # seconds between trials of another numbe
 _SPINS = 4000  # a few microseconds; then the core is offered to whoever else needs it
 
 
+@cache
 def _openmp_symbols() -> dict[str, int]:
     """Return the addresses of the runtime's entry points, or nothing where torch brings another one."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
+    package = Path(torch.__file__).parent
+    for path in sorted(
+        [*(package / "lib").glob("lib*omp*.so*"), *package.with_name("torch.libs").glob("lib*omp*.so*")]
+    ):
         library = ctypes.CDLL(str(path))
         names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
         if all(hasattr(library, name) for name in names):
@@ -78,7 +83,7 @@ def _emit_spin_wait(code: KernelBuilder, phase: Any, before: Any) -> None:
     num_spins = b.phi(I64)
     num_spins.add_incoming(code.int_const(0), start)
     now = b.load_atomic(phase, "acquire", 8, typ=I64)
-    code.call("llvm.x86.sse2.pause", VOID, [])
+    code.spin_hint()
     b.cbranch(b.icmp_signed("==", now, before), respin, done)
     b.position_at_end(respin)
     more = code.add(num_spins, 1)
@@ -103,12 +108,13 @@ def _emit_launch(module: Any) -> None:
 @cache
 def _load_runtime() -> tuple[Any, JitModule]:
     symbols = _openmp_symbols()
-    module = ir.Module("program")
+    isa = supported_isas()[0]
+    module = KernelModule(isa)
     _emit_interpreter(module)
     _emit_launch(module)
     libc = ctypes.CDLL(None)
     symbols["sched_yield"] = ctypes.cast(libc.sched_yield, ctypes.c_void_p).value or 0
-    library = JitModule(module, symbols)
+    library = JitModule(str(module), isa, symbols)
     launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(library.get_address("launch"))
     return launch, library
 

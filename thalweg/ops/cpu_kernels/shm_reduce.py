@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, VOID, KernelBuilder, vec
+from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, KernelBuilder, vec
 
 CACHE_LINE_BYTES = 128  # bytes from one counter to the next
 _SPINS = 2000
@@ -46,7 +46,7 @@ def _emit_spin_wait(code: KernelBuilder, counter: Any, target: Any, aborted: Any
     is_aborted = b.icmp_signed("!=", b.load_atomic(aborted, "monotonic", 8, typ=I64), code.int_const(0))
     b.cbranch(b.or_(is_reached, is_aborted), done, idle)
     b.position_at_end(idle)
-    code.call("llvm.x86.sse2.pause", VOID, [])
+    code.spin_hint()
     num_spins.value = code.add(num_spins.value, 1)
     with code.if_then(b.icmp_signed(">", num_spins.value, code.int_const(_SPINS))):
         code.call("sched_yield", I32, [])

@@ -1,13 +1,17 @@
-"""Linear layers with weights packed once, by the kernels that the torch wheel holds (CPU, not
-differentiable).
+"""Linear layers with weights packed once, by the kernels that the torch wheel holds (not differentiable).
 
 fp32 and bf16 by oneDNN's own layout, int8 with a scale per output and rows quantised on the fly, int4 in
 groups of 32 with a scale and an offset in bf16.  Where a build of torch lacks an operator, or a shape does
 not suit it, the layer computes the same with plain operators.
+
+On an accelerator int8 and int4 have the same numbers, and rows stay as they are.  torch's products for packed weights
+(those that torchao calls) are taken where the device has them and they agree with the plain form, which turns a
+layer's bytes into numbers of the rows' dtype for the time of its product.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +39,19 @@ class PackedLinear:
         return self.linear_fn(x)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, weight_format: str) -> PackedLinear:
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, weight_format: str, dtype: torch.dtype = torch.bfloat16
+) -> PackedLinear:
     """Return ``x -> x @ weight.T + bias`` with the weight (N, K) kept as fp32, bf16, fp16, int8 or int4.
 
-    x (M, K) and the result (M, N) have the form's dtype; fp32 for int8 and int4.  Raises ValueError for
-    another form.
+    x (M, K) and the result (M, N) have the form's dtype; fp32 for int8 and int4, on an accelerator ``dtype``.  Raises
+    ValueError for another form.
     """
     if weight_format not in _PACKERS:
         raise ValueError(f"weights cannot be packed as {weight_format!r}; known: {', '.join(_PACKERS)}")
+    if weight.device.type != "cpu" and weight_format in _DEVICE_PACKERS:
+        bias = None if bias is None else bias.detach().to(dtype)
+        return _DEVICE_PACKERS[weight_format](weight.detach().float(), bias, dtype)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(weight_format, torch.float32)
     weight = weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
@@ -95,14 +104,8 @@ def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     outputs, inputs = weight.shape
     if inputs % _INT4_GROUP_SIZE or outputs % 32:
         return _pack_int8(weight, bias)
-    groups = weight.view(outputs, -1, _INT4_GROUP_SIZE)
-    low, high = groups.amin(2), groups.amax(2)
-    scale = ((high - low) / 15).clamp(min=1e-7).bfloat16().float()
-    offset = (low + 8 * scale).bfloat16().float()  # the kernel computes (nibble - 8) * scale + offset
-    nibbles = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32)
-    flat = nibbles.view(outputs, inputs)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(flat, 1)
-    table = torch.stack([scale, offset], -1).transpose(0, 1).contiguous().bfloat16()
+    nibbles, table = _quantize_int4(weight)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(nibbles, 1)
     product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     def layer(x: Tensor) -> Tensor:
@@ -113,4 +116,63 @@ def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("int4", layer)
 
 
+def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers 0 to 15, int32 (N, K), and bf16 (K / group, N, 2): w = (number - 8) * scale + offset."""
+    groups = weight.view(len(weight), -1, _INT4_GROUP_SIZE)
+    low, high = groups.amin(2), groups.amax(2)
+    scale = ((high - low) / 15).clamp(min=1e-7).bfloat16().float()
+    offset = (low + 8 * scale).bfloat16().float()
+    nibbles = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32)
+    return nibbles.flatten(1), torch.stack([scale, offset], -1).transpose(0, 1).contiguous().bfloat16()
+
+
+def _pack_int8_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+    scale = weight.abs().amax(1).div(127).clamp(min=1e-12)
+    packed = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    scale = scale.to(dtype)
+    plain = lambda x: F.linear(x, packed.to(dtype)) * scale
+    fused = lambda x: torch.ops.aten._weight_int8pack_mm.default(x, packed, scale)
+    return _take_fused("int8", fused, plain, weight.new_empty(0, weight.shape[1], dtype=dtype), bias)
+
+
+def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+    outputs, inputs = weight.shape
+    if inputs % _INT4_GROUP_SIZE:
+        return _pack_int8_on_device(weight, bias, dtype)
+    nibbles, table = _quantize_int4(weight)
+    pairs = nibbles.to(torch.uint8).view(outputs, -1, 2)
+    packed = pairs[..., 0] << 4 | pairs[..., 1]
+
+    def plain(x: Tensor) -> Tensor:
+        numbers = torch.stack([packed >> 4, packed & 15], -1).view(outputs, -1, _INT4_GROUP_SIZE).to(dtype) - 8
+        scale, offset = table.to(dtype).transpose(0, 1)[..., None].unbind(2)
+        return F.linear(x, (numbers * scale + offset).flatten(1))
+
+    fused = None
+    tiles = next((tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0), 0)
+    if dtype == torch.bfloat16 and tiles:
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+            tiled = torch.ops.aten._convert_weight_to_int4pack.default(packed, tiles)
+            fused = lambda x: torch.ops.aten._weight_int4pack_mm.default(x, tiled, _INT4_GROUP_SIZE, table)
+    return _take_fused("int4", fused, plain, weight.new_empty(0, inputs, dtype=dtype), bias)
+
+
+def _take_fused(name: str, fused: LinearFn | None, plain: LinearFn, like: Tensor, bias: Tensor | None) -> PackedLinear:
+    """Return the device's own product if there is one that gives what the plain form gives, else that.
+
+    ``like``: rows of the kind that will come.  A wrong layout of the weights is far off, rounding is not.
+    """
+    layer = plain
+    if fused is not None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(4, like.shape[1], generator=generator).to(like)
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+            expected = plain(x).float()
+            if (fused(x).float() - expected).norm() < 0.02 * expected.norm():
+                layer = fused
+    kernel_name = name if layer is fused else "torch"
+    return PackedLinear(kernel_name, layer if bias is None else lambda x: layer(x) + bias)
+
+
+_DEVICE_PACKERS = {"int8": _pack_int8_on_device, "int4": _pack_int4_on_device}
 _PACKERS = {"fp32": _pack_onednn, "bf16": _pack_onednn, "fp16": _pack_plain, "int8": _pack_int8, "int4": _pack_int4}

@@ -110,11 +110,12 @@ class Adafactor(StepMixin, torch.optim.Adafactor):
         all_reduce_tensors_(sizes, everywhere)
         for item, update, weight, size in zip(items, updates, weights, sizes, strict=True):
             lr, step, group, count = float(item.group["lr"]), float(item.state["step"]), item.group, item.param.numel()
-            alpha = max(group["eps"][1], (float(weight) / count) ** 0.5) * min(lr, step**-0.5)
+            rms_weight, rms_update = (weight.double() / count).sqrt(), (size.double() / count).sqrt()
+            alpha = rms_weight.clamp(min=group["eps"][1]) * min(lr, step**-0.5)
             if group["weight_decay"]:
                 item.work.mul_(1 - lr * group["weight_decay"])
-            clip = max(1.0, (float(size) / count) ** 0.5 / group["d"])
-            item.work.add_(update, alpha=-alpha / clip)
+            clip = (rms_update / group["d"]).clamp(min=1.0)
+            item.work.sub_(update.mul_(alpha / clip))
 
     @staticmethod
     def _update(item: _AdafactorParam, row_mean: Tensor | None) -> Tensor:
@@ -130,7 +131,7 @@ class Adafactor(StepMixin, torch.optim.Adafactor):
 
 def _square_sums(pieces: Sequence[Tensor]) -> list[Tensor]:
     """Return the sum of squares of each piece as a tensor of the piece's dtype and device."""
-    return [square_sums([piece])[0].to(piece.dtype) for piece in pieces]
+    return [total.to(piece.dtype) for total, piece in zip(square_sums(pieces), pieces, strict=True)]
 
 
 def _factor_placements(param: Tensor, mean_dim: int) -> list[Placement]:

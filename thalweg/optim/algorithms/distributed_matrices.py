@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from thalweg.optim.algorithms.newton_schulz import orthogonalize_cost
 from thalweg.optim.dtensor_local import get_sharded_axes, is_chunk_sharded, sharded_dim
+from thalweg.parallel_dims import control_group
 
 MAX_ROUND_ELEMENTS = 2**24
 
@@ -169,7 +170,7 @@ def _all_to_all(
     send_counts = [sum(piece.numel() for piece in pieces) for pieces in outgoing]
     counts = [sum(pieces) for pieces in sizes]
     received = torch.empty(sum(counts), dtype=dtype, device=device)
-    dist.all_to_all_single(received, sent, counts, send_counts, group=group)
+    dist.all_to_all_single(received, sent, counts, send_counts, group=control_group(group, sent.device))
     return [
         list(received_part.split(list(pieces)))
         for received_part, pieces in zip(received.split(counts), sizes, strict=True)

@@ -41,6 +41,11 @@ class _AdamBase(LocalStepMixin):
         for group in self.param_groups:  # pyright: ignore[reportAttributeAccessIssue]
             group.setdefault("bias_correction", bias_correction)
 
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether a step goes by the tensor ``found_inf``, as of torch's GradScaler."""
+        return all(group["fused"] for group in self.param_groups)  # pyright: ignore[reportAttributeAccessIssue]
+
     def _init_group(self, group: dict[str, Any], *lists: list[Any], **named: list[Any]) -> Any:
         for param in group["params"]:
             state = self.state.get(param)  # pyright: ignore[reportAttributeAccessIssue]

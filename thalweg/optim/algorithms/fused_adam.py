@@ -64,7 +64,7 @@ def fused_adam_step(
         return
     options = {**group, **overrides}
     count = num_previous_steps if options["bias_correction"] else STEP_WITHOUT_CORRECTION
-    step = torch.tensor(count, dtype=torch.float32, device=weight.device)
+    step = torch.full((), count, dtype=torch.float32, device=weight.device)  # filled there: a copy would wait
     adam(
         [weight], [grad], [exp_avg], [exp_avg_sq], [], [step],
         fused=True, foreach=False, amsgrad=False, maximize=options["maximize"],

@@ -1,6 +1,6 @@
 """Adam, AdamW and Lion whose moments are kept in bf16 or 8 bits (see ``moment_codec.py``).
 
-A step goes through the parameters in chunks that fit the cache:
+A step goes through the parameters in chunks that fit the cache (on an accelerator: that bound the memory):
 
     read the chunk's moments into fp32 -> the optimiser's own fp32 kernel -> round and store
 
@@ -34,6 +34,8 @@ from thalweg.optim.algorithms.moment_codec import (
 from thalweg.optim.dtensor_local import StepMixin, local_grad, to_local, upcast_half
 
 CHUNK_ELEMENTS = 1 << 18
+# Some thirty launches a chunk, and some eight fp32 tensors of its size: 0.5 GiB.
+ACCELERATOR_CHUNK_ELEMENTS = 1 << 24
 
 
 class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
@@ -73,7 +75,8 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
         contiguous = [tensor.contiguous() for tensor in (piece, *moments)]
         flat, *stored = (tensor.view(-1) for tensor in contiguous)
         row = row_length(param) if in_blocks else 1
-        size = max(row, CHUNK_ELEMENTS // row * row)
+        most = CHUNK_ELEMENTS if flat.device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
+        size = max(row, most // row * row)
         for start in range(0, flat.numel(), size):
             chunk, rows = slice(start, start + size), slice(start // row, (start + size) // row)
             self._step_chunk(

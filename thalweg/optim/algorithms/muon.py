@@ -42,6 +42,7 @@ from thalweg.optim.dtensor_local import (
     working_copies,
     zeros_state_like,
 )
+from thalweg.parallel_dims import control_group
 from thalweg.utils.dtypes import parse_dtype
 
 
@@ -146,8 +147,8 @@ class Muon(StepMixin, torch.optim.Optimizer):
             has_grad = [param.grad is not None for param, _ in members]
             if process_group is not None and dist.get_world_size(process_group) > 1:
                 # On any rank: all of them must exchange the same matrices.
-                flags = torch.tensor(has_grad, dtype=torch.int32, device=to_local(members[0][0]).device)
-                dist.all_reduce(flags, dist.ReduceOp.MAX, process_group)
+                flags = torch.tensor(has_grad, dtype=torch.int32)
+                dist.all_reduce(flags, dist.ReduceOp.MAX, control_group(process_group))
                 has_grad = [flag > 0 for flag in flags.tolist()]
             if stepped := [member for member, flag in zip(members, has_grad, strict=True) if flag]:
                 self._step_sharded(group, stepped, process_group)

@@ -51,7 +51,7 @@ class MmapStep(StateInSwapFile):
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
-    ) -> float:
+    ) -> Tensor:
         """The global 2-norm; collective."""
         norm = super().grad_norm(params, replicate_group, partial_norms)
         for param in params:

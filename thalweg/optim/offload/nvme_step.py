@@ -307,12 +307,11 @@ class NvmeStep(StateInSwapFile):
         else:
             self._step(chunk.slices, buffer, factor)
 
-    @staticmethod
-    def _needs_batches(param_step: ParamStep, factor: float) -> bool:
+    def _needs_batches(self, param_step: ParamStep, factor: float) -> bool:
         """Whether anything but the kernel itself passes over the item's elements."""
         operands = param_step.step_tensors
         is_upcast = operands["grad"].tensor.dtype != operands["master"].tensor.dtype
-        return factor != 1.0 or is_upcast or "copy" in operands
+        return factor != 1.0 or is_upcast or "copy" in operands or self._comes_to_host(param_step)
 
     def _step(self, pieces: Sequence[ParamSlice], buffer: Tensor, factor: float) -> None:
         jobs: list[SliceStep] = []
@@ -322,6 +321,8 @@ class NvmeStep(StateInSwapFile):
             master, grad = piece.get_tensor("master", buffer), piece.get_tensor("grad", buffer)
             if factor != 1.0:
                 grad.mul_(factor)
+            if self._comes_to_host(item):
+                master, grad = master.cpu(), grad.cpu()
             if grad.dtype != master.dtype:
                 wide = self._get_scratch(master.dtype, used, grad.numel())
                 used += grad.numel()
@@ -339,8 +340,15 @@ class NvmeStep(StateInSwapFile):
                     item.new_scalar_state[key] = value
                 elif item.is_new_state:
                     piece.get_tensor(key, buffer).copy_(value)
+            if self._comes_to_host(item):
+                piece.get_tensor("master", buffer).copy_(job.master)
             if "copy" in item.step_tensors:
                 piece.get_tensor("copy", buffer).copy_(job.master)
+
+    def _comes_to_host(self, item: ParamStep) -> bool:
+        """Whether what is updated lies on an accelerator (an expert's shard does) and its state comes from the disk."""
+        on_device = item.step_tensors["master"].tensor.device.type != "cpu"
+        return on_device and self._swap_for_state(item.param) is not None
 
     def _get_scratch(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
         have = self._scratch.get(dtype)

@@ -324,7 +324,7 @@ class StepInBackward(InMemoryStep, StepListener):
         params: Sequence[Tensor],
         replicate_group: dist.ProcessGroup | None,
         partial_norms: Mapping[Tensor, PartialNorm] | None = None,
-    ) -> float:
+    ) -> Tensor:
         """The global 2-norm, gradients that have left included; collective."""
         if (error := self.wait_for_updates()) is not None:
             raise error

@@ -20,7 +20,8 @@ what ZeRO does with copies is in :mod:`thalweg.zero.expert_params`.  Who spreads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -62,9 +63,12 @@ class AllToAllDispatcher:
         recv_expert_counts = ep_group.all_to_all(
             groups.counts, self.experts_per_rank, [num_local] * ep_group.size, "expert counts"
         )
-        counts_by_source = recv_expert_counts.view(ep_group.size, num_local)  # (source rank, own expert)
-        send_counts = [int(part.sum()) for part in groups.counts.split(self.experts_per_rank)]
-        recv_counts = counts_by_source.sum(1).tolist()
+        # All sizes come to the host at once: an accelerator is waited for once a layer.
+        counts = torch.cat([groups.counts, recv_expert_counts]).tolist()
+        send_ends = [0, *accumulate(self.experts_per_rank)]
+        send_counts = [sum(counts[start:stop]) for start, stop in pairwise(send_ends)]
+        recv_by_source = [counts[i : i + num_local] for i in range(send_ends[-1], len(counts), num_local)]
+        recv_counts = [sum(own) for own in recv_by_source]
 
         def exchange(rows: Tensor, send_counts: list[int], recv_counts: list[int]) -> Tensor:
             send_numels, recv_numels = [n * width for n in send_counts], [n * width for n in recv_counts]
@@ -73,13 +77,14 @@ class AllToAllDispatcher:
         received = exchange(rows, send_counts, recv_counts)
         # Rows came by source and, within, by expert: bring those of one expert together.
         experts = torch.arange(num_local, device=rows.device).repeat(ep_group.size)
-        expert_index = experts.repeat_interleave(counts_by_source.flatten())
+        expert_index = experts.repeat_interleave(recv_expert_counts, output_size=sum(recv_counts))
         permutation = sort_by_expert(expert_index[:, None], num_local)
+        local_counts = [sum(own) for own in zip(*recv_by_source, strict=True)]
 
         def combine(results: Tensor) -> Tensor:
             return exchange(unpermute(results, permutation), recv_counts, send_counts)
 
-        return permutation.permute(received), permutation.groups, combine
+        return permutation.permute(received), replace(permutation.groups, known_counts=local_counts), combine
 
     def local_weight(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """All rows that this rank has of ``parameter``."""

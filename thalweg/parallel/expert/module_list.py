@@ -149,8 +149,8 @@ def _run_experts(
     for i in order:
         counts[requests[i][0]] += sizes[i]
     count = torch.tensor(counts, device=flat.device)
-    index = torch.arange(num_experts, device=flat.device).repeat_interleave(count)
-    rows, groups, combine = dispatcher.dispatch(flat, RowGroups(count, index))
+    index = torch.arange(num_experts, device=flat.device).repeat_interleave(count, output_size=sum(counts))
+    rows, groups, combine = dispatcher.dispatch(flat, RowGroups(count, index, counts))
     results = [rows[:0]]
     for (expert, inner), expert_rows in zip(local_experts, rows.split(groups.counts_list), strict=True):
         if not len(expert_rows):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thalweg.device import synchronize
 from thalweg.parallel.pipeline.schedules.simulate import ActionCosts
 from thalweg.utils.trees import iter_tensors
 
@@ -114,6 +115,5 @@ def _time_forward_backward(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def _synchronized_time() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter()

@@ -8,7 +8,6 @@ first that the whole model has for it: under that one it is stored, whoever writ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -131,8 +130,8 @@ class TiedWeights:
         not_counted = {id(p) for p, tie in self._local_copies if tie.pp_ranks[0] != self._pp_rank}
         return [parameter for parameter in parameters if id(parameter) not in not_counted]
 
-    def norm(self, local_norm: float) -> float:
-        """The 2-norm over all stages, the same bits everywhere; ``local_norm`` is that of this stage."""
-        total = torch.tensor([local_norm * local_norm], dtype=torch.float64)
-        dist.all_reduce(total, group=control_group(self._group))
-        return math.sqrt(value) if math.isfinite(value := total.item()) and value >= 0 else math.nan
+    def norm(self, local_norm: Tensor) -> Tensor:
+        """The 2-norm over all stages, the same bits everywhere; ``local_norm`` (0-dim) is that of this stage."""
+        total = local_norm.square()
+        dist.all_reduce(total, group=control_group(self._group, total.device))
+        return total.sqrt()

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,36 +46,62 @@ MaskFn = Callable[[Tensor, Tensor], Tensor]
 """From positions of queries (Tq,) and keys (Tk,) to what is attended: bool (B or 1, 1, Tq, Tk)."""
 
 AttentionTile = tuple[slice, slice, bool, Tensor | None]
+Visibility = list[tuple[bool, bool]]
+"""Of each rectangle of a mask, in the order of :meth:`RingAttentionSpec.rectangles`: is any, is all of it attended."""
+
 _LEDGER_NAME = "attention"
 _KV_TAG, _GRAD_TAG = 0, 1  # tags: both may be on their way at once
 
 
 @dataclass(frozen=True)
 class RingAttentionSpec:
-    """One attention on the ring: ``token_spans[rank]`` its tokens; ``kv_repeat`` query heads for each of the keys'."""
+    """One attention on the ring: ``token_spans[rank]`` its tokens."""
 
     token_spans: tuple[tuple[Span, ...], ...]
     causal: bool
     mask_fn: MaskFn | None
     scale: float
-    kv_repeat: int
 
     def num_tokens(self, rank: int) -> int:
         """Tokens of a rank."""
         return sum(stop - start for start, stop in self.token_spans[rank])
 
-    def tiles(self, query_rank: int, kv_rank: int, device: torch.device) -> Iterator[AttentionTile]:
-        """What rank ``query_rank`` computes with the keys of ``kv_rank``: rows, columns, whether causal, a mask."""
+    def rectangles(
+        self, query_rank: int, kv_rank: int, device: torch.device
+    ) -> Iterator[tuple[slice, slice, Callable[[], Tensor]]]:
+        """Rows and columns of each pair of chunks of two ranks, and what makes its mask."""
+        assert self.mask_fn is not None
+        row_spans, column_spans = self.token_spans[query_rank], self.token_spans[kv_rank]
+        for row, rows in zip(row_spans, _local_slices(row_spans), strict=True):
+            for column, columns in zip(column_spans, _local_slices(column_spans), strict=True):
+                if row[0] < row[1] and column[0] < column[1]:
+                    positions = spans_to_index([row], device), spans_to_index([column], device)
+                    yield rows, columns, partial(self.mask_fn, *positions)
+
+    def find_visible(self, query_rank: int, device: torch.device) -> list[Visibility]:
+        """By rank of the keys; an accelerator is waited for once."""
+        if self.mask_fn is None:
+            return [[] for _ in self.token_spans]
+        counts, flags = [], []
+        for kv_rank in range(len(self.token_spans)):
+            masks = (make_mask() for *_, make_mask in self.rectangles(query_rank, kv_rank, device))
+            found = [torch.stack([mask.any(), mask.all()]) for mask in masks]
+            counts.append(len(found))
+            flags += found
+        read = iter(torch.stack(flags).tolist() if flags else [])
+        return [list(islice(read, count)) for count in counts]
+
+    def tiles(
+        self, query_rank: int, kv_rank: int, device: torch.device, visible: Visibility
+    ) -> Iterator[AttentionTile]:
+        """What rank ``query_rank`` computes with the keys of ``kv_rank``: rows, columns, whether causal, a mask.
+        ``visible``: of these keys, by :meth:`find_visible`."""
         everything, row_slices = slice(None), _local_slices(self.token_spans[query_rank])
         if self.mask_fn is not None:
-            column_slices = _local_slices(self.token_spans[kv_rank])
-            for row, rows in zip(self.token_spans[query_rank], row_slices, strict=True):
-                for column, columns in zip(self.token_spans[kv_rank], column_slices, strict=True):
-                    if row[0] == row[1] or column[0] == column[1]:
-                        continue
-                    mask = self.mask_fn(spans_to_index([row], device), spans_to_index([column], device))
-                    if bool(mask.any()):
-                        yield rows, columns, False, None if bool(mask.all()) else mask
+            rectangles = self.rectangles(query_rank, kv_rank, device)
+            for (rows, columns, make_mask), (is_any, is_all) in zip(rectangles, visible, strict=True):
+                if is_any:
+                    yield rows, columns, False, None if is_all else make_mask()
         elif not self.causal or query_rank == kv_rank:
             yield everything, everything, self.causal, None
         elif kv_rank < query_rank:
@@ -153,20 +181,22 @@ class _RingAttentionFunction(torch.autograd.Function):
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
         flat = torch.cat([k.reshape(-1), v.reshape(-1)])
+        visible = spec.find_visible(ring.rank, q.device)
         with torch.autocast(q.device.type, enabled=False):
             for step in range(ring.size):
                 next_numel = _numel_per_token(k, v) * spec.num_tokens(ring.kv_rank(step + 1))
                 wait_next = ring.send_recv_next(flat, next_numel, _KV_TAG) if step + 1 < ring.size else None
                 keys, values = _split_kv(flat, k, v)
-                for rows, columns, causal, mask in spec.tiles(ring.rank, ring.kv_rank(step), q.device):
-                    kv = (_repeat_kv(x[:, :, columns], spec.kv_repeat) for x in (keys, values))
+                kv_rank = ring.kv_rank(step)
+                for rows, columns, causal, mask in spec.tiles(ring.rank, kv_rank, q.device, visible[kv_rank]):
+                    kv = (x[:, :, columns] for x in (keys, values))
                     new = block_forward(q[:, :, rows], *kv, causal=causal, mask=mask, scale=spec.scale)
                     _merge_by_lse(out[:, :, rows], lse[:, :, rows], *new)
                 if wait_next is not None:
                     flat = wait_next()
         y = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.ring, ctx.spec = ring, spec
+        ctx.ring, ctx.spec, ctx.visible = ring, spec, visible
         return y
 
     @staticmethod
@@ -183,14 +213,15 @@ class _RingAttentionFunction(torch.autograd.Function):
                 flat_grad = torch.zeros_like(flat, dtype=lse.dtype)
                 keys, values = _split_kv(flat, k, v)
                 key_grads, value_grads = _split_kv(flat_grad, k, v)
-                for rows, columns, causal, mask in spec.tiles(ring.rank, ring.kv_rank(step), q.device):
-                    own_k, own_v = (_repeat_kv(x[:, :, columns], spec.kv_repeat) for x in (keys, values))
+                kv_rank = ring.kv_rank(step)
+                for rows, columns, causal, mask in spec.tiles(ring.rank, kv_rank, q.device, ctx.visible[kv_rank]):
+                    own_k, own_v = (x[:, :, columns] for x in (keys, values))
                     own_grad, own_q, own_y, own_lse = (x[:, :, rows] for x in (grad, q, y, lse))
                     options: dict[str, Any] = {"causal": causal, "mask": mask, "scale": spec.scale}
                     tile_grads = block_backward(own_grad, own_q, own_k, own_v, own_y, own_lse, **options)
                     dq[:, :, rows] += tile_grads[0]
-                    key_grads[:, :, columns] += _sum_kv_groups(tile_grads[1], spec.kv_repeat)
-                    value_grads[:, :, columns] += _sum_kv_groups(tile_grads[2], spec.kv_repeat)
+                    key_grads[:, :, columns] += tile_grads[1]
+                    value_grads[:, :, columns] += tile_grads[2]
                 if step == 0:
                     local_grad = flat_grad
                 else:
@@ -204,14 +235,6 @@ class _RingAttentionFunction(torch.autograd.Function):
             local_grad.add_(wait_grad())
         dk, dv = _split_kv(local_grad, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
-
-
-def _repeat_kv(x: Tensor, kv_repeat: int) -> Tensor:
-    return x if kv_repeat == 1 else x.repeat_interleave(kv_repeat, 1)
-
-
-def _sum_kv_groups(x: Tensor, kv_repeat: int) -> Tensor:
-    return x if kv_repeat == 1 else x.unflatten(1, (-1, kv_repeat)).sum(2)
 
 
 def _merge_by_lse(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:

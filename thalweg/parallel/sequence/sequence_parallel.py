@@ -141,16 +141,18 @@ class SequenceParallelAttention:
         length, ring, group = self.sequence_meta.length, self.ring_attention, self.groups.ulysses_group
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
-        def ring_attend(q: Tensor, k: Tensor, v: Tensor, kv_repeat: int) -> Tensor:
+        def ring_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Of the heads at hand, with those of the ring."""
             is_short = length <= (_TILE_TOKENS if q.is_cpu else _CUDA_TILE_FACTOR * _TILE_TOKENS)
             if ring.size == 1 and (mask is None or dropout > 0 or is_short):
-                if kv_repeat > 1:
-                    k, v = k.repeat_interleave(kv_repeat, 1), v.repeat_interleave(kv_repeat, 1)
+                is_grouped = q.shape[1] > k.shape[1]
+                if is_grouped and q.is_cpu:
+                    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
                 index = torch.arange(length, device=q.device)
                 dense_mask = None if mask is None else mask(index, index)
                 is_causal = causal and mask is None
-                return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, is_causal, scale=scale)
+                options: dict[str, Any] = {"scale": scale, "enable_gqa": is_grouped and not q.is_cpu}
+                return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, is_causal, **options)
             if dropout > 0:
                 raise ValueError(
                     f"context_parallel_size above 1 cannot drop attention weights (probability {dropout}): set "
@@ -160,12 +162,12 @@ class SequenceParallelAttention:
                 spans = (tuple(split_evenly(length, -(-length // _TILE_TOKENS))),)
             else:
                 spans = tuple(self.partition.cp_spans(length, rank) for rank in range(ring.size))
-            return ring.attend(q, k, v, RingAttentionSpec(spans, causal, mask, scale, kv_repeat))
+            return ring.attend(q, k, v, RingAttentionSpec(spans, causal, mask, scale))
 
         was_attending, self.is_attending = self.is_attending, True
         try:
             if group is None:
-                return ring_attend(query, key, value, query.shape[1] // key.shape[1])
+                return ring_attend(query, key, value)
             if query.shape[1] < group.size:
                 raise ValueError(
                     f"sequence_parallel_size = {group.size} is more than the {query.shape[1]} attention heads of "
@@ -176,7 +178,7 @@ class SequenceParallelAttention:
             query_heads = [list(range(*span)) for span in assignment.query_spans]
             kv_heads = [list(own) for own in assignment.kv_heads]
             q, k, v = tokens_to_heads([query, key, value], [query_heads, kv_heads, kv_heads], token_counts, group)
-            y = ring_attend(q, k, v, assignment.kv_repeats[group.rank])
+            y = ring_attend(q, k, v)
             return heads_to_tokens(y, [len(own) for own in query_heads], token_counts, group)
         finally:
             self.is_attending = was_attending

@@ -23,13 +23,20 @@ def tokens_to_heads(
     send_tensors: list[list[Tensor]] = [[] for _ in range(ulysses_group.size)]
     for tensor, by_rank in zip(tensors, heads_by_rank, strict=True):
         for rank, local_heads in enumerate(by_rank):
-            send_tensors[rank].append(tensor[:, local_heads].reshape(-1))
+            send_tensors[rank].append(_take_heads(tensor, local_heads).reshape(-1))
     batch = tensors[0].shape[0]
     own_heads = [len(by_rank[ulysses_group.rank]) for by_rank in heads_by_rank]
     shapes = [(heads, tensor.shape[3]) for heads, tensor in zip(own_heads, tensors, strict=True)]
     recv_shapes = [[(batch, heads, size, width) for heads, width in shapes] for size in token_counts]
     received = _all_to_all(send_tensors, recv_shapes, ulysses_group)
     return [torch.cat([from_rank[i] for from_rank in received], 2) for i in range(len(tensors))]
+
+
+def _take_heads(tensor: Tensor, heads: list[int]) -> Tensor:
+    """Heads of (B, H, T, D) by number; a list as an index would be copied to an accelerator, and waited for."""
+    if heads == list(range(heads[0], heads[0] + len(heads))):
+        return tensor.narrow(1, heads[0], len(heads))
+    return torch.stack([tensor.select(1, head) for head in heads], 1)
 
 
 def heads_to_tokens(y: Tensor, head_counts: list[int], token_counts: list[int], ulysses_group: ParallelGroup) -> Tensor:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from thalweg.infer.config import EngineConfig
@@ -36,11 +36,36 @@ class EngineSpec:
     model: str
     options: EngineConfig = field(default_factory=EngineConfig)
     loader: str = LOADER
+    # Which of how many replicas of this host the engine is of.
+    replica: tuple[int, int] = (0, 1)
 
     def load(self) -> EngineCore:
         """Make the engine; raises what the loader raises."""
         module, _, name = self.loader.partition(":")
-        return getattr(importlib.import_module(module), name)(self.model, self.options)
+        options = self.options
+        if self.loader == LOADER and self.replica[1] > 1:
+            options = replace(options, device=_device_of_replica(options, *self.replica))
+        return getattr(importlib.import_module(module), name)(self.model, options)
+
+
+def _device_of_replica(options: EngineConfig, index: int, num_replicas: int) -> str:
+    """Return the first device of a replica, whose ranks have the ones after it; a device named by its number is all
+    replicas'.  Raises ValueError where there are too few."""
+    import torch
+
+    from thalweg.device import resolve_device
+
+    device = resolve_device(options.device)
+    if device.type == "cpu" or ":" in options.device:
+        return str(device)
+    count, num_needed = torch.accelerator.device_count(), num_replicas * options.num_ranks
+    if num_needed > count:
+        raise ValueError(
+            f"{num_replicas} replicas of {options.num_ranks} ranks need {num_needed} {device.type} devices of their"
+            f" own, and torch sees {count}: give --replicas {count // options.num_ranks}, --device {device.type}:0 for"
+            " all to share that one, or --device cpu"
+        )
+    return f"{device.type}:{index * options.num_ranks}"
 
 
 class ReplicaHandle(Protocol):
@@ -68,7 +93,8 @@ class ProcessLauncher:
     def __call__(self, index: int) -> ReplicaHandle:
         """Start replica ``index``."""
         resources = self._resources[index % len(self._resources)] if self._resources else ReplicaResources()
-        return _ReplicaProcess(self._engine_spec, resources)
+        engine_spec = replace(self._engine_spec, replica=(index % max(len(self._resources), 1), len(self._resources)))
+        return _ReplicaProcess(engine_spec, resources)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thalweg.parallel_dims import control_group
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 
 
@@ -22,16 +23,17 @@ def sync_unused_params(
     groups: Sequence[FSDPGroupHandle],
     modules: Iterable[nn.Module],
     process_group: dist.ProcessGroup,
-    device: torch.device,
 ) -> None:
     """Let ``process_group`` agree on the units that hold parameters of ``modules``, whenever they are reduced."""
     if dist.get_world_size(process_group) == 1:
         return
+    # Over the host: through a device the host would wait for it in each unit's backward pass.
+    host_group = control_group(process_group)
     module_ids = {id(inner) for module in modules for inner in module.modules()}
 
     def reduce_presence(present: list[bool]) -> list[bool]:
-        flags = torch.tensor(present, dtype=torch.uint8, device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
+        flags = torch.tensor(present, dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group)
         return [bool(flag) for flag in flags.tolist()]
 
     for group in groups:

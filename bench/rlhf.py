@@ -1,0 +1,175 @@
+"""RLHF: generation by the hybrid engine against `model.generate` under stage 3, and a run that learns.
+
+    thalweg run --nproc 2 bench/rlhf.py generation       turns of the contestants, weights changed between them
+    thalweg run --nproc 2 bench/rlhf.py memory           how far a sync rises above the shards
+    python bench/rlhf.py learning --seeds 0 1 2 --out DIR
+
+Each prints one JSON object on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from _peers import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.distributed as dist
+from _rlhf_learning import run_learning
+from torch.distributed.fsdp import fully_shard
+
+import thalweg
+from thalweg.infer import EngineConfig, SamplingParams, load_engine
+from thalweg.rlhf.rollout import generate_rollout
+from thalweg.rlhf.weight_sync import HybridEngine
+
+
+def make_actor(width: int, num_layers: int, vocab_size: int = 8192) -> thalweg.Engine:
+    """Return an engine at stage 3 of GPT-2's shape."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_embd": width, "n_layer": num_layers, "n_head": width // 64, "n_positions": 256}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, eos_token_id=None, bos_token_id=None, **shape))
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "log_level": "error",
+    }  # fmt: skip
+    return thalweg.initialize(model=model, config=config)[0]
+
+
+def train(engine: thalweg.Engine) -> None:
+    """Change the weights."""
+    engine.train()
+    ids = torch.randint(8192, (1, 64))
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.eval()
+
+
+def measure_generation(width: int, num_layers: int, num_prompts: int, length: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a rollout in turns: the hybrid engine with its sync, `model.generate` under this stage 3 and under raw
+    FSDP2, and the stand-alone engine of a plain copy."""
+    actor = make_actor(width, num_layers)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    prompts = torch.randint(8192, (num_prompts, 32), generator=draw)
+    params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
+    options = EngineConfig(dtype="fp32", max_num_seqs=num_prompts, max_model_len=256)
+    hybrid = HybridEngine(actor, options)
+    plain = type(actor.module).__mro__[2](copy.deepcopy(actor.module.config))
+    plain.load_state_dict(actor.state_dict())
+    alone = load_engine(plain, options)
+    raw = copy.deepcopy(plain).eval()
+    for block in raw.transformer.h:
+        fully_shard(block)
+    fully_shard(raw)
+    seconds: dict[str, list[float]] = {name: [] for name in ("hybrid", "sync", "generate", "raw", "alone")}
+    for round_ in range(rounds + 1):
+        train(actor)
+        dist.barrier()
+        begun = time.perf_counter()
+        with hybrid.generation() as core:
+            synced = time.perf_counter()
+            rollout = generate_rollout(core, prompts.tolist(), params, seed=0, pad_id=0)
+        dist.barrier()
+        ended = time.perf_counter()
+        took = {"hybrid": ended - begun, "sync": synced - begun}
+        for name, model in (("generate", actor.module), ("raw", raw)):
+            begun = time.perf_counter()
+            with torch.no_grad():
+                made = model.generate(prompts, max_new_tokens=length, do_sample=False, pad_token_id=0, synced_gpus=True)
+            dist.barrier()
+            took[name] = time.perf_counter() - begun
+            same = torch.equal(made, rollout.input_ids)
+            assert same or name == "raw", "greedy tokens are those of the weights as they are now"
+        begun = time.perf_counter()
+        generate_rollout(alone, prompts.tolist(), params, seed=0, pad_id=0)
+        dist.barrier()
+        took["alone"] = time.perf_counter() - begun
+        if round_:  # the first compiles
+            for name, value in took.items():
+                seconds[name].append(value)
+    least = {name: min(values) for name, values in seconds.items()}
+
+    def ratio(name: str) -> float:
+        return statistics.median(x / h for x, h in zip(seconds[name], seconds["hybrid"], strict=True))
+
+    return {
+        "parameters": sum(p.numel() for p in plain.parameters()), "prompts": num_prompts, "new_tokens": length,
+        "seconds": seconds, "least": least,
+        "times_generate": ratio("generate"), "times_raw": ratio("raw"), "times_alone": ratio("alone"),
+    }  # fmt: skip
+
+
+def measure_memory(width: int, num_layers: int) -> dict[str, Any]:
+    """Bytes above the shards at the peak of a sync, what of it the inference engine owns, and the largest bucket."""
+    actor = make_actor(width, num_layers)
+    options = EngineConfig(dtype="fp32", max_num_seqs=1, max_model_len=32, max_num_batched_tokens=16)
+    hybrid = HybridEngine(actor, options)
+    with hybrid.generation():
+        pass
+    train(actor)
+    rest = _resident()
+    Path("/proc/self/clear_refs").write_text("5")
+    with hybrid.generation() as core:
+        peak, own = _peak(), _resident()
+        assert core.runner.num_blocks
+    layer = sum(p.numel() * 4 for p in actor.module.transformer.h[0].parameters())
+    mib = {"above_rest": peak - rest, "own": own - rest, "beyond_own": peak - own}
+    return {name: value / 2**20 for name, value in mib.items()} | {
+        "layer": layer / 2**20,
+        "model": sum(p.numel() for p in actor.module.parameters()) * 4 / 2**20,
+        "after": (_resident() - rest) / 2**20,
+    }  # fmt: skip
+
+
+def _resident() -> int:
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("generation", "memory", "learning"))
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", nargs="+", default=["grpo", "ppo", "shuffled"])
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("rlhf-learning"))
+    args = parser.parse_args()
+    thalweg.init_distributed()
+    if args.part == "generation":
+        found = measure_generation(args.width, args.layers, args.prompts, args.length, args.rounds)
+    elif args.part == "learning":
+        found = run_learning(args.out, args.seeds, args.iterations, args.runs)
+    else:
+        found = measure_memory(args.width, args.layers)
+    if dist.get_rank() == 0:
+        print(json.dumps(found, indent=1))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

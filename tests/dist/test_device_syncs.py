@@ -1,0 +1,426 @@
+"""What the host waits for on an accelerator, and how many kernels it launches: counted on a simulated one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
+from tests.dist.parity import MICRO_BATCH_SIZE, full_tensor
+from tests.harness import run_ranks
+from tests.marks import nightly
+from thalweg.zero.whole_parameter import get_shard
+
+REUSE_RANKS = True
+
+
+def _count_syncs(work: Callable[[], object]) -> dict[str, int]:
+    from tests import simdevice
+
+    simdevice.reset_counts()
+    work()
+    return simdevice.num_syncs()[1]
+
+
+def _count_launches(work: Callable[[], object]) -> int:
+    from tests import simdevice
+
+    simdevice.reset_counts()
+    work()
+    return simdevice.num_launches()
+
+
+def _initialize(model: nn.Module, **config: Any) -> Any:
+    import thalweg
+
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+    return thalweg.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE, "optimizer": adamw, **config}
+    )[0]
+
+
+def _batch(step: int, rank: int, world: int, device: torch.device) -> list[torch.Tensor]:
+    return [t[rank::world].to(device) for t in make_batch(step, world * MICRO_BATCH_SIZE)]
+
+
+# ---- a step -----------------------------------------------------------------------------------------
+
+
+def _syncs_of_steps(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """What three steps wait for, after two first ones."""
+    found = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        engine = _initialize(tiny_gpt(), **copy.deepcopy(config))
+        batches = [_batch(i, rank, world, engine.device) for i in range(10)]
+
+        def step(engine: Any = engine, batches: Any = batches) -> None:
+            for _ in range(engine.gradient_accumulation_steps()):
+                loss = engine(*batches.pop())
+                engine.backward(loss)
+                engine.step()
+
+        step()
+        step()
+        found[name] = _count_syncs(lambda step=step: [step() for _ in range(3)])
+        engine.close()
+    return found
+
+
+def _stage(stage: int, dtype: str = "bf16", **config: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, **({} if dtype == "fp32" else {dtype: {"enabled": True}}), **config}
+
+
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+WITHOUT_SYNC = {
+    **{f"stage {stage}": _stage(stage) for stage in (0, 2, 3)},
+    **{f"stage {stage}, clipped": _stage(stage, gradient_clipping=0.05) for stage in (0, 2, 3)},
+    "fp32": _stage(2, "fp32", gradient_clipping=0.05),
+    "fp16": _stage(2, "fp16", gradient_clipping=0.05),
+    "schedule": _stage(2, gradient_clipping=0.05, scheduler=SCHEDULE),
+    "tokens": _stage(2, token_weighted_loss=True, gradient_accumulation_steps=2),
+}
+
+
+IN_THE_GATE = ("stage 0", "stage 2, clipped", "stage 3, clipped", "fp16", "schedule", "tokens")
+
+
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, IN_THE_GATE), nightly(1, tuple(WITHOUT_SYNC)), nightly(2, tuple(WITHOUT_SYNC))]
+)
+def test_a_step_of_adamw_waits_for_nothing(world, names):
+    """S3: norm, clip factor and verdict stay on the device."""
+    for syncs in run_ranks(_syncs_of_steps, world, {name: WITHOUT_SYNC[name] for name in names}, device="sim"):
+        assert {name: found for name, found in syncs.items() if found} == {}
+
+
+def test_an_optimizer_that_must_be_told_waits_once():
+    """The control: the counter sees what is there to be seen."""
+    sgd = _stage(2, optimizer={"type": "SGD", "params": {"lr": 1e-2}}, gradient_clipping=0.05)
+    assert run_ranks(_syncs_of_steps, 1, {"sgd": sgd}, device="sim") == [{"sgd": {"event": 3}}]
+
+
+def _syncs_of_two_places(rank: int, world: int) -> dict[str, int]:
+    """Of a step whose parameters are on the host but for a 0-dim one, which comes first."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    engine = _initialize(OddShapesModel(), zero_optimization=zero)
+    assert {get_shard(p).device.type for p in engine.module.parameters()} == {"cpu", "sim"}
+    engine.backward(engine(*_batch(0, rank, world, engine.device)))
+    found = _count_syncs(engine.step)
+    engine.close()
+    return found
+
+
+def test_a_verdict_for_two_places_is_read_here():
+    """A kernel of the host's would read it before it has come."""
+    for found in run_ranks(_syncs_of_two_places, 2, device="sim"):
+        assert found["event"] == 1, found
+
+
+def _train_with_overflows(rank: int, world: int, dtype: str, late: bool) -> dict[str, Any]:
+    """Six steps, of which the second and the third have a gradient that is not finite on one rank."""
+    from contextlib import ExitStack
+
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_type": "linear"}}
+    engine = _initialize(tiny_gpt(), **_stage(2, dtype, gradient_clipping=0.05, scheduler=schedule))
+    found: dict[str, Any] = {"rates": [], "scales": [], "applied": [], "norms": []}
+    with ExitStack() as stack:
+        if late:
+            from tests.simdevice import late_work
+
+            stack.enter_context(late_work())
+        for step in range(6):
+            found["scales"].append(engine.loss_scale)
+            loss = engine(*_batch(step, rank, world, engine.device))
+            if step in (1, 2) and rank == world - 1:
+                loss = loss * math.inf
+            engine.backward(loss)
+            engine.step()
+            if step % 2:  # asked at once, or after the next step
+                found["applied"].append(engine.was_step_applied())
+                found["norms"].append(engine.get_global_grad_norm())
+                found["rates"].append(engine.get_lr()[0])
+    found["counts"] = engine.skipped_steps, engine.optimizer.num_updates, engine.global_steps
+    found["rates"].append(engine.get_lr()[0])
+    found["parameters"] = [full_tensor(p).double().numpy() for p in engine.module.parameters()]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "late"), [("fp16", True), nightly("bf16", True), nightly("bf16", False)])
+def test_what_hangs_on_the_verdict_is_made_good(dtype, late):
+    """Counters, loss scale and schedule are those of the CPU, which knows at once that a step is skipped."""
+    host = run_ranks(_train_with_overflows, 2, dtype, False, device="cpu")[0]
+    assert host["counts"][0] == 2
+    for device in run_ranks(_train_with_overflows, 2, dtype, late, device="sim"):
+        for key in ("counts", "applied", "scales", "rates"):
+            assert device[key] == host[key], key
+        assert device["norms"] == pytest.approx(host["norms"], rel=1e-3, nan_ok=True)
+        for ours, theirs in zip(device["parameters"], host["parameters"], strict=True):
+            assert abs(ours - theirs).max() < 2e-5
+
+
+def _checkpoint_after_a_skip(rank: int, world: int, folder: str) -> list[Any]:
+    engine = _initialize(tiny_gpt(), **_stage(2, scheduler=SCHEDULE))
+    for step in range(3):
+        loss = engine(*_batch(step, rank, world, engine.device))
+        engine.backward(loss * math.inf if step == 2 else loss)
+        engine.step()
+    engine.save_checkpoint(folder)
+    state = engine.lr_scheduler.state_dict()
+    engine.close()
+    again = _initialize(tiny_gpt(1), **_stage(2, scheduler=SCHEDULE))
+    again.load_checkpoint(folder)
+    return [state["last_batch_iteration"], again.lr_scheduler.state_dict()["last_batch_iteration"], again.skipped_steps]
+
+
+def test_a_checkpoint_knows_what_became_of_the_last_step(tmp_path):
+    assert run_ranks(_checkpoint_after_a_skip, 1, str(tmp_path), device="sim") == [[1, 1, 1]]
+
+
+def _huge_gradient(rank: int, world: int) -> list[float]:
+    from thalweg.optim.norms import global_grad_norm
+
+    norms = []
+    for dtype, value in (
+        (torch.float32, 1e30),
+        (torch.bfloat16, 3.0),
+        (torch.float32, 1e-30),
+        (torch.float32, math.inf),
+    ):
+        parameter = nn.Parameter(torch.zeros(4, 100, dtype=dtype, device="sim"))
+        parameter.grad = torch.full_like(parameter, value)
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        norms.append(float(global_grad_norm([parameter])))
+        assert torch.accelerator.max_memory_allocated() - before < 400, "a widened copy"
+    return norms
+
+
+def test_norms_neither_overflow_nor_widen():
+    (norms,) = run_ranks(_huge_gradient, 1, device="sim")
+    assert norms == pytest.approx([20e30, 60.0, 20e-30, math.inf])
+
+
+# ---- launches ---------------------------------------------------------------------------------------
+
+
+def _launches_of_low_bit_states(rank: int, world: int, state_dtype: str) -> list[tuple[int, dict[str, int]]]:
+    found = []
+    for rows in (256, 4096):
+        adamw = {"type": "AdamW", "params": {"lr": 1e-2, "state_dtype": state_dtype}}
+        engine = _initialize(nn.Linear(512, rows, bias=False), optimizer=adamw)
+        x = torch.ones(1, 512, device=engine.device)
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            inner = engine.optimizer.inner
+            launches = _count_launches(inner.step)
+        found.append((launches, _count_syncs(inner.step)))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "bf16"])
+def test_launches_of_low_bit_states_are_bounded_by_tensors(state_dtype):
+    """S1: not by chunks of a core's cache (here 1 and 8 of them)."""
+    (small, large), *_ = run_ranks(_launches_of_low_bit_states, 1, state_dtype, device="sim")
+    assert small == large and large[0] < 60 and large[1] == {}, (small, large)
+
+
+def _backward_at_world_1(rank: int, world: int) -> list[int]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+
+    x = torch.ones(2, 32, device="sim")
+    engine = _initialize(make(), zero_optimization={"stage": 2})
+    bare, mesh = make().to("sim"), init_device_mesh("sim", (1,))
+    for module in (*bare, bare):  # the same units
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    launches = []
+    for model, backward in ((engine, engine.backward), (bare, lambda loss: loss.backward())):
+        for _ in range(2):
+            loss = model(x).square().mean()
+            launches.append(_count_launches(lambda loss=loss, backward=backward: backward(loss)))
+            model.zero_grad()
+    engine.close()
+    return launches[1::2]
+
+
+def test_one_rank_passes_over_gradients_no_more_than_fsdp2():
+    """S11: no product by 1, and no copy of what needs no reduction."""
+    ((ours, bare),) = run_ranks(_backward_at_world_1, 1, device="sim")
+    assert ours == bare - 4, (ours, bare)
+
+
+# ---- the ledger -------------------------------------------------------------------------------------
+
+
+def _ledger(rank: int, world: int, stage: int) -> dict[str, tuple[int, int]]:
+    engine = _initialize(
+        nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), **_stage(stage, "fp32")
+    )
+    for step in range(3):
+        if step == 1:
+            engine.ledger.reset()
+        engine.backward(engine(torch.ones(1, 64, device=engine.device)).mean())
+        engine.step()
+    entries = {kind: engine.ledger.total(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    engine.close()
+    return {kind: (entry.full_bytes, entry.sent_bytes) for kind, entry in entries.items()}
+
+
+@pytest.mark.parametrize("stage", [nightly(0), nightly(2), 3])
+def test_the_ledger_has_what_fsdp2_moves_on_a_device(stage):
+    """W7."""
+    nbytes = 2 * 2 * 64 * 64 * 4  # two steps, two layers
+    for found in run_ranks(_ledger, 2, stage, device="sim"):
+        if stage == 0:
+            assert found == {"all_gather": (0, 0), "reduce_scatter": (0, 0), "all_reduce": (nbytes, nbytes)}
+        else:
+            gathers = found["all_gather"][0]
+            assert gathers == (nbytes if stage == 2 else gathers) and gathers in (nbytes, 2 * nbytes)
+            assert found["reduce_scatter"] == (nbytes, nbytes // 2) and found["all_reduce"] == (0, 0)
+
+
+# ---- copies -----------------------------------------------------------------------------------------
+
+
+def _copies(rank: int, world: int, folder: str) -> dict[str, dict[str, int]]:
+    from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
+    from thalweg.data.batches import to_device
+
+    x = torch.randn(64, 1024, device="sim")
+    device, saver = x.device, NvmeActivationOffloader(folder)
+    kept: list[Any] = []
+    found = {
+        "batch": _count_syncs(lambda: to_device({"x": torch.ones(3), "y": [torch.ones(2)]}, device)),
+        "first": _count_syncs(lambda: kept.append(saver.save(x + 1))),
+        "next": _count_syncs(lambda: kept.append(saver.save(x + 2))),
+        "fetched": _count_syncs(lambda: kept.append([one.fetch() for one in reversed(kept)])),
+    }
+    assert all(torch.equal(y.cpu(), (x + i).cpu()) for i, y in zip((2, 1), kept.pop(), strict=True))
+    kept.clear()
+    saver.close()
+    return found
+
+
+def test_copies_go_through_page_locked_memory(tmp_path):
+    """S10: a batch waits for nothing; an activation that leaves for the disk is waited for when the next one leaves."""
+    (found,) = run_ranks(_copies, 1, str(tmp_path), device="sim")
+    assert found == {"batch": {}, "first": {}, "next": {"event": 1}, "fetched": {"event": 1}}
+
+
+# ---- other optimizers, experts, sequences -----------------------------------------------------------
+
+
+def _syncs_of_adafactor(rank: int, world: int) -> dict[str, int]:
+    adafactor = {"type": "Adafactor", "params": {"lr": 1e-2}}
+    engine = _initialize(tiny_gpt(), optimizer=adafactor, zero_optimization={"stage": 2})
+    engine.backward(engine(*_batch(0, rank, world, engine.device)))
+    engine.optimizer.inner.step()
+    found = _count_syncs(engine.optimizer.inner.step)
+    engine.close()
+    return found
+
+
+def test_adafactor_waits_for_no_parameter():
+    """S4."""
+    assert run_ranks(_syncs_of_adafactor, 2, device="sim") == [{}] * 2
+
+
+def _syncs_of_experts(rank: int, world: int, dtype: torch.dtype) -> tuple[int, dict[str, int]]:
+    from thalweg.moe import MoE
+
+    torch.manual_seed(0)
+    expert = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = MoE(16, expert, num_experts=4, ep_size=world, k=2, capacity_factor=0.8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, balance, _ = self.moe(x)
+            return y.float().square().mean() + 0.1 * balance
+
+    engine = _initialize(Layer(), **_stage(0, "bf16" if dtype == torch.bfloat16 else "fp32"))
+    x = torch.randn(24, 16, device=engine.device, dtype=dtype)
+    engine.backward(engine(x))  # tries the grouped product out
+    losses: list[torch.Tensor] = []
+    syncs = _count_syncs(lambda: losses.append(engine(x)))
+    syncs_backward = _count_syncs(lambda: engine.backward(losses[0]))
+    engine.close()
+    return sum(syncs.values()), syncs_backward
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_layer_of_experts_waits_for_its_sizes_alone(world, dtype):
+    """S5: once for what is dropped, once for who gets how much."""
+    for forward, backward in run_ranks(_syncs_of_experts, world, dtype, device="sim"):
+        assert forward <= world and backward == {}
+
+
+def _syncs_of_sequences(rank: int, world: int) -> dict[str, dict[str, int]]:
+    from thalweg.parallel.comm_group import ParallelGroup
+    from thalweg.parallel.sequence.ring_attention import RingAttention, RingAttentionSpec
+    from thalweg.parallel.sequence.ulysses import heads_to_tokens, tokens_to_heads
+
+    group = ParallelGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    x = torch.randn(1, 4, 8, 16, device="sim")
+    by_rank, counts = [[0, 2], [1, 3]], [8, 8]
+    found = {}
+
+    def exchange() -> None:
+        (y,) = tokens_to_heads([x], [by_rank], counts, group)
+        heads_to_tokens(y, [2, 2], counts, group)
+
+    found["ulysses"] = _count_syncs(exchange)
+    documents = torch.tensor([0] * 5 + [1] * 11, device="sim")
+
+    def seen(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return ((documents[rows][:, None] == documents[columns]) & (columns <= rows[:, None]))[None, None]
+
+    spans = (((0, 4), (12, 16)), ((4, 8), (8, 12)))
+    q, k, v = (torch.randn(1, heads, 8, 16, device="sim", requires_grad=True) for heads in (4, 2, 2))
+    outputs: list[torch.Tensor] = []
+    ring, spec = RingAttention(group), RingAttentionSpec(spans, True, seen, 0.25)
+    found["ring"] = _count_syncs(lambda: outputs.append(ring.attend(q, k, v, spec)))
+    found["ring backward"] = _count_syncs(lambda: outputs[0].sum().backward())
+    return found
+
+
+def test_exchanges_of_sequences_wait_for_nothing_and_a_masked_ring_once():
+    """S6, S7."""
+    for found in run_ranks(_syncs_of_sequences, 2, device="sim"):
+        assert found["ulysses"] == {} and found["ring backward"] == {}
+        assert sum(found["ring"].values()) == 1
+
+
+def _memory_of_grouped_heads(rank: int, world: int) -> int:
+    from thalweg.ops.attention.block import block_backward, block_forward
+
+    q, keys = torch.randn(1, 8, 4, 64, device="sim"), torch.randn(1, 1, 4096, 64, device="sim")
+    options: dict[str, Any] = {"causal": False, "mask": None, "scale": 0.1}
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    out, lse = block_forward(q, keys, keys, **options)
+    forward = torch.accelerator.max_memory_allocated() - before
+    grads = block_backward(q, q, keys, keys, out, lse, **options)
+    assert [grad.shape for grad in grads] == [q.shape, keys.shape, keys.shape]
+    return forward // keys.nbytes
+
+
+def test_keys_of_grouped_heads_are_not_repeated():
+    """S7: eight query heads share the keys, which take 1 MiB."""
+    assert run_ranks(_memory_of_grouped_heads, 1, device="sim")[0] < 4

@@ -1,0 +1,185 @@
+"""An update of PPO and GRPO on two ranks equals one of a single process on all responses, written here anew.
+
+The reference computes each token's loss in a loop, its mean over the tokens of both ranks, and one step of AdamW; the
+control weighs ranks alike, as a mean of the ranks' means would, although one of them has more tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_ranks
+from tests.marks import nightly
+from tests.rlhf_support import make_tokenizer
+from tests.unit.infer_models import tiny_decoder
+from thalweg.rlhf.config import RLHFConfig
+from thalweg.rlhf.data import AnswerDataset, PromptSource
+from thalweg.rlhf.models import ValueModel, build_engine, build_frozen_engine, update_ema
+from thalweg.rlhf.policy import Experience, GRPOTrainer, PPOTrainer
+from thalweg.rlhf.rollout import Rollout, pad_sequences
+
+REUSE_RANKS = True
+
+LR = 1e-2
+# Rows of the two ranks: (prompt, response); rank 1 has fewer tokens, and a response that is its end token alone.
+ROWS = [
+    [([5, 9, 2], [8, 8, 3, 100, 7]), ([4], [90, 3, 1, 17])],
+    [([60, 61, 7, 1, 2], [5]), ([33, 2], [12, 5])],
+]
+
+
+def _experience(rows: list[Any], seed: int) -> Experience:
+    ids, attention, chosen = pad_sequences([p for p, _ in rows], [r for _, r in rows], 0)
+    draw = torch.Generator().manual_seed(seed)
+    mask = chosen[:, 1:]
+
+    def table(scale: float, shift: float = 0.0) -> Tensor:
+        return (scale * torch.randn(mask.shape, generator=draw) + shift) * mask
+
+    rollout = Rollout(ids, attention, chosen, table(0), torch.ones(len(rows), dtype=torch.bool))
+    return Experience(
+        rollout, torch.zeros(len(rows)), table(0.3, -4.9), table(0.3, -4.9), table(1.0), table(0.5), table(0.5)
+    )
+
+
+def _config(kind: str) -> RLHFConfig:
+    return RLHFConfig(
+        learning_rate=LR, per_device_train_batch_size=1, per_device_generation_batch_size=2, num_generations=1,
+        beta=0.07, clip_range=0.1, value_clip_range=0.15, lr_scheduler_type="constant", weight_decay=0.0,
+        zero_stage=3 if kind == "grpo" else 2, critic_zero_stage=3, deepspeed_config={"gradient_clipping": 0.0},
+    )  # fmt: skip
+
+
+def _critic() -> ValueModel:
+    torch.manual_seed(3)
+    model = ValueModel(tiny_decoder("qwen2").model)
+    torch.nn.init.normal_(model.value_head.weight)
+    return model
+
+
+def _update(rank: int, world: int, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+    config = _config(kind)
+    options = {"num_updates": 1, "accumulation": 2}
+    actor = build_engine(tiny_decoder("llama"), config, **options)
+    reference = build_frozen_engine(tiny_decoder("llama"), config)
+    prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
+    arguments = config, actor, reference, make_tokenizer(), prompts, lambda *_: torch.zeros(2)
+    if kind == "ppo":
+        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=build_engine(_critic(), config, stage=3, **options))
+    else:
+        trainer = GRPOTrainer(*arguments)
+    metrics = trainer.update(_experience(ROWS[rank], rank))
+    states = [engine.state_dict() for engine in trainer.engines.values()]
+    for engine in trainer.engines.values():
+        engine.close()
+    return states[0], states[-1] if kind == "ppo" else {}, metrics
+
+
+def _reference(kind: str, weigh_ranks_alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    actor, critic, config = tiny_decoder("llama"), _critic(), _config(kind)
+    totals, value_totals, counts = [], [], []
+    for rank, rows in enumerate(ROWS):
+        known = _experience(rows, rank)
+        total, value_total, count = torch.zeros(()), torch.zeros(()), 0
+        for row, (prompt, response) in enumerate(rows):
+            ids = torch.tensor([prompt + response])
+            logprobs = actor(input_ids=ids).logits[0].log_softmax(-1)
+            values = critic(ids)[0]
+            for t in range(len(prompt) - 1, len(prompt) + len(response) - 1):
+                new, old = logprobs[t, ids[0, t + 1]], known.logprobs[row, t]
+                ratio, advantage = torch.exp(new - old), known.advantages[row, t]
+                bounded = ratio.clip(1 - config.clip_range, 1 + config.clip_range)
+                total = total - torch.minimum(ratio * advantage, bounded * advantage)
+                if kind == "grpo":
+                    log_ratio = known.reference_logprobs[row, t] - new
+                    total = total + config.beta * (torch.exp(log_ratio) - log_ratio - 1)
+                assert known.values is not None and known.returns is not None
+                before, target = known.values[row, t], known.returns[row, t]
+                near = before + (values[t] - before).clip(-config.value_clip_range, config.value_clip_range)
+                value_total = value_total + torch.maximum((values[t] - target) ** 2, (near - target) ** 2) / 2
+                count += 1
+        totals.append(total)
+        value_totals.append(value_total)
+        counts.append(count)
+    if weigh_ranks_alike:
+        loss = (totals[0] / counts[0] + totals[1] / counts[1]) / 2
+        value_loss = (value_totals[0] / counts[0] + value_totals[1] / counts[1]) / 2
+    else:
+        loss, value_loss = (sum(x) / sum(counts) for x in (totals, value_totals))
+    for model, its_loss in ((actor, loss), (critic, value_loss)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+        its_loss.backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return actor.state_dict(), critic.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["grpo", nightly("ppo")])
+def test_an_update_equals_a_single_process(kind: str) -> None:
+    (got, got_critic, metrics), other = run_ranks(_update, 2, kind)
+    assert all(torch.equal(got[name], other[0][name]) for name in got)
+    assert 0 < metrics["entropy"] < 4.9
+
+    def gap(states: tuple[dict[str, Tensor], dict[str, Tensor]]) -> float:
+        pairs = [(got, states[0])] + ([(got_critic, states[1])] if kind == "ppo" else [])
+        return max(float((a[name] - b[name]).abs().mean()) for a, b in pairs for name in a)
+
+    assert gap(_reference(kind, False)) < 1e-5 < 1e-4 < gap(_reference(kind, True))
+
+
+def _average(rank: int, world: int) -> tuple[float, float]:
+    config = _config("grpo")
+    actor = build_engine(tiny_decoder("llama"), config, num_updates=2, accumulation=2)
+    ema = build_frozen_engine(tiny_decoder("llama"), config)
+    prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
+    trainer = GRPOTrainer(config, actor, ema, make_tokenizer(), prompts, lambda *_: torch.zeros(2))
+    want = actor.state_dict()
+    for _ in range(2):
+        trainer.update(_experience(ROWS[rank], rank))
+        update_ema(ema, actor, 0.75)
+        now = actor.state_dict()
+        want = {name: 0.75 * want[name] + 0.25 * now[name] for name in want}
+    got = ema.state_dict()
+    gaps = [max(float((got[name] - other[name]).abs().max()) for name in got) for other in (want, now)]
+    actor.close()
+    ema.close()
+    return gaps[0], gaps[1]
+
+
+def test_the_average_of_an_actor_follows_its_recursion_shard_by_shard() -> None:
+    for gap, control in run_ranks(_average, 2):
+        assert gap < 1e-6 < 1e-3 < control
+
+
+def _mix(rank: int, world: int, coefficient: float) -> dict[str, Tensor]:
+    config = replace(_config("grpo"), beta=0.0, unsup_coef=coefficient, unsupervised_dataset_name="texts")
+    actor = build_engine(tiny_decoder("llama"), config, num_updates=1, accumulation=2)
+    prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
+    texts = AnswerDataset([{"text": "abcdef"}], make_tokenizer(), 16)
+    texts.rows[0]["chosen"] = [4, 90, 3, 1, 17]
+    trainer = GRPOTrainer(config, actor, actor, make_tokenizer(), prompts, lambda *_: torch.zeros(2), pretraining=texts)
+    known = _experience(ROWS[0], 0)
+    trainer.update(replace(known, advantages=torch.zeros_like(known.advantages)))
+    state = actor.state_dict()
+    actor.close()
+    return state
+
+
+def test_the_pretraining_mix_is_the_language_model_s_own_loss() -> None:
+    """Without advantages an update is that of the texts alone, whatever their coefficient: AdamW knows no scale."""
+    got = run_ranks(_mix, 2, 0.5)[0]
+    model = tiny_decoder("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    ids = torch.tensor([[4, 90, 3, 1, 17]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    want, before = model.state_dict(), tiny_decoder("llama").state_dict()
+
+    def gap(other: dict[str, Tensor]) -> float:
+        return max(float((got[name] - other[name]).abs().mean()) for name in got)
+
+    assert gap(want) < 1e-4 < 1e-3 < gap(before)

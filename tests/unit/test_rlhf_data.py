@@ -1,0 +1,101 @@
+"""Data of RLHF: forms of examples, parts and blends, packed rows, prompts that depend on the iteration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rlhf_support import make_base, make_data, make_tokenizer
+from thalweg.rlhf.data import (
+    AnswerDataset,
+    PackedAnswers,
+    PromptSource,
+    encode_answer,
+    encode_prompt,
+    load_examples,
+)
+from thalweg.rlhf.losses import sft_loss
+
+TOKENIZER = make_tokenizer()
+
+
+def _text(tokens: list[int]) -> str:
+    return TOKENIZER.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("example", "prompt", "answer"),
+    [
+        ({"prompt": "Q:", "chosen": " yes"}, "Q:", " yes<|end|>"),
+        ({"text": "all of it"}, "", "all of it<|end|>"),
+        (
+            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+            "<user>hi<assistant>", "ho<|end|>",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "chosen": [{"role": "assistant", "content": "b"}]},
+            "<user>a<assistant>", "b<|end|>",
+        ),
+    ],
+)  # fmt: skip
+def test_forms_of_an_example(example: dict[str, Any], prompt: str, answer: str) -> None:
+    assert (_text(encode_prompt(TOKENIZER, example)), _text(encode_answer(TOKENIZER, example))) == (prompt, answer)
+
+
+def test_parts_are_apart_and_blends_hold_all(tmp_path: Path) -> None:
+    paths = [str(make_data(tmp_path / f"{n}.jsonl", count)) for n, count in enumerate((40, 10))]
+    rows = [json.loads(line) | {"file": path} for path in paths for line in Path(path).read_text().splitlines()]
+    parts = [load_examples(paths, "2,4,4", step, seed=3) for step in ("sft", "reward", "ppo")]
+    assert [len(part) for part in parts] == [10, 20, 20]
+    assert sorted(json.dumps(x) for part in parts for x in part) == sorted(
+        json.dumps({k: v for k, v in row.items() if k != "file"}) for row in rows
+    )
+    assert (
+        parts[1] == load_examples(paths, "2,4,4", "reward", seed=3) != load_examples(paths, "2,4,4", "reward", seed=4)
+    )
+    with pytest.raises(ValueError, match="give a file that exists"):
+        load_examples([str(tmp_path / "none.jsonl")], "2,4,4", "sft", 0)
+    with pytest.raises(ValueError, match="leaves no example"):
+        load_examples(paths, "0,4,4", "sft", 0)
+
+
+def test_long_answers_are_cut_and_long_prompts_left_out() -> None:
+    examples = [{"prompt": "p" * 6, "chosen": "c" * 9}, {"prompt": "p" * 12, "chosen": "c"}]
+    data = AnswerDataset(examples, TOKENIZER, 10)
+    assert [len(row["prompt"]) + len(row["chosen"]) for row in data.rows] == [10]
+    with pytest.raises(ValueError, match="no example has room for an answer in max_seq_len 6"):
+        AnswerDataset(examples, TOKENIZER, 6)
+
+
+def test_packed_rows_give_the_loss_of_each_example_alone(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_base(tmp_path / "base")).eval()
+    data = AnswerDataset([{"prompt": "p" * n, "chosen": "abc" * n} for n in range(5)], TOKENIZER, 24)
+    packed = PackedAnswers(data, 24)
+    assert len(packed) < len(data) and sum(len(rows) for rows in packed.bins) == len(data)
+
+    @torch.no_grad()
+    def loss(batch: dict[str, torch.Tensor]) -> float:
+        chosen = batch.pop("response_mask")[:, 1:]
+        return float(sft_loss(model(**batch).logits, batch["input_ids"], chosen))
+
+    want, rows = loss(data.collate(data.rows)), [packed[i] for i in range(len(packed))]
+    assert abs(loss(packed.collate(rows)) - want) < 1e-5
+    seen = packed.collate(rows)
+    seen["attention_mask"] = torch.ones_like(seen["attention_mask"]).tril()  # examples see those before them
+    assert abs(loss(seen) - want) > 1e-4
+
+
+def test_prompts_of_an_iteration_depend_on_its_number_alone() -> None:
+    prompts = PromptSource([{"prompt": "ab" * n} for n in range(1, 8)] + [{"prompt": ""}], TOKENIZER, 12, seed=1)
+    assert len(prompts.items) == 6  # an empty one and one that is too long are left out
+    taken = [[p for rank in range(2) for p, _ in prompts.take(i, 1, rank, 2)] for i in range(6)]
+    assert taken[4] == [p for rank in range(2) for p, _ in prompts.take(4, 1, rank, 2)]
+    first, second = ([p for each in half for p in each] for half in (taken[:3], taken[3:]))
+    assert sorted(first) == sorted(second) == sorted(p for p, _ in prompts.items)  # each once in a pass
+    assert first != second

@@ -1,0 +1,85 @@
+"""`thalweg rlhf`: from a base model to a chat model, in one step or all of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import fields
+from typing import Any
+
+from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, RLHFConfig
+
+DESCRIPTION = "Fine-tune a model: SFT, a reward model, then PPO, DPO or GRPO; or all of it."
+PARSER_OPTIONS = {"allow_abbrev": False}
+EXAMPLES = """examples:
+  thalweg rlhf sft --model_name_or_path ./base --data_path chats.jsonl --output_dir out
+  thalweg rlhf all --config rlhf.json --nproc 2
+  thalweg rlhf grpo --config rlhf.json --reward_function rewards.py:score --num_train_steps 100
+
+A config file is JSON with the options below, for one step in a block of its name ("ppo": {...}); flags go over it.
+The same command goes on with a run that died.  `thalweg chat OUT/ppo/model` talks to the result.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand: :class:`RLHFConfig`'s fields, by their own names."""
+    parser.add_argument("step", choices=(*STEPS, "all"), help="what to run")
+    parser.add_argument("--config", metavar="FILE", help="a JSON file of options")
+    parser.add_argument(
+        "--algorithm", choices=("ppo", "dpo", "grpo"), default="ppo", help="what follows SFT in `all` (%(default)s)"
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (%(default)s)")
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    options = {each.name: each for each in fields(RLHFConfig)}
+    for name, own in ({name: name for name in options} | ALIASES).items():
+        each = options[own]
+        help_text = each.metadata["help"].replace("%", "%%") + f" ({each.default!r})"
+        how: dict[str, Any] = {"help": help_text if name == own else argparse.SUPPRESS, **unset}
+        if own == "data_path":
+            how["nargs"] = "+"
+        elif isinstance(each.default, bool):
+            how["action"] = "store_true"
+        else:
+            how["type"] = (
+                float if own in ("kl_target", "dropout") else str if each.default is None else type(each.default)
+            )
+            how["choices"] = each.metadata["choices"]
+        parser.add_argument(f"--{name}", **how)
+    for name in sorted({*IGNORED, *REFUSED} - {"deepspeed_config"}):
+        parser.add_argument(f"--{name}", nargs="?", const=True, type=_parse_value, help=argparse.SUPPRESS, **unset)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the steps on this host's ranks; 0 when the model is there."""
+    own = {"step", "config", "algorithm", "nproc", "passthrough"}
+    flags = {key: value for key, value in vars(args).items() if key not in own}
+    if args.nproc > 1 and "RANK" not in os.environ:
+        return _launch(args.nproc)
+    from thalweg.rlhf.config import load_rlhf_config
+    from thalweg.rlhf.steps import run_all, run_step
+
+    if args.step == "all":
+        model = run_all(args.config, args.algorithm, **flags)
+    else:
+        model = run_step(args.step, load_rlhf_config(args.config, args.step, **flags))
+    if os.environ.get("RANK", "0") == "0":
+        print(model)
+    return 0
+
+
+def _launch(nproc: int) -> int:
+    from thalweg.launch.local import run_local
+    from thalweg.launch.spec import LaunchSpec, build_local_job
+
+    outcome = run_local(build_local_job(LaunchSpec("thalweg", tuple(sys.argv[1:]), "module", str(nproc))))
+    sys.stderr.write(outcome.report)
+    return outcome.exit_code

@@ -1,0 +1,1 @@
+"""Fine-tuning and RLHF: losses, rollouts, the hybrid engine, and the loops over them."""

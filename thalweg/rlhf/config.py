@@ -1,0 +1,156 @@
+"""Every option of ``thalweg rlhf``, declared once; the names are DeepSpeed-Chat's where it has the option.
+
+A config file is JSON: options at the top level are for every step, those in a block named after a step (``"sft"``,
+``"reward"``, ``"ppo"``, ``"dpo"``, ``"grpo"``) for that step, and flags of the command line go over both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Step = Literal["sft", "reward", "ppo", "dpo", "grpo"]
+STEPS: tuple[Step, ...] = get_args(Step)
+
+# What DeepSpeed-Chat's scripts say and nothing here depends on.
+IGNORED = {
+    "deepspeed", "print_loss", "enable_tensorboard", "tensorboard_path", "eval_interval", "eval_iters",
+    "per_device_eval_batch_size", "local_rank", "data_output_path", "add_eot_token", "eot_token", "print_answers",
+    "print_answers_interval", "num_padding_at_beginning", "enable_hybrid_engine", "release_inference_cache",
+    "unpin_actor_parameters", "tp_gather_partition_size", "align_overflow", "enable_test_mode",
+    "test_stop_step", "max_generation_length", "compute_fp32_loss", "deployment_type",
+}  # fmt: skip
+# What they say and has no counterpart here yet, with the values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "generation_batches": (1, None), "unsupervised_dataset_config_name": (None, ""), "inference_tp_size": (1, None),
+    "lora_learning_rate": (None,), "actor_lora_learning_rate": (None,), "critic_lora_learning_rate": (None,),
+    "critic_lora_dim": (0, None), "critic_lora_module_name": (None, ""),
+    "enable_mixed_precision_lora": (False, None), "mixed_precision_lora": (False, None),
+}  # fmt: skip
+# Their names for what has one name here.
+ALIASES = {
+    "per_device_training_batch_size": "per_device_train_batch_size",
+    "actor_model": "actor_model_name_or_path", "reward_model": "reward_model_name_or_path",
+    "actor_lora_dim": "lora_dim", "actor_lora_module_name": "lora_module_name",
+    "actor_weight_decay": "weight_decay", "critic_weight_decay": "weight_decay",
+    "actor_gradient_checkpointing": "gradient_checkpointing", "critic_gradient_checkpointing": "gradient_checkpointing",
+    "reference_zero_stage": "actor_zero_stage", "actor_dropout": "dropout", "critic_dropout": "dropout",
+}  # fmt: skip
+
+
+def _option(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class RLHFConfig:
+    """One step's options.  Raises ValueError for a name or a value that cannot be."""
+
+    output_dir: str = _option("rlhf-out", "where checkpoints, models, metrics and the report go")
+    model_name_or_path: str = _option("", "the model to begin with: a Hugging Face directory or name")
+    data_path: tuple[str, ...] = _option((), "files (json, jsonl, csv, parquet) or datasets of the hub, blended")
+    data_split: str = _option("2,4,4", "parts of the data for SFT, reward model, and PPO, DPO or GRPO")
+    seed: int = _option(1234, "of data order, new weights and samples")
+    # Training
+    per_device_train_batch_size: int = _option(8, "rows of a micro-batch on each rank")
+    gradient_accumulation_steps: int = _option(1, "micro-batches of an update (SFT, reward model, DPO)")
+    max_seq_len: int = _option(512, "tokens of a row, at most (SFT, reward model, DPO)")
+    packing: bool = _option(False, "SFT: lay examples end to end in rows of max_seq_len; none sees another")
+    num_train_epochs: int = _option(1, "passes over the data, or over the prompts")
+    num_train_steps: int = _option(0, "updates, or iterations of PPO and GRPO; 0: what the epochs come to")
+    learning_rate: float = _option(1e-5, "at its highest")
+    weight_decay: float = _option(0.0, "of AdamW")
+    lr_scheduler_type: str = _option("cosine", "transformers' schedules: cosine, linear, constant_with_warmup, ...")
+    num_warmup_steps: int = _option(0, "updates")
+    dtype: str = _option("fp32", "what models compute in", ("fp32", "bf16", "fp16"))
+    zero_stage: int = _option(0, "ZeRO stage", (0, 1, 2, 3))
+    offload: bool = _option(False, "optimizer state (and parameters at stage 3) in the host's memory")
+    dropout: float | None = _option(None, "of models in training; by default their own, and 0 in PPO, DPO and GRPO")
+    gradient_checkpointing: bool = _option(False, "compute activations again in the backward pass")
+    lora_dim: int = _option(0, "rank of LoRA adapters; 0: none")
+    lora_module_name: str = _option("", "adapt linear layers whose names hold this text; empty: all")
+    only_optimize_lora: bool = _option(False, "with LoRA: keep all else frozen")
+    deepspeed_config: str | Mapping[str, Any] | None = _option(None, "a ds_config.json (or its keys) over all of these")
+    save_interval: int = _option(0, "commit a checkpoint each so many updates or iterations; 0: at the end")
+    # DPO
+    beta: float = _option(0.1, "strength of DPO's and GRPO's pull to the reference")
+    label_smoothing: float = _option(0.0, "DPO: how often a preference is the wrong way round")
+    # PPO and GRPO
+    actor_model_name_or_path: str = _option("", "PPO, GRPO: by default SFT's result or model_name_or_path")
+    reward_model_name_or_path: str = _option("", "PPO, GRPO: what scores; by default the reward step's result")
+    critic_model_name_or_path: str = _option("", "PPO: where the critic begins; by default the reward model")
+    reward_function: str = _option("", "FILE.py:NAME or MODULE:NAME of a function that scores, in place of a model")
+    actor_learning_rate: float = _option(0.0, "PPO, GRPO: 0: learning_rate")
+    critic_learning_rate: float = _option(0.0, "PPO: 0: learning_rate")
+    actor_zero_stage: int = _option(-1, "PPO, GRPO: -1: zero_stage")
+    critic_zero_stage: int = _option(-1, "PPO: -1: zero_stage")
+    offload_reference_model: bool = _option(False, "reference and reward model in the host's memory")
+    per_device_generation_batch_size: int = _option(8, "prompts of an iteration on each rank")
+    num_generations: int = _option(1, "responses to a prompt; GRPO's group")
+    max_prompt_seq_len: int = _option(256, "longer prompts are left out")
+    max_answer_seq_len: int = _option(256, "tokens of a response, at most")
+    temperature: float = _option(1.0, "of sampling")
+    ppo_epochs: int = _option(1, "passes over an iteration's responses")
+    num_mini_batches: int = _option(1, "updates of a pass")
+    gamma: float = _option(1.0, "PPO: discount")
+    lam: float = _option(0.95, "PPO: of generalised advantage estimation")
+    clip_range: float = _option(0.2, "of the ratio to the old policy")
+    value_clip_range: float = _option(0.2, "PPO: of the value's step")
+    reward_clip: float = _option(5.0, "PPO: of a response's score")
+    enable_ema: bool = _option(False, "PPO, GRPO: average the actor's weights as well, in OUT/<step>/model_ema")
+    ema_decay: float = _option(0.992, "of that average, for each iteration")
+    unsupervised_dataset_name: str = _option("", "PPO, GRPO: texts whose loss is added to the policy's")
+    unsup_coef: float = _option(0.0, "times so much (InstructGPT's pretraining mix)")
+    kl_coef: float = _option(0.1, "PPO: of the KL penalty")
+    kl_target: float | None = _option(None, "PPO: a response's KL in nats that the penalty holds by adapting")
+    kl_horizon: int = _option(10_000, "PPO: responses in which it adapts")
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            choices, value = each.metadata["choices"], getattr(self, each.name)
+            if choices is not None and value not in choices:
+                raise ValueError(f"{each.name} is {value!r}; it may be {', '.join(map(str, choices))}")
+        if bool(self.unsup_coef) != bool(self.unsupervised_dataset_name):
+            raise ValueError("unsup_coef and unsupervised_dataset_name go together: give both, or neither")
+        parts = self.data_split.split(",")
+        if len(parts) != 3 or not all(x.strip().replace(".", "", 1).isdigit() for x in parts):
+            raise ValueError(f"data_split is {self.data_split!r}: give three numbers, as 2,4,4")
+
+
+def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, **flags: Any) -> RLHFConfig:
+    """Return a step's options of a JSON file or a mapping, under ``flags``; ValueError names what is unknown."""
+    data = (
+        json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else dict(source or {})
+    )
+    if not isinstance(data, dict):
+        raise ValueError(f"{source} holds no JSON object")
+    merged: dict[str, Any] = {key: value for key, value in data.items() if key not in STEPS}
+    merged |= data.get(step, {})
+    merged |= flags
+    known = {each.name for each in fields(RLHFConfig)}
+    options: dict[str, Any] = {}
+    for key, value in merged.items():
+        name = ALIASES.get(key, key)
+        if name in REFUSED:
+            if value not in REFUSED[name]:
+                raise ValueError(f"{name} is not supported yet: leave it out")
+        elif name in known:
+            if name == "data_path":
+                value = (value,) if isinstance(value, str) else tuple(value)
+            if key != name and options.get(name, value) != value:
+                raise ValueError(
+                    f"{key} is {value!r} and {name} {options[name]!r}, which are one option: give one value"
+                )
+            options[name] = value
+        elif name not in IGNORED:
+            near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
+            raise ValueError(f"there is no option {key!r}{f', did you mean {near[0]}?' if near else ''}")
+    if step == "grpo":
+        options.setdefault("num_generations", 8)
+    if step in ("ppo", "dpo", "grpo"):  # the old and the new policy, and the reference, are then one function
+        options.setdefault("dropout", 0.0)
+    return RLHFConfig(**options)

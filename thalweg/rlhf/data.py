@@ -1,0 +1,197 @@
+"""Data of fine-tuning and RLHF: files or hub names in, token ids out.
+
+An example is a row of a dataset, in one of these forms:
+
+- ``prompt`` with ``chosen`` and, for preferences, ``rejected``: texts as DeepSpeed-Chat's, or lists of chat messages;
+- ``messages``: a conversation, whose last message is the answer;
+- ``text``: all of it counts.
+
+Texts go to the tokenizer as they are; messages through its chat template.  Further columns reach a reward function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from thalweg.rlhf.rollout import pad_sequences
+
+Example = dict[str, Any]
+_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_OPEN_ROWS = 256  # packed rows that are looked through for room
+_PHASES = {"sft": 0, "reward": 1, "ppo": 2, "dpo": 2, "grpo": 2}
+
+
+def load_examples(data_path: Sequence[str], data_split: str, step: str, seed: int) -> list[Example]:
+    """Return a step's part of each dataset, blended: all together, in an order that ``seed`` gives.
+
+    ``data_split``: "2,4,4" gives 20% to SFT, 40% to the reward model and 40% to what follows; no example is in two.
+    Raises ValueError where nothing is left.
+    """
+    if not data_path:
+        raise ValueError("data_path names no data: give files or names of datasets")
+    weights = [float(part) for part in data_split.split(",")]
+    total, phase = sum(weights), _PHASES[step]
+    examples: list[Example] = []
+    for number, path in enumerate(data_path):
+        rows = _load_rows(path)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + number)).tolist()
+        first, last = (round(len(rows) * sum(weights[:stop]) / total) for stop in (phase, phase + 1))
+        examples += [rows[i] for i in order[first:last]]
+    if not examples:
+        raise ValueError(f"data_split {data_split} leaves no example of {', '.join(data_path)} for {step}")
+    shuffled = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [examples[i] for i in shuffled]
+
+
+def _load_rows(path: str) -> list[Example]:
+    from datasets import load_dataset
+
+    if Path(path).suffix in _FORMATS or Path(path).exists():
+        kind = _FORMATS.get(Path(path).suffix)
+        if kind is None or not Path(path).is_file():
+            raise ValueError(f"{path}: give a file that exists, in {', '.join(_FORMATS)}")
+        found: Any = load_dataset(kind, data_files=str(path), split="train")
+    else:
+        found = load_dataset(path, split="train")
+    return list(found)
+
+
+def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
+    """Return the tokens before the answer."""
+    prompt = example["messages"][:-1] if "messages" in example else example.get("prompt", "")
+    if isinstance(prompt, str):
+        return tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+
+def encode_answer(tokenizer: Any, example: Example, column: str = "chosen") -> list[int]:
+    """Return the tokens of an answer, with the end token."""
+    messages = example.get("messages") if column == "chosen" else None
+    answer = messages[-1:] if messages else example.get(column, example.get("text"))
+    if answer is None:
+        raise ValueError(f"an example has none of {column}, messages, text: it has {', '.join(example)}")
+    if isinstance(answer, str):
+        tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return [*tokens, tokenizer.eos_token_id]
+    before = messages[:-1] if messages else example.get("prompt", [])
+    whole = list(tokenizer.apply_chat_template([*before, *answer], return_dict=False))
+    return whole[len(encode_prompt(tokenizer, example)) :]
+
+
+class AnswerDataset(Dataset[dict[str, list[int]]]):
+    """Examples as tokens: ``prompt`` and an answer for each of ``columns``; rows of ``max_length`` tokens at most.
+
+    An answer that does not fit is cut at its end, a prompt that leaves none room is left out.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], tokenizer: Any, max_length: int, columns: Sequence[str] = ("chosen",)
+    ) -> None:
+        self.pad_id, self.columns, self.rows = pad_token_id(tokenizer), tuple(columns), list[dict[str, list[int]]]()
+        for example in examples:
+            prompt = encode_prompt(tokenizer, example)
+            if len(prompt) < max_length - 1:
+                answers = {c: encode_answer(tokenizer, example, c)[: max_length - len(prompt)] for c in columns}
+                self.rows.append({"prompt": prompt, **answers})
+        if not self.rows:
+            raise ValueError(f"no example has room for an answer in max_seq_len {max_length}: give more")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self.rows[index]
+
+    def collate(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+        """Pad rows on the right: ``input_ids``, ``attention_mask``, ``response_mask``, all of the first column's rows
+        before those of the second's."""
+        prompts = [row["prompt"] for _ in self.columns for row in rows]
+        answers = [row[column] for column in self.columns for row in rows]
+        names = "input_ids", "attention_mask", "response_mask"
+        return dict(zip(names, pad_sequences(prompts, answers, self.pad_id), strict=True))
+
+
+class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
+    """Examples laid end to end in rows of ``max_length`` tokens at most, the longest first, each where there is room.
+
+    None sees another: positions begin anew, and the mask is that of each alone.
+    """
+
+    def __init__(self, data: AnswerDataset, max_length: int) -> None:
+        self.data, self.bins = data, list[list[dict[str, list[int]]]]()
+        room: list[int] = []
+        for row in sorted(data.rows, key=_length, reverse=True):
+            newest = range(max(len(room) - _OPEN_ROWS, 0), len(room))
+            place = next((i for i in newest if room[i] >= _length(row)), None)
+            if place is None:
+                place = len(room)
+                room.append(max_length)
+                self.bins.append([])
+            room[place] -= _length(row)
+            self.bins[place].append(row)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> list[dict[str, list[int]]]:
+        return self.bins[index]
+
+    def collate(self, bins: Sequence[list[dict[str, list[int]]]]) -> dict[str, Tensor]:
+        """As :meth:`AnswerDataset.collate`, with ``position_ids`` and an ``attention_mask`` bool (rows, 1, T, T)."""
+        width = max(sum(map(_length, rows)) for rows in bins)
+        input_ids = torch.full((len(bins), width), self.data.pad_id)
+        position_ids, documents = (torch.zeros(len(bins), width, dtype=torch.int64) for _ in range(2))
+        chosen = torch.zeros(len(bins), width, dtype=torch.bool)
+        for number, rows in enumerate(bins):
+            at = 0
+            for document, row in enumerate(rows, start=1):
+                tokens, stop = [*row["prompt"], *row["chosen"]], at + _length(row)
+                input_ids[number, at:stop] = torch.tensor(tokens)
+                position_ids[number, at:stop] = torch.arange(len(tokens))
+                documents[number, at:stop] = document
+                chosen[number, max(at + len(row["prompt"]), at + 1) : stop] = (
+                    True  # nothing of its own is before a first
+                )
+                at = stop
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        attention = (documents[:, None, :, None] == documents[:, None, None, :]) & causal
+        return {
+            "input_ids": input_ids, "attention_mask": attention, "response_mask": chosen, "position_ids": position_ids
+        }  # fmt: skip
+
+
+def _length(row: dict[str, list[int]]) -> int:
+    return len(row["prompt"]) + len(row["chosen"])
+
+
+class PromptSource:
+    """Prompts of PPO and GRPO, an iteration at a time: what iteration k has depends on k and the seed alone, so a run
+    that goes on has the prompts that it would have had."""
+
+    def __init__(self, examples: Sequence[Example], tokenizer: Any, max_length: int, seed: int) -> None:
+        encoded = [(encode_prompt(tokenizer, example), example) for example in examples]
+        self.items = [(prompt, example) for prompt, example in encoded if 0 < len(prompt) <= max_length]
+        self.seed = seed
+        if not self.items:
+            raise ValueError(f"no prompt has 1 to {max_length} tokens: set max_prompt_seq_len")
+
+    def take(self, iteration: int, count: int, rank: int, world_size: int) -> list[tuple[list[int], Example]]:
+        """Return this rank's ``count`` prompts of an iteration; one pass after another, each in an order of its own."""
+        start = (iteration * world_size + rank) * count
+        chosen = []
+        for position in range(start, start + count):
+            epoch, index = divmod(position, len(self.items))
+            draw = torch.Generator().manual_seed(self.seed + epoch)
+            chosen.append(self.items[int(torch.randperm(len(self.items), generator=draw)[index])])
+        return chosen
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """The token that stands for nothing: the tokenizer's, or its end token."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -1,0 +1,206 @@
+"""Losses of fine-tuning and RLHF, each a function of tensors alone.
+
+Shapes: B rows (sequences), T tokens, V tokens of the vocabulary.  What is about tokens is (B, T - 1), as
+:mod:`.rollout` says; ``mask`` (B, T - 1) says which tokens count.  Half precision is widened to fp32.
+
+A mean is over the tokens of the tensors at hand.  Where ranks and micro-batches hold parts of one batch, the engine
+weighs each part by its tokens (``token_weighted_loss``, ``engine.backward(loss, num_items=n)``), so that none counts
+more for being short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each token but the first, (B, T - 1), under logits (B, T, V) of a causal model."""
+    logits = _widen(logits[:, :-1])
+    if temperature != 1.0:
+        logits = logits / temperature
+    chosen = logits.gather(-1, input_ids[:, 1:, None].to(logits.device)).squeeze(-1)
+    return chosen - logits.logsumexp(-1)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats of what follows each token but the last, (B, T - 1)."""
+    logprobs = _widen(logits[:, :-1]).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the mask; 0 where nothing counts."""
+    total = values.masked_fill(~mask, 0.0).sum()  # not a product: a padding's infinity times 0 would be NaN
+    return total / mask.sum().clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], object] | None = None) -> Tensor:
+    """Values with mean 0 and variance 1 over the mask, 0 elsewhere; a single one is only centred.
+
+    ``all_reduce``: sums a tensor over the ranks, in place, where they hold parts of one batch.
+    """
+
+    def total(x: Tensor) -> Tensor:
+        x = x.masked_fill(~mask, 0.0).sum(dtype=torch.float64)
+        if all_reduce is not None:
+            all_reduce(x)
+        return x
+
+    count = total(torch.ones_like(values)).clamp(min=1)
+    centred = (values - total(values) / count).masked_fill(~mask, 0.0)
+    variance = total(centred.square()) / (count - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + 1e-8) if int(count) > 1 else centred).to(values.dtype)
+
+
+# Supervised
+
+
+def sft_loss(logits: Tensor, input_ids: Tensor, mask: Tensor) -> Tensor:
+    """Mean negative log-likelihood of the tokens that count: responses alone, or all but each document's first."""
+    return -masked_mean(token_logprobs(logits, input_ids), mask)
+
+
+# Preferences
+
+
+def end_scores(values: Tensor, attention_mask: Tensor) -> Tensor:
+    """A reward model's score of each row, (B,): its value (B, T) at the row's last token."""
+    positions = torch.arange(values.shape[1], device=values.device)
+    last = (attention_mask.to(values.device) * positions).amax(1)
+    return _widen(values).gather(1, last[:, None]).squeeze(1)
+
+
+def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Bradley-Terry: -log sigmoid of the chosen answer's score (B,) above the rejected one's (Ouyang et al. 2022,
+    equation 1), mean over pairs."""
+    return -F.logsigmoid(_widen(chosen) - _widen(rejected)).mean()
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Direct preference optimisation (Rafailov et al. 2023, equation 7) of summed log-probabilities (B,), mean over
+    pairs.
+
+    ``label_smoothing``: how often a preference is the wrong way round (Mitchell 2023, conservative DPO).
+    """
+    margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
+    return -((1 - label_smoothing) * F.logsigmoid(margin) + label_smoothing * F.logsigmoid(-margin)).mean()
+
+
+# Policy gradients
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_range: float,
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate (Schulman et al. 2017, equation 7), negated; and the part of the tokens it clipped."""
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    return masked_mean(torch.maximum(unclipped, clipped), mask), masked_mean((clipped > unclipped).to(ratio), mask)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip_range: float,
+) -> Tensor:
+    """Half the squared error, of the value or of one that moves at most ``clip_range`` from the old: the larger."""
+    values = _widen(values)
+    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    squared = torch.maximum((values - returns).square(), (clipped - returns).square())
+    return 0.5 * masked_mean(squared, mask)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (B, T - 1) by generalised advantage estimation (Schulman et al. 2016, equation 16).
+
+    A row's masked tokens are one episode, whose value after its end is 0; outside of the mask both are 0.
+    """
+    values, rewards = (x.masked_fill(~mask, 0.0) for x in (_widen(values), rewards))
+    advantages, following = torch.zeros_like(values), torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(following)
+    for t in reversed(range(values.shape[1])):
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        following = torch.where(here, delta + gamma * lam * following, following)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = torch.where(here, following, 0.0)
+    return advantages, advantages + values
+
+
+@torch.no_grad()
+def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True) -> Tensor:
+    """GRPO's advantages (B,) of groups of neighbouring rows (Shao et al. 2024, section 4.1.2): the reward above its
+    group's mean, in its standard deviations, or without ``scale`` as it is (Liu et al. 2025, Dr. GRPO)."""
+    if len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} rewards are no whole number of groups of {group_size}")
+    groups = rewards.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    if scale and group_size > 1:
+        centred = centred / (groups.std(1, keepdim=True) + 1e-4)
+    return centred.flatten()
+
+
+# Kullback-Leibler divergence
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """An estimate of KL(actor || reference) at tokens that the actor drew: unbiased, never negative, low variance
+    (Schulman 2020, k3), differentiable."""
+    log_ratio = reference_logprobs - logprobs
+    return log_ratio.exp() - 1 - log_ratio
+
+
+@torch.no_grad()
+def kl_penalized_rewards(
+    scores: Tensor, logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, kl_coef: float, clip: float
+) -> Tensor:
+    """PPO's rewards (B, T - 1): at each token minus the log ratio times ``kl_coef``, at a row's last one its score (B,)
+    too, cut to ``clip`` (Ziegler et al. 2019, equation 2)."""
+    rewards = (-kl_coef * (logprobs - reference_logprobs)).masked_fill(~mask, 0.0)
+    has_tokens = mask.any(1)
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)
+    rows = torch.arange(len(mask), device=mask.device)[has_tokens]
+    rewards[rows, last[has_tokens]] += scores.to(rewards)[has_tokens].clamp(-clip, clip)
+    return rewards
+
+
+@dataclass
+class KLController:
+    """The coefficient of the KL penalty: ``coef`` for good, or with a ``target`` one that follows the measured KL
+    within ``horizon`` sequences (Ziegler et al. 2019, section 2.2)."""
+
+    coef: float
+    target: float | None = None
+    horizon: int = 10_000
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Take note of a batch's mean KL of a sequence."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * num_sequences / self.horizon
+
+
+def _widen(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

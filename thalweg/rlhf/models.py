@@ -1,0 +1,274 @@
+"""Models of the loops: loaded, adapted, put under ZeRO, scored, and saved whole again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thalweg.checkpoint.filesystem import FileSystem, remove_tree
+from thalweg.data.batches import to_device
+from thalweg.engine import Engine, initialize
+from thalweg.parallel_dims import control_group
+from thalweg.rlhf.config import RLHFConfig
+from thalweg.rlhf.losses import token_logprobs
+from thalweg.rlhf.rollout import Rollout
+from thalweg.rlhf.weight_sync import ActorWeights
+from thalweg.zero.whole_parameter import named_shards
+from thalweg.zero.whole_tensors import to_local
+
+_HEAD_FILE = "value_head.safetensors"
+
+
+class ValueModel(nn.Module):
+    """A number for each token, (B, T): a Hugging Face backbone and a linear head; a reward model or a critic."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone, self.config = backbone, backbone.config
+        self._no_split_modules = getattr(backbone, "_no_split_modules", None)
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(self.value_head.weight)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ValueModel:
+        """Load what :func:`save_model` wrote, or give a language model a new head, which says 0."""
+        from safetensors.torch import load_file
+        from transformers import AutoModel
+
+        model = cls(AutoModel.from_pretrained(path, dtype=torch.float32))
+        head = Path(path) / _HEAD_FILE
+        if head.is_file():
+            model.value_head.load_state_dict(load_file(head))
+        return model
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the backbone as a Hugging Face model, and the head beside it."""
+        from safetensors.torch import save_file
+
+        self.backbone.save_pretrained(path)
+        save_file({name: t.contiguous() for name, t in self.value_head.state_dict().items()}, Path(path) / _HEAD_FILE)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the value at each token."""
+        states = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.value_head(states).squeeze(-1).clone()  # a view would lose FSDP2's hooks to an in-place change
+
+    def gradient_checkpointing_enable(self) -> None:
+        """As a Hugging Face model's."""
+        self.backbone.gradient_checkpointing_enable()
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """A model's tokenizer; ValueError where it has no end token, which an answer needs."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {path} has no end token: an answer could not end")
+    return tokenizer
+
+
+def load_policy(path: str | Path, config: RLHFConfig | None = None) -> Any:
+    """A causal model; with ``lora_dim`` PEFT's model of it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model if config is None else adapt(model, config, "CAUSAL_LM")
+
+
+def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
+    """Give a model what its options ask for before training: dropout, gradient checkpointing, LoRA."""
+    if config.dropout is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = config.dropout
+            elif isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = config.dropout
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if not config.lora_dim:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    heads = {"lm_head", "embed_out", "value_head", "score"}
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        and name.rpartition(".")[2] not in heads
+        and config.lora_module_name in name
+    ]
+    if not targets:
+        raise ValueError(f"lora_module_name {config.lora_module_name!r} is in the name of no linear layer")
+    transposed = any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in targets)
+    lora = LoraConfig(
+        r=config.lora_dim, lora_alpha=config.lora_dim, target_modules=targets, task_type=task_type,
+        fan_in_fan_out=transposed,
+    )  # fmt: skip
+    adapted = get_peft_model(model, lora)
+    if not config.only_optimize_lora:
+        adapted.requires_grad_(True)
+    for name, param in adapted.named_parameters():
+        if ".value_head." in name:  # which is new, and part of the base model that is saved
+            param.requires_grad_(True)
+    if config.gradient_checkpointing and config.only_optimize_lora:
+        model.enable_input_require_grads()
+    return adapted
+
+
+def build_engine(
+    model: nn.Module,
+    config: RLHFConfig,
+    *,
+    num_updates: int,
+    lr: float = 0.0,
+    stage: int = -1,
+    accumulation: int = 1,
+    training_data: Any = None,
+    collate_fn: Any = None,
+) -> Engine:
+    """An engine that trains a model for so many updates."""
+    zero: dict[str, Any] = {"stage": config.zero_stage if stage < 0 else stage}
+    if config.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if zero["stage"] == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "seed": config.seed,
+        "steps_per_print": None,
+        "dataloader_drop_last": True,
+        "token_weighted_loss": True,
+        "zero_optimization": zero,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": lr or config.learning_rate, "betas": [0.9, 0.95], "weight_decay": config.weight_decay},
+        },
+        **_precision(config),
+    }
+
+    def make_schedule(optimizer: Any) -> Any:
+        from transformers import get_scheduler
+
+        return get_scheduler(config.lr_scheduler_type, optimizer, config.num_warmup_steps, num_updates)
+
+    return initialize(
+        model=model, config=settings | _read_mapping(config.deepspeed_config), training_data=training_data,
+        collate_fn=collate_fn, lr_scheduler=make_schedule,
+    )[0]  # fmt: skip
+
+
+def build_frozen_engine(model: nn.Module, config: RLHFConfig, *, stage: int = -1) -> Engine:
+    """An engine of a model that only answers: a reference, or a reward model."""
+    zero: dict[str, Any] = {"stage": config.zero_stage if stage < 0 else stage}
+    if config.offload_reference_model and zero["stage"] == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    model.requires_grad_(False)
+    settings = {
+        "train_micro_batch_size_per_gpu": config.per_device_train_batch_size, "zero_optimization": zero,
+        "steps_per_print": None, **_precision(config),
+    }  # fmt: skip
+    return initialize(model=model, config=settings)[0].eval()
+
+
+def _precision(config: RLHFConfig) -> dict[str, Any]:
+    return {} if config.dtype == "fp32" else {config.dtype: {"enabled": True}}
+
+
+def _read_mapping(source: Any) -> dict[str, Any]:
+    return (
+        json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else dict(source or {})
+    )
+
+
+@torch.no_grad()
+def update_ema(ema: Engine, model: Engine, decay: float) -> None:
+    """Move the average's shards towards a model's, rank by rank; collective."""
+    for (_, average), (_, param) in zip(named_shards(ema.module), named_shards(model.module), strict=True):
+        to_local(average).lerp_(to_local(param).to(average.dtype), 1 - decay)
+    ema.sharded_model.publish_params()
+
+
+# Scoring
+
+
+@torch.no_grad()
+def rollout_logprobs(engine: Engine, rollout: Rollout, batch_size: int, temperature: float = 1.0) -> Tensor:
+    """A model's log-probabilities of a rollout's tokens, (rows, T - 1), 0 outside of responses; collective."""
+    out = torch.zeros(rollout.mask.shape)
+    for rows, part in _batches(rollout, batch_size):
+        inputs = {"input_ids": part.input_ids, "attention_mask": part.attention_mask}
+        logits = engine(**to_device(inputs, engine.device)).logits
+        out[rows, : part.mask.shape[1]] = token_logprobs(logits, part.input_ids, temperature).cpu()
+    return out.masked_fill(~rollout.mask, 0.0)
+
+
+@torch.no_grad()
+def rollout_values(engine: Engine, rollout: Rollout, batch_size: int) -> Tensor:
+    """A value model's values, fp32 (rows, T), 0 on padding; collective."""
+    out = torch.zeros(rollout.input_ids.shape)
+    for rows, part in _batches(rollout, batch_size):
+        inputs = {"input_ids": part.input_ids, "attention_mask": part.attention_mask}
+        values = engine(**to_device(inputs, engine.device))
+        out[rows, : values.shape[1]] = values.float().cpu()
+    return out.masked_fill(~rollout.attention_mask, 0.0)
+
+
+def _batches(rollout: Rollout, batch_size: int) -> Iterator[tuple[slice, Rollout]]:
+    for start in range(0, len(rollout), batch_size):
+        rows = slice(start, start + batch_size)
+        yield rows, rollout[rows]
+
+
+@contextmanager
+def adapters_disabled(engine: Engine) -> Iterator[Engine]:
+    """The engine of a PEFT model as that of its base."""
+    module: Any = engine.module
+    with module.disable_adapter():
+        yield engine
+
+
+# Saving
+
+
+def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
+    """Write the model whole, adapters merged, in Hugging Face's layout, all at once, and PEFT's own files of an adapter
+    below ``adapter``; collective."""
+    adapted: Any = engine.module
+    adapter_state = engine.state_dict() if hasattr(adapted, "peft_config") else None
+    weights = ActorWeights(engine, torch.float32, torch.device("cpu"))
+    with weights.reading():
+        weights.gather_all()
+    directory = Path(directory)
+    if dist.get_rank() == 0:
+        temporary = directory.with_name(f".{directory.name}.saving")
+        for stale in (temporary, directory):
+            remove_tree(FileSystem(), stale)
+        weights.skeleton.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        if adapter_state is not None:
+            adapted.save_pretrained(temporary / "adapter", state_dict=adapter_state)
+        temporary.rename(directory)
+    weights.release()
+    dist.barrier()
+
+
+def all_reduce_on_host(table: Tensor) -> None:
+    """Sum a tensor in the host's memory over all ranks, in place; collective."""
+    dist.all_reduce(table, group=control_group(dist.group.WORLD))
+
+
+def mean_over_ranks(values: dict[str, float]) -> dict[str, float]:
+    """Each value's mean over the ranks; collective."""
+    table = torch.tensor(list(values.values()), dtype=torch.float64)
+    all_reduce_on_host(table)
+    return dict(zip(values, (table / dist.get_world_size()).tolist(), strict=True))

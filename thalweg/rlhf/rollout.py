@@ -1,0 +1,108 @@
+"""Rollouts: prompts in, responses out, as a batch that losses read.
+
+::
+
+    row of input_ids    prompt | response, its end token included | padding
+    response_mask       0 0 0    1 1 1 1 1                          0 0 0
+
+Log-probabilities, values and rewards of a batch are (rows, T - 1), in the place of the token before: column t is about
+token t + 1, and :attr:`Rollout.mask` says which of them the actor chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thalweg.infer.engine.engine import LLMEngine
+from thalweg.infer.types import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sequences padded on the right; every row's first token is one of its prompt's."""
+
+    input_ids: Tensor  # int64 (rows, T)
+    attention_mask: Tensor  # bool (rows, T)
+    response_mask: Tensor  # bool (rows, T)
+    logprobs: Tensor  # fp32 (rows, T - 1): the inference engine's, 0 outside of responses
+    ended: Tensor  # bool (rows,): by an end token, not by length
+
+    @property
+    def mask(self) -> Tensor:
+        """(rows, T - 1): whether the actor chose the next token."""
+        return self.response_mask[:, 1:]
+
+    def responses(self, without: int | None = None) -> list[list[int]]:
+        """Each row's response as tokens; ``without``: an end token that is left out at its end."""
+        rows = [ids[mask].tolist() for ids, mask in zip(self.input_ids, self.response_mask, strict=True)]
+        return [row[:-1] if row and row[-1] == without else row for row in rows]
+
+    def __getitem__(self, rows: slice) -> Rollout:
+        """Some of the rows, without padding that none of them needs."""
+        length = int(self.attention_mask[rows].sum(1).max())
+        input_ids, attention, chosen = (
+            table[rows, :length] for table in (self.input_ids, self.attention_mask, self.response_mask)
+        )
+        return Rollout(input_ids, attention, chosen, self.logprobs[rows, : length - 1], self.ended[rows])
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def pad_sequences(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``input_ids``, ``attention_mask`` and ``response_mask`` of prompts and their responses, (rows, T)."""
+    length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    input_ids = torch.full((len(prompts), length), pad_id)
+    attention, chosen = (torch.zeros(len(prompts), length, dtype=torch.bool) for _ in range(2))
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        start, stop = len(prompt), len(prompt) + len(response)
+        input_ids[row, :stop] = torch.tensor([*prompt, *response])
+        attention[row, :stop] = True
+        chosen[row, start:stop] = True
+    return input_ids, attention, chosen
+
+
+def generate_rollout(
+    core: LLMEngine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    seed: int,
+    pad_id: int,
+    num_samples: int = 1,
+) -> Rollout:
+    """Return ``num_samples`` responses to each prompt, those of a prompt in neighbouring rows.
+
+    Prompt i draws by ``seed + i``, whatever else runs: the same seed gives the same rollout.  Raises RuntimeError where
+    the engine fails at a request.
+    """
+    requests = [
+        Request(f"rollout-{i}", prompt, replace(params, n=num_samples, seed=seed + i, logprobs=0))
+        for i, prompt in enumerate(prompts)
+    ]
+    keys = [(request.request_id, index) for request in requests for index in range(num_samples)]
+    tokens: dict[tuple[str, int], list[int]] = {key: [] for key in keys}
+    logprobs: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
+    reasons: dict[tuple[str, int], str] = {}
+    for output in core.run_requests(requests):
+        if output.error:
+            raise RuntimeError(f"a rollout failed: {output.error}")
+        key = (output.request_id, output.index)
+        tokens[key] += output.token_ids
+        logprobs[key] += [x.logprob for x in output.logprobs or ()]
+        if output.finish_reason:
+            reasons[key] = output.finish_reason
+    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+    input_ids, attention_mask, response_mask = pad_sequences(repeated, [tokens[key] for key in keys], pad_id)
+    chosen = torch.zeros(input_ids.shape[0], input_ids.shape[1] - 1)
+    for row, key in enumerate(keys):
+        start = len(repeated[row]) - 1
+        chosen[row, start : start + len(logprobs[key])] = torch.tensor(logprobs[key])
+    ended = torch.tensor([reasons[key] == "stop" for key in keys])
+    return Rollout(input_ids, attention_mask, response_mask, chosen, ended)

@@ -1,0 +1,277 @@
+"""The steps from a base model to a chat model: SFT, reward model, then PPO, DPO or GRPO.
+
+Each step reads models and data, trains, and leaves ``OUTPUT_DIR/<step>/model`` (in Hugging Face's layout, there only
+when the step is done), ``metrics.jsonl`` and ``report.html``; ``OUTPUT_DIR/<step>/checkpoint`` is what a run that died
+goes on from.  A later step begins from an earlier one's result unless its options name another model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thalweg.data.batches import cycle, to_device
+from thalweg.engine import Engine
+from thalweg.parallel_dims import init_distributed
+from thalweg.rlhf import checkpoint, losses
+from thalweg.rlhf.config import RLHFConfig, Step, load_rlhf_config
+from thalweg.rlhf.data import AnswerDataset, PackedAnswers, PromptSource, load_examples
+from thalweg.rlhf.models import (
+    ValueModel,
+    adapt,
+    adapters_disabled,
+    build_engine,
+    build_frozen_engine,
+    load_policy,
+    load_tokenizer,
+    mean_over_ranks,
+    save_model,
+)
+from thalweg.rlhf.policy import GRPOTrainer, PPOTrainer, RewardFn, reward_from_function, reward_from_model
+from thalweg.rlhf.report import RunLog
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
+Batch = dict[str, Tensor]
+# The loss of a batch, over how many items it is a mean, and what else to record.
+LossFn = Callable[[Engine, Batch], tuple[Tensor, int, dict[str, Tensor]]]
+
+
+def run_step(step: Step, config: RLHFConfig) -> Path:
+    """Run a step, or go on with it, unless it is done; returns the folder of its model; collective."""
+    init_distributed()
+    folder = Path(config.output_dir) / step
+    model = folder / "model"
+    if model.is_dir():
+        log.info("%s is done: %s", step, model)
+        return model
+    torch.manual_seed(config.seed)
+    tokenizer = load_tokenizer(_find_model(step, config))
+    train = _train_supervised if step in ("sft", "reward", "dpo") else _train_policy
+    with ExitStack() as engines:
+        trained = train(step, config, tokenizer, folder, engines)
+        if "ema" in trained:
+            save_model(trained["ema"], tokenizer, folder / "model_ema")
+        save_model(trained["model"], tokenizer, model)
+    return model
+
+
+def run_all(source: Any, algorithm: Step, **flags: Any) -> Path:
+    """Run SFT, the reward model where ``algorithm`` asks for one, and ``algorithm``; a run that died goes on."""
+    final = load_rlhf_config(source, algorithm, **flags)
+    has_reward = final.reward_function or final.reward_model_name_or_path or final.critic_model_name_or_path
+    needs_reward_model = algorithm != "dpo" and not has_reward
+    steps: list[Step] = ["sft", *(("reward",) if needs_reward_model else ()), algorithm]
+    return [run_step(step, load_rlhf_config(source, step, **flags)) for step in steps][-1]
+
+
+def _find_model(step: Step, config: RLHFConfig) -> str:
+    """Where a step's model begins: what its options name, or an earlier step's result."""
+    sft = Path(config.output_dir) / "sft" / "model"
+    named = config.actor_model_name_or_path if step in ("ppo", "grpo") else ""
+    path = named or (str(sft) if step != "sft" and sft.is_dir() else config.model_name_or_path)
+    if not path:
+        raise ValueError(f"{step} has no model to begin with: set model_name_or_path")
+    return path
+
+
+# SFT, reward model, DPO: batches in, a loss out
+
+
+def _train_supervised(
+    step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack
+) -> dict[str, Engine]:
+    examples = load_examples(config.data_path, config.data_split, step, config.seed)
+    columns = ("chosen",) if step == "sft" else ("chosen", "rejected")
+    data: Any = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
+    if config.packing and step == "sft":
+        data = PackedAnswers(data, config.max_seq_len)
+    size = config.per_device_train_batch_size * config.gradient_accumulation_steps * dist.get_world_size()
+    num_updates = config.num_train_steps or config.num_train_epochs * (len(data) // size)
+    if num_updates < 1:
+        raise ValueError(
+            f"{step}: {len(data)} examples do not fill one update of {size}: give more, or smaller batches"
+        )
+    path = _find_model(step, config)
+    model: nn.Module = (
+        adapt(ValueModel.from_pretrained(path), config) if step == "reward" else load_policy(path, config)
+    )
+    reference = None
+    if step == "dpo" and not _has_frozen_base(config):
+        reference = engines.enter_context(closing(build_frozen_engine(load_policy(path), config)))
+    engine = build_engine(
+        model, config, num_updates=num_updates, accumulation=config.gradient_accumulation_steps, training_data=data,
+        collate_fn=data.collate,
+    )  # fmt: skip
+    engines.enter_context(closing(engine))
+    loss_fn: LossFn = {"sft": _sft, "reward": _reward, "dpo": DPOLoss(config, reference)}[step]  # type: ignore[assignment]
+    start, _ = checkpoint.resume(folder / "checkpoint", {"model": engine})
+    run_log, batches = RunLog(folder, start), cycle(engine.training_dataloader)
+    for update in range(start + 1, num_updates + 1):
+        totals: dict[str, float] = {}
+        for _ in range(config.gradient_accumulation_steps):
+            engine.train()
+            loss, num_items, more = loss_fn(engine, to_device(next(batches), engine.device))
+            engine.backward(loss, num_items=num_items)
+            engine.step()
+            for key, value in {"loss": loss.detach(), **more}.items():
+                totals[key] = totals.get(key, 0.0) + float(value) / config.gradient_accumulation_steps
+        _record(engine, run_log, step, update, mean_over_ranks(totals))
+        if config.save_interval and update % config.save_interval == 0 and update < num_updates:
+            checkpoint.commit(folder / "checkpoint", update, {"model": engine}, {})
+    run_log.write_report(step)
+    return {"model": engine}
+
+
+def _record(
+    engine: Engine, run_log: RunLog, step: str, update: int, metrics: Mapping[str, float], samples: Any = ()
+) -> None:
+    run_log.add(update, metrics, samples)
+    engine.monitor.write_events([(f"{step}/{name}", value, update) for name, value in metrics.items()])
+    log.info("%s %d: %s", step, update, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+def _sft(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
+    mask = batch["response_mask"][:, 1:]
+    logits = engine(**{name: table for name, table in batch.items() if name != "response_mask"}).logits
+    return losses.sft_loss(logits, batch["input_ids"], mask), int(mask.sum()), {}
+
+
+def _reward(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
+    values = engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    chosen, rejected = losses.end_scores(values, batch["attention_mask"]).chunk(2)
+    more = {"accuracy": (chosen > rejected).float().mean(), "margin": (chosen - rejected).detach().mean()}
+    return losses.pairwise_loss(chosen, rejected), len(chosen), more
+
+
+class DPOLoss:
+    """DPO of a batch whose first half is chosen; ``reference`` None: the actor without its adapters."""
+
+    def __init__(self, config: RLHFConfig, reference: Engine | None) -> None:
+        self.config, self.reference = config, reference
+
+    def __call__(self, engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
+        """Return the loss, how many pairs it is over, and its metrics."""
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = _summed_logprobs(self.reference, batch)
+        else:
+            engine.eval()
+            with torch.no_grad(), adapters_disabled(engine) as base:
+                reference = _summed_logprobs(base, batch)
+            engine.train()
+        (chosen, rejected), (ref_chosen, ref_rejected) = _summed_logprobs(engine, batch).chunk(2), reference.chunk(2)
+        config = self.config
+        loss = losses.dpo_loss(
+            chosen, rejected, ref_chosen, ref_rejected, beta=config.beta, label_smoothing=config.label_smoothing
+        )
+        margin = config.beta * ((chosen - ref_chosen) - (rejected - ref_rejected)).detach()
+        return loss, len(chosen), {"accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
+
+
+def _summed_logprobs(engine: Engine, batch: Batch) -> Tensor:
+    logits = engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logprobs = losses.token_logprobs(logits, batch["input_ids"])
+    return logprobs.masked_fill(~batch["response_mask"][:, 1:], 0.0).sum(1)
+
+
+def _has_frozen_base(config: RLHFConfig) -> bool:
+    return bool(config.lora_dim and config.only_optimize_lora)
+
+
+# PPO and GRPO
+
+
+def _train_policy(
+    step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack
+) -> dict[str, Engine]:
+    prompts = PromptSource(
+        load_examples(config.data_path, config.data_split, step, config.seed), tokenizer, config.max_prompt_seq_len,
+        config.seed,
+    )  # fmt: skip
+    world_size, per_rank = dist.get_world_size(), config.per_device_generation_batch_size
+    iterations = config.num_train_steps or -(-config.num_train_epochs * len(prompts.items) // (world_size * per_rank))
+    rows = per_rank * config.num_generations // config.num_mini_batches
+    window = rows // config.per_device_train_batch_size
+    num_updates, path = iterations * config.ppo_epochs * config.num_mini_batches, _find_model(step, config)
+    actor = build_engine(
+        load_policy(path, config), config, num_updates=num_updates, lr=config.actor_learning_rate,
+        stage=config.actor_zero_stage, accumulation=window,
+    )  # fmt: skip
+    engines.enter_context(closing(actor))
+    reference = None
+    if not _has_frozen_base(config):
+        reference = build_frozen_engine(load_policy(path), config, stage=config.actor_zero_stage)
+        engines.enter_context(closing(reference))
+    ema = pretraining = None
+    if config.enable_ema:  # in fp32: a step of the average is smaller than bf16 can tell
+        average = load_policy(path, replace(config, gradient_checkpointing=False))
+        ema = build_frozen_engine(average, replace(config, dtype="fp32"), stage=config.actor_zero_stage)
+        engines.enter_context(closing(ema))
+    if config.unsup_coef:
+        texts = load_examples((config.unsupervised_dataset_name,), "1,0,0", "sft", config.seed)
+        pretraining = AnswerDataset(texts, tokenizer, config.max_seq_len)
+    arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines)
+    if step == "ppo":
+        begin = config.critic_model_name_or_path or _find_reward_model(config) or path
+        critic = build_engine(
+            adapt(ValueModel.from_pretrained(begin), replace(config, lora_dim=0)), config, num_updates=num_updates,
+            lr=config.critic_learning_rate, stage=config.critic_zero_stage, accumulation=window,
+        )  # fmt: skip
+        engines.enter_context(closing(critic))
+        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, ema=ema, pretraining=pretraining)
+    else:
+        trainer = GRPOTrainer(*arguments, ema=ema, pretraining=pretraining)
+    start = trainer.resume(folder / "checkpoint")
+    run_log = RunLog(folder, start)
+    for iteration in range(start + 1, iterations + 1):
+        metrics = trainer.step()
+        _record(actor, run_log, step, iteration, metrics, trainer.samples)
+        if config.save_interval and iteration % config.save_interval == 0 and iteration < iterations:
+            trainer.save(folder / "checkpoint")
+    run_log.write_report(step)
+    return {"model": actor} | ({} if ema is None else {"ema": ema})
+
+
+def _find_reward_model(config: RLHFConfig) -> str:
+    trained = Path(config.output_dir) / "reward" / "model"
+    named = config.reward_model_name_or_path or config.critic_model_name_or_path  # as DeepSpeed-Chat's third step
+    return named or (str(trained) if trained.is_dir() else "")
+
+
+def _load_reward(config: RLHFConfig, engines: ExitStack) -> RewardFn:
+    if config.reward_function:
+        return reward_from_function(_load_function(config.reward_function))
+    path = _find_reward_model(config)
+    if not path:
+        raise ValueError("there is nothing that scores: set reward_function or reward_model_name_or_path")
+    engine = engines.enter_context(closing(build_frozen_engine(ValueModel.from_pretrained(path), config)))
+    return reward_from_model(engine, config.per_device_train_batch_size)
+
+
+def _load_function(name: str) -> Callable[..., Any]:
+    """The function FILE.py:NAME or MODULE:NAME."""
+    source, _, attribute = name.rpartition(":")
+    if source.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+        if spec is None or spec.loader is None or not Path(source).is_file():
+            raise ValueError(f"reward_function: there is no file {source}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    elif source:
+        module = importlib.import_module(source)
+    else:
+        raise ValueError(f"reward_function is {name!r}: give FILE.py:NAME or MODULE:NAME")
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"reward_function: {source} has no function {attribute}")
+    return function
