@@ -110,7 +110,7 @@ $(DEMO_STAMP): $(TORCH_STAMP) $(SOURCES)
 
 $(TEST_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with what its tests need into $(VENV)"
-	@$(PIP) -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,test]'
+	@$(PIP) -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]'
 	@touch $@ $(DEMO_STAMP)
 
 PEERS_PYTHON = $(PYTHON)

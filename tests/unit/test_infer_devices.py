@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import logging.handlers
+import os
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -426,8 +431,6 @@ def test_a_directory_goes_to_the_accelerator(tmp_path: Path):
 
 
 def _resolved(rank: int, world: int) -> list[str]:
-    import os
-
     from thalweg.device import resolve_device
 
     found = [str(resolve_device(name)) for name in ("auto", "sim", "sim:0", "cpu")]
@@ -447,10 +450,15 @@ def test_a_rank_has_its_own_device_or_is_refused():
     assert "local rank 5 has no sim device of its own" in shared
 
 
-def _spawn(rank: int, world: int, folder: str) -> list[Any]:
-    """Two ranks of which the second is started by the first, in a process that registers the device first."""
-    import os
+def _path_of_children(folder: str, num_devices: int) -> str:
+    """What PYTHONPATH must be for processes that register the device before they do anything else."""
+    code = f"from tests import simdevice\nsimdevice.register(num_devices={num_devices}, memory_bytes=1 << 28)\n"
+    Path(folder, "sitecustomize.py").write_text(code)
+    return os.pathsep.join([folder, str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
 
+
+def _spawn(rank: int, world: int, folder: str) -> list[Any]:
+    """Two ranks of which the second is started by the first."""
     from tests.unit.infer_models import greedy_generate, tiny_decoder
     from thalweg.infer import EngineConfig, load_engine
 
@@ -458,9 +466,7 @@ def _spawn(rank: int, world: int, folder: str) -> list[Any]:
         return []
     model = tiny_decoder("llama")
     model.save_pretrained(Path(folder) / "model")
-    root = Path(__file__).resolve().parents[2]
-    Path(folder, "sitecustomize.py").write_text("from tests import simdevice\nsimdevice.register(num_devices=2)\n")
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(root), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = _path_of_children(folder, 2)
     options = {"dtype": "fp32", "max_num_seqs": 4, "max_model_len": 96}
     engine = load_engine(Path(folder) / "model", EngineConfig(tensor_parallel_size=2, device="sim:0", **options))
     found = greedy_generate(engine, PROMPTS[:3], 6)
@@ -520,6 +526,42 @@ def test_each_replica_has_devices_of_its_own():
     *devices, error = run_ranks(_placements, 2, device="sim")[0]
     assert devices == ["sim:0", "sim:1", "sim:0", "cpu"]
     assert "2 replicas of 2 ranks need 4 sim devices" in error and "give --replicas 1" in error
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_devices", [2, 1])
+def test_a_server_with_two_replicas_needs_two_devices(num_devices: int, tmp_path: Path):
+    """Answers come from either; where there is one device the server says what to do, and ends."""
+    from tests import simdevice
+    from tests.count_files import save_model
+
+    pytest.importorskip("fastapi")
+    if reason := simdevice.missing_tool():
+        pytest.skip(reason)
+    simdevice.build()
+    save_model(tmp_path / "model")
+    command = [sys.executable, "-m", "thalweg", "serve", str(tmp_path / "model"), "--json", "--port", "0"]
+    environ = {**os.environ, "PYTHONPATH": _path_of_children(str(tmp_path), num_devices)}
+    with (tmp_path / "errors").open("w+") as errors:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        server = subprocess.Popen([*command, "--replicas", "2", "--max-num-seqs", "2"], env=environ, **streams)
+        try:
+            assert server.stdout is not None
+            ready = server.stdout.readline()
+            body = {"model": "model", "prompt": "import os", "max_tokens": 8}
+            for _ in range(4 if ready else 0):
+                url, headers = json.loads(ready)["url"] + "/v1/completions", {"Content-Type": "application/json"}
+                request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    assert json.load(answer)["usage"]["completion_tokens"] == 8
+        finally:
+            server.terminate()
+            code = server.wait(60)
+            server.stdout.close()  # type: ignore[union-attr]
+        errors.seek(0)
+        assert bool(ready) == (num_devices == 2)
+        if num_devices == 1:
+            assert code == 1 and "need 2 sim devices of their own, and torch sees 1" in errors.read()
 
 
 def _refused(rank: int, world: int) -> str:

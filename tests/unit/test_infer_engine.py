@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine import engine as engine_module
@@ -68,9 +69,9 @@ def requests() -> dict[str, SamplingParams]:
     }
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a defect"), Panic("a panic")])
+@pytest.mark.parametrize("error", [nightly(RuntimeError("a defect")), Panic("a panic")])
 @pytest.mark.parametrize("place", ["sample_token", "token_logprobs", "after a token", "detokenizer"])
-@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+@pytest.mark.parametrize("num_speculative_tokens", [nightly(0), 3])
 def test_a_failure_in_one_request_ends_that_one_alone(
     place: str, error: BaseException, num_speculative_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +231,7 @@ def test_no_more_threads_run_a_program_than_have_scratch_memory(monkeypatch: pyt
 
 
 @pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
-@pytest.mark.parametrize("weight_format", ["fp32", "int8"])
+@pytest.mark.parametrize("weight_format", [nightly("fp32"), "int8"])
 def test_the_number_of_threads_changes_no_bit(weight_format: str) -> None:
     """It may change from step to step, as ThreadTuner does."""
     outputs = []

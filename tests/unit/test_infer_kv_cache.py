@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.marks import nightly
 from tests.memory import resident_bytes
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
@@ -42,10 +43,10 @@ def logits(model: Any, runner: str | None, cache: str, pieces: tuple[int, ...]) 
     ("kind", "runner", "cache", "error"),
     [
         pytest.param("llama", "cpu", "int8", 0.03, marks=kernels),
-        pytest.param("gemma2", "cpu", "int8", 0.03, marks=kernels),
+        pytest.param("gemma2", "cpu", "int8", 0.03, marks=[kernels, pytest.mark.nightly]),
         ("llama", "torch", "int8", 0.03),
         ("llama", "torch", "fp8", 0.15),
-        ("mixtral", None, "int8", 0.03),
+        nightly("mixtral", None, "int8", 0.03),
     ],
 )
 def test_a_cache_of_8_bits_is_near_and_not_the_same(kind: str, runner: str, cache: str, error: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder, tiny_encoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.ops import cpu_kernels
@@ -61,7 +62,7 @@ def served(engine: Any, asked: list[tuple[list[int], str | None]]) -> list[list[
     return list(got.values())
 
 
-@pytest.mark.parametrize("name", sorted(TARGETS))
+@pytest.mark.parametrize("name", [n if n in ("llama", "gpt2", "phi3") else nightly(n) for n in sorted(TARGETS)])
 def test_requests_with_several_adapters_in_one_batch_equal_peft(name: str, tmp_path: Path) -> None:
     model = tiny_decoder(name)
     models: dict[str | None, Any] = {None: model}

@@ -86,8 +86,8 @@ def finish(engine: Any) -> None:
 @kernels
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("llama", 2), ("llama_bias_tied", 4), ("gemma2", 2), ("gpt2", 3), ("phi", 2), ("bloom", 4),
-     ("falcon40", 2), ("falcon7", 2), ("gpt_neox", 2), ("qwen3", 2)],
+    [("llama", 2), nightly("llama_bias_tied", 4), ("gemma2", 2), ("gpt2", 3), nightly("phi", 2), nightly("bloom", 4),
+     ("falcon40", 2), nightly("falcon7", 2), nightly("gpt_neox", 2), nightly("qwen3", 2)],
 )  # fmt: skip
 def test_the_kernels_give_one_process_s_tokens(kind: str, size: int) -> None:
     model = tiny_decoder(kind)
@@ -112,9 +112,9 @@ def test_operators_and_mixtures_too(kind: str, size: int) -> None:
 
 
 STAGES = [
-    ("llama", 1, 2, 1), ("gemma2", 1, 3, 1), ("gpt2", 2, 3, 1), ("bloom", 2, 2, 1), ("phi", 1, 3, 1),
-    ("opt", 1, 2, 1), ("odd_sizes", 1, 2, 1), ("mixtral", 1, 1, 2), ("qwen3_moe", 1, 2, 3),
-    ("qwen2_moe", 2, 1, 2), ("qwen2_moe", 2, 2, 4), ("mixtral", 2, 1, 1),
+    ("llama", 1, 2, 1), nightly("gemma2", 1, 3, 1), ("gpt2", 2, 3, 1), nightly("bloom", 2, 2, 1),
+    nightly("phi", 1, 3, 1), nightly("opt", 1, 2, 1), ("odd_sizes", 1, 2, 1), ("mixtral", 1, 1, 2),
+    nightly("qwen3_moe", 1, 2, 3), nightly("qwen2_moe", 2, 1, 2), ("qwen2_moe", 2, 2, 4), nightly("mixtral", 2, 1, 1),
 ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def test_heads_of_sixteen_in_all() -> None:
 
 
 @kernels
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("form", [nightly("bf16"), nightly("int8"), "int4"])
 def test_other_forms_stay_close(form: str) -> None:
     """Sums in parts round differently, so that what is compared is the first logits."""
     model = tiny_decoder("llama")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import nightly
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
 
@@ -80,7 +81,7 @@ def exact(trained: Any) -> float:
     ],
     ids=["int8", "int4", "bf16", "cache8", "int8_cache8", "cache_fp8"],
 )
-@pytest.mark.parametrize("runner", [None, "torch"])
+@pytest.mark.parametrize("runner", [None, nightly("torch")])
 def test_perplexity(trained: Any, exact: float, options: dict[str, Any], limit: float, runner: str) -> None:
     if runner == "torch" and "dtype" in options:
         pytest.skip("plain bf16 activations: torch's own rounding, not ours")

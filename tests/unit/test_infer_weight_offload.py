@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thalweg
+from tests.marks import nightly
 from tests.repo.source import ROOT
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
@@ -68,7 +69,7 @@ def load_with_less(model: Any, folder: Path, share: float, **fields: Any) -> Any
 
 @kernels
 @pytest.mark.parametrize(
-    ("kind", "form"), [("llama", "fp32"), ("gpt2", "int8"), ("falcon40", "bf16"), ("gpt_neox", "int4")]
+    ("kind", "form"), [("llama", "fp32"), nightly("gpt2", "int8"), nightly("falcon40", "bf16"), ("gpt_neox", "int4")]
 )
 def test_weights_in_a_file_give_the_same_tokens(kind: str, form: str, tmp_path: Path) -> None:
     model = tiny_decoder(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": 6})
@@ -286,6 +287,7 @@ print(json.dumps([len(seen), max(seen[:-1]) - seen[0], file.stat().st_size]))
 
 
 @kernels
+@pytest.mark.nightly
 def test_packing_takes_the_memory_of_a_layer_not_of_the_model(tmp_path: Path) -> None:
     """Anonymous memory grows by less than two layers in fp32 while twelve are packed, in whichever form."""
     wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}

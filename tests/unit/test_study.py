@@ -235,6 +235,7 @@ def fake_process(seconds: dict[str, float], failing: dict[str, str] | None = Non
             "device_peak": None, "disk": 0, "joules": None, "samples": 4, "batch_size": 2, "versions": {},
             "work": {
                 "weight_bytes": time * 1e8, "cache_bytes": 0, "streamed_bytes": 0, "tier": "", "step_flop": 0,
+                "runner": "",
                 "first_flop": 0, "first_bytes": 0, "precision": "torch.float32",
                 "speeds": {"memory": 1.6e9, "torch.float32": 1e9},
             },

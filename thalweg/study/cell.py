@@ -20,11 +20,13 @@ from typing import Any
 
 from thalweg.study.prepare import load_tokenizer, read_json, write_json
 from thalweg.utils.formatting import format_bytes, parse_bytes
+from thalweg.utils.log import enable_console
 
 
 def run_cell(spec_path: str) -> None:
     """Measure a cell and publish its result."""
     spec = read_json(Path(spec_path))
+    enable_console("INFO")  # why the engine has chosen a runner, say: the log is beside the result
     try:
         result = {"status": "ok", **measure(spec)}
     except Exception as error:  # whatever it is, it is the reason in the row
@@ -199,6 +201,7 @@ def describe_work(spec: dict[str, Any], generator: Any, batch_size: int, prompts
         "weight_bytes": shape["decoding_parameters"] * itemsize * generator.copies,
         "cache_bytes": batch * positions * shape["kv_elements"] * precision.itemsize,
         "streamed_bytes": generator.streamed_bytes, "tier": generator.tier,
+        "runner": getattr(generator, "runner_name", ""),
         "step_flop": 2 * shape["decoding_parameters"] * batch, "first_flop": 2 * first_parameters * batch * longest,
         "first_bytes": first_parameters * itemsize * generator.copies, "precision": str(precision),
         "speeds": {

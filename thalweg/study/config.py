@@ -102,8 +102,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "thalweg stage 3 offload": {"kind": "zero3", "options": {"library": "thalweg", "config": _STAGE_3_OFFLOAD}},
     "thalweg": {"kind": "thalweg"},
     "thalweg bf16": {"kind": "thalweg", "options": {"dtype": "bf16"}},
-    "thalweg int8": {"kind": "thalweg", "options": {"dtype": "bf16", "quantization": "int8"}},
-    "thalweg int4": {"kind": "thalweg", "options": {"dtype": "bf16", "quantization": "int4"}},
+    "thalweg int8": {"kind": "thalweg", "options": {"quantization": "int8"}},
+    "thalweg int4": {"kind": "thalweg", "options": {"quantization": "int4"}},
     "thalweg continuous batching": {"kind": "thalweg", "options": {"continuous": True}},
     "thalweg zero-inference host": {"kind": "thalweg", "options": {"weight_offload": "cpu"}},
     "thalweg zero-inference nvme": {"kind": "thalweg", "options": {"weight_offload": "nvme"}},
@@ -137,7 +137,7 @@ class StudyHardware(_Section):
     device: str = "cpu"
     threads: int = Field(1, ge=1)
     memory: int | str | None = None
-    price_per_hour: float | None = Field(None, ge=0)
+    price_per_hour: float | None = Field(default=None, ge=0)
     currency: str = "USD"
 
 

@@ -36,18 +36,22 @@ def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
             raise ValueError(f"there is no sample {name!r} in the package: there are {names}")
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     suffix = Path(dataset.path).suffix.lstrip(".").lower()
     if suffix not in _BUILDERS:
-        return list(datasets.load_dataset(dataset.path, dataset.subset, split=dataset.split, revision=dataset.revision))
+        loaded: Any = datasets.load_dataset(
+            dataset.path, dataset.subset, split=dataset.split, revision=dataset.revision
+        )
+        return list(loaded)
     if not Path(dataset.path).is_file():
         raise ValueError(f"there is no file {dataset.path}")
     if suffix != "parquet":
         _check_text_file(Path(dataset.path))
-    options = {"sep": "\t"} if suffix == "tsv" else {}
+    options: dict[str, Any] = {"sep": "\t"} if suffix == "tsv" else {}
     try:
         loaded = datasets.load_dataset(_BUILDERS[suffix], data_files=dataset.path, split="train", **options)
-    except datasets.exceptions.DatasetGenerationError as error:
+    except DatasetGenerationError as error:
         raise ValueError(f"{dataset.path} cannot be read: {error.__cause__ or error}") from error
     return list(loaded)
 

@@ -70,7 +70,7 @@ def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int
 
     if model.config is None:
         check_model_path(str(model.path))
-        config = transformers.AutoConfig.from_pretrained(model.path)
+        config = transformers.AutoConfig.from_pretrained(str(model.path))
         return {"path": str(model.path), "random": False, "shape": describe_shape(config)}
     fields = dict(model.config)
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -153,6 +153,8 @@ def explain(row: dict[str, Any], baseline: dict[str, Any]) -> str:
         f" and values, {1e3 * predicted['memory_seconds']:.2f} ms at {predicted['memory_bandwidth'] / 1e9:.0f} GB/s;"
         f" its arithmetic takes {1e3 * predicted['compute_seconds']:.2f} ms at {predicted['flops'] / 1e9:.0f} GFLOP/s"
     ]
+    if work.get("runner") == "TransformersRunner":
+        parts.append("the engine leaves this model to transformers' own code: the log beside the result says why")
     if row["kind"] == "zero3":
         parts.append(
             "stage 3 gathers each parameter before its use and frees it after: read, written and read again for every"

@@ -134,7 +134,7 @@ class ZeroStage3(HuggingFace):
             raise UnsupportedTechnique(f"{library} is not installed; give `python`, an interpreter that has it")
         config = {"train_micro_batch_size_per_gpu": 1, **config}
         if library == "deepspeed":
-            from transformers.integrations import HfDeepSpeedConfig
+            from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
             self._partition_at_load = HfDeepSpeedConfig(config)  # from_pretrained asks whether one is alive
         super().__init__(spec)
