@@ -177,7 +177,7 @@ class TorchLayers:
         packer = linear_packer(request.weight_format, self.device, self.dtype) if self._packs else None
         self._make_linear: Callable[[LinearSpec], Callable[[Tensor], Tensor]] = packer or self._plain_linear
         self._linears: dict[int, Callable[[Tensor], Tensor]] = {}
-        self._device_tensors: dict[int, Tensor] = {}
+        self._device_tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._shared_tensors: dict[Any, Tensor] = {}
         self._relative_biases: dict[int, Tensor] = {}
         # Cosines and sines of the current step's positions, by table.
@@ -235,16 +235,17 @@ class TorchLayers:
         return self._linears[id(layer)](x)
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return one of the model's tensors on our device, made once; the description keeps the key alive."""
-        moved = self._device_tensors.get(id(tensor))
-        if moved is None:
+        """Return one of the model's tensors on our device, made once."""
+        found = self._device_tensors.get(id(tensor))
+        if found is None:
             # The head's weight and the embedding's may be two tensors with the same memory.
             memory = tensor.data_ptr(), tensor.shape, tensor.stride(), dtype or self.dtype
             moved = self._shared_tensors.get(memory)
             if moved is None:
                 moved = self._shared_tensors[memory] = tensor.to(self.device, dtype or self.dtype)
-            self._device_tensors[id(tensor)] = moved
-        return moved
+            # The tensor is kept: another one at its place in memory would be taken for it.
+            found = self._device_tensors[id(tensor)] = tensor, moved
+        return found[1]
 
     def _apply_rope(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> Tensor:
         if id(r) not in self._rotations:
