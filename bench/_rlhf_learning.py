@@ -139,6 +139,29 @@ def run_learning(folder: Path, seeds: Sequence[int], iterations: int, runs: Sequ
     return found
 
 
+def draw_curves(folder: Path, seeds: Sequence[int], runs: Sequence[str], picture: Path) -> None:
+    """Reward and KL of each run's rollouts by iteration, as one picture."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for name, colour in zip(runs, plt.get_cmap("tab10").colors, strict=False):  # type: ignore[attr-defined]
+        for seed in seeds:
+            (file,) = (folder / f"{name}-{seed}").glob("*/metrics.jsonl")
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            for axis, key in zip(axes, ("reward", "kl"), strict=True):
+                label = {"ppo": "PPO", "grpo": "GRPO", "shuffled": "GRPO, rewards shuffled"}[name]
+                steps, values = [row["step"] for row in rows], [row[key] for row in rows]
+                axis.plot(steps, values, color=colour, label=label if seed == seeds[0] else None)
+    for axis, title in zip(axes, ("reward of the rollouts", "KL to the SFT model, nats a response"), strict=True):
+        axis.set(title=title, xlabel="iteration of 128 responses")
+    axes[0].legend()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
 @torch.no_grad()
 def evaluate(path: Path, reference: Path, folder: Path) -> dict[str, float]:
     """A model's reward on held-out prompts with its standard error, and the KL of a response to ``reference``."""

@@ -4,7 +4,7 @@
     thalweg run --nproc 2 bench/rlhf.py memory           how far a sync rises above the shards
     python bench/rlhf.py learning --seeds 0 1 2 --out DIR
 
-Each prints one JSON object on rank 0.
+Each prints one JSON object on rank 0; `learning` draws `DIR/curves.png` beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
-from _rlhf_learning import run_learning
+from _rlhf_learning import draw_curves, run_learning
 from torch.distributed.fsdp import fully_shard
 
 import thalweg
@@ -164,6 +164,7 @@ def main() -> None:
         found = measure_generation(args.width, args.layers, args.prompts, args.length, args.rounds)
     elif args.part == "learning":
         found = run_learning(args.out, args.seeds, args.iterations, args.runs)
+        draw_curves(args.out, args.seeds, args.runs, args.out / "curves.png")
     else:
         found = measure_memory(args.width, args.layers)
     if dist.get_rank() == 0:

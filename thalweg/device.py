@@ -85,6 +85,11 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+def takes_tensors_of(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of ``group`` take tensors of ``device``: all take their accelerator's, few the host's too."""
+    return device.type != "cpu" or any(row.startswith("cpu:") for row in str(dist.get_backend_config(group)).split(","))
+
+
 RngState = tuple[Tensor, Tensor | None]
 
 

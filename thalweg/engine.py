@@ -214,7 +214,7 @@ class Engine(nn.Module):
             self._meter.add_loss(loss)
         self._components.sharded.set_backward_flags(window.is_last, self._sync_grads)
         scaled = self._components.loss_normalizer.scale_loss(loss, scale_wrt_gas, num_items)
-        scale = self._components.scaler.scale
+        scale = self._loss_scale
         with (
             self._span("backward"),
             self._reset_on_error(backward=True),
@@ -275,7 +275,7 @@ class Engine(nn.Module):
             scalars = {
                 "lr": self.get_lr()[0],
                 "grad_norm": result.grad_norm,
-                "loss_scale": self._components.scaler.scale,
+                "loss_scale": self._loss_scale,
             }
             phases = self._phase_timer.pop_seconds()
             self._meter.step(self.global_steps, skipped=result.skipped, phases=phases, **scalars)
@@ -422,7 +422,12 @@ class Engine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """The factor on the loss (1 except in fp16)."""
-        return self._components.scaler.scale
+        return self._loss_scale
+
+    @property
+    def _loss_scale(self) -> float:  # under the alias the public name is a method
+        optimizer = self._components.optimizer
+        return self._components.scaler.scale if optimizer is None else optimizer.loss_scale
 
     def get_global_grad_norm(self) -> float | None:
         """Global gradient norm of the last update, before clipping; None before the first."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thalweg.device import communication_backend, current_accelerator, pick_device
+from thalweg.device import communication_backend, current_accelerator, pick_device, takes_tensors_of
 from thalweg.utils.env import RankInfo, read_rank_info
 from thalweg.utils.log import get_logger
 from thalweg.utils.rendezvous import rendezvous
@@ -232,15 +232,11 @@ def control_group(group: dist.ProcessGroup | None, device: torch.device | None =
     """
     whole = group if group is not None else dist.group.WORLD
     assert isinstance(whole, dist.ProcessGroup)
-    if (device is not None and device.type != "cpu") or _takes_host_tensors(whole):
+    if takes_tensors_of(whole, device or torch.device("cpu")):
         return whole
     if whole not in _control_groups:
         _control_groups[whole] = new_subgroup(dist.get_process_group_ranks(whole), whole, backend="gloo")
     return _control_groups[whole]
-
-
-def _takes_host_tensors(group: dist.ProcessGroup) -> bool:
-    return any(entry.startswith("cpu:") for entry in str(dist.get_backend_config(group)).split(","))
 
 
 def new_subgroup(
@@ -255,7 +251,7 @@ def new_subgroup(
     assert parent is not None or len(ranks) == 1
     count = torch.tensor([_num_groups()])
     if parent is not None:
-        count = count if _takes_host_tensors(parent) else count.to(current_accelerator())
+        count = count if takes_tensors_of(parent, count.device) else count.to(current_accelerator())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
     with _without_communicator_split():
         for _ in range(int(count) - _num_groups()):

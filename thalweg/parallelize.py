@@ -165,6 +165,10 @@ def parallelize(
     model_info = get_model_info(model)
     loss_normalizer = build_loss_normalizer(config, config.gradient_accumulation_steps, meshes, device)
     scaler = LossScaler(config.fp16)
+
+    def read_loss_scale() -> float:
+        return scaler.scale if managed is None else managed.loss_scale
+
     original_model = model
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
@@ -200,7 +204,7 @@ def parallelize(
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if config.fp16.enabled or config.token_weighted_loss:
-        register_loss_scale_hooks(model, window, scaler)
+        register_loss_scale_hooks(model, window, read_loss_scale)
     to_local_name = None if pipeline is None else pipeline.local_param_name
     inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name)
     managed = None
@@ -229,7 +233,7 @@ def parallelize(
     forward_context = _make_forward_context(config, device, loss_normalizer)
     runner = None
     if pipeline is not None:
-        hooks = ForwardHooks(loss_normalizer, forward_context, lambda: scaler.scale)
+        hooks = ForwardHooks(loss_normalizer, forward_context, read_loss_scale)
         if attention is not None:
             hooks = replace(hooks, save_context=attention.save_context, restore_context=attention.restore_context)
         runner = pipeline.make_runner(sharded, device, hooks, ledger)

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from thalweg.config import Config
 from thalweg.ops.losses import TargetCountMode
-from thalweg.optim.loss_scaler import LossScaler
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.dtypes import HALF_DTYPES
 from thalweg.utils.trees import iter_tensors
@@ -415,9 +414,9 @@ def build_loss_normalizer(
     return TokenMean(num_micro_batches, meshes.fsdp.get_group(), pp_group, device)
 
 
-def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, scaler: LossScaler) -> None:
-    """Scale the gradients of a plain ``loss.backward()`` where they enter the model: by the loss scale, which
-    the reduction divides by in any case, and by the loss's part of the window.
+def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, read_scale: Callable[[], float]) -> None:
+    """Scale the gradients of a plain ``loss.backward()`` where they enter the model: by the loss scale as
+    ``read_scale`` tells it, which the reduction divides by in any case, and by the loss's part of the window.
 
     ``engine.backward`` scales the loss itself.
     """
@@ -429,7 +428,7 @@ def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, scal
             if window.in_backward:
                 return grad
             if not factor:
-                factor.append(window.normalizer.user_backward_scale() * scaler.scale)
+                factor.append(window.normalizer.user_backward_scale() * read_scale())
             return (grad * factor[0]).to(grad.dtype)
 
         for tensor in iter_tensors(output):

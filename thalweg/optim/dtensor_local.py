@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from thalweg.device import takes_tensors_of
 from thalweg.optim import foreach
 from thalweg.parallel_dims import control_group
 from thalweg.utils.dtypes import HALF_DTYPES
@@ -258,7 +259,9 @@ def all_reduce_tensors_(tensors: Sequence[Tensor], shard_groups: Sequence[ShardG
     for group in dict.fromkeys(group for tensor_groups in shard_groups for group in tensor_groups):
         chosen = [tensor for tensor, its_groups in zip(tensors, shard_groups, strict=True) if group in its_groups]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
-        dist.all_reduce(flat, group=control_group(group, flat.device))  # of offloaded pieces in host memory
+        if not takes_tensors_of(group, flat.device):  # of offloaded pieces, in host memory
+            group = control_group(group)
+        dist.all_reduce(flat, group=group)
         totals = flat.split([tensor.numel() for tensor in chosen])
         foreach.copy_(chosen, [total.view_as(tensor) for tensor, total in zip(chosen, totals, strict=True)])
 

@@ -18,7 +18,7 @@ infinity times zero is NaN), and the error at the floor says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from thalweg.config.schema.training import FP16
 
@@ -44,21 +44,12 @@ class LossScaler:
         self._section = section = section or FP16(enabled=True)
         static_scale = section.loss_scale if section.enabled else 1.0
         self.dynamic = not static_scale  # whether overflows move the scale
-        self._scale = static_scale or 2.0**section.initial_scale_power
-        # Brings the verdict of a step whose device has not told it yet, before the scale is read.
-        self.settle: Callable[[], None] = lambda: None
+        self.scale = static_scale or 2.0**section.initial_scale_power
         self._iteration = 0
         self._last_overflow = -1
         self._remaining_hysteresis = section.hysteresis
         if section.enabled:
             self._check_section(section)
-
-    @property
-    def scale(self) -> float:
-        """The factor in use now."""
-        if self.dynamic:
-            self.settle()
-        return self._scale
 
     def _check_section(self, section: FP16) -> None:
         if section.min_loss_scale == 0:
@@ -67,9 +58,9 @@ class LossScaler:
             raise ValueError(f"fp16.loss_scale_window must be at least 1 step, not {section.loss_scale_window!r}")
         if section.hysteresis < 1:
             raise ValueError(f"fp16.hysteresis must be at least 1 overflow, not {section.hysteresis!r}")
-        if self.dynamic and self._scale < section.min_loss_scale:
+        if self.dynamic and self.scale < section.min_loss_scale:
             raise ValueError(
-                f"fp16.initial_scale_power gives a first loss scale of {self._scale:g}, below "
+                f"fp16.initial_scale_power gives a first loss scale of {self.scale:g}, below "
                 f"fp16.min_loss_scale = {section.min_loss_scale:g}: raise the one or lower the other"
             )
 
@@ -90,16 +81,16 @@ class LossScaler:
     def _shrink(self) -> None:
         if self._remaining_hysteresis > 1:
             self._remaining_hysteresis -= 1
-        elif self._scale <= self._section.min_loss_scale:
+        elif self.scale <= self._section.min_loss_scale:
             raise LossScaleFloorError(
-                f"the fp16 gradients overflow at a loss scale of {self._scale:g}, which is "
+                f"the fp16 gradients overflow at a loss scale of {self.scale:g}, which is "
                 "fp16.min_loss_scale: the model itself produces inf or NaN. Train in bf16 "
                 '("bf16": {"enabled": true}), or lower the learning rate, set gradient_clipping and look for '
                 "a loss that is not finite in fp32 too; a smaller fp16.min_loss_scale helps only if the "
                 "gradients are huge but finite"
             )
         else:
-            self._scale = max(self._scale / _FACTOR, self._section.min_loss_scale)
+            self.scale = max(self.scale / _FACTOR, self._section.min_loss_scale)
 
     def _grow(self) -> None:
         if self._section.consecutive_hysteresis:
@@ -107,7 +98,7 @@ class LossScaler:
         stable = self._iteration - self._last_overflow - 1
         if stable > 0 and stable % self._section.loss_scale_window == 0:
             self._remaining_hysteresis = self._section.hysteresis
-            self._scale = max(self._scale, min(self._scale * _FACTOR, _MAX_SCALE))
+            self.scale = max(self.scale, min(self.scale * _FACTOR, _MAX_SCALE))
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as JSON-ready scalars."""
@@ -120,7 +111,6 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Continue from ``state_dict()``. A static scale stays as configured."""
-        self.settle()
         missing = {"scale", "iteration", "overflowed", "allowance"} - set(state)
         if missing:
             raise ValueError(f"the loss scaler's saved state lacks {sorted(missing)}")
@@ -128,4 +118,4 @@ class LossScaler:
         self._last_overflow = int(state["overflowed"])
         self._remaining_hysteresis = min(int(state["allowance"]), self._section.hysteresis)
         if self.dynamic:
-            self._scale = max(float(state["scale"]), self._section.min_loss_scale)
+            self.scale = max(float(state["scale"]), self._section.min_loss_scale)

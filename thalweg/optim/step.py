@@ -147,7 +147,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._sharded, self._replicate_group, self._pipeline_peers = sharded, replicate_group, pipeline_peers
         self._strategy = strategy or InMemoryStep(inner)
         sharded.set_loss_scale(scaler.scale)
-        scaler.settle = self.settle
 
     # The face of torch.optim.Optimizer
 
@@ -225,6 +224,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor that the next loss is multiplied with (1 except in fp16)."""
+        if self.scaler.dynamic:
+            self.settle()
         return self.scaler.scale
 
     cur_scale = loss_scale

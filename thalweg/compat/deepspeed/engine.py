@@ -165,7 +165,7 @@ class DeepSpeedEngine(Engine):
         self._compiled = False
         components.loss_normalizer.user_divides = False
         if not (config.fp16.enabled or config.token_weighted_loss):  # which have these hooks
-            register_loss_scale_hooks(components.module, components.window, components.scaler)
+            register_loss_scale_hooks(components.module, components.window, lambda: self._loss_scale)
         self.resolved_config = config
 
     # What differs
