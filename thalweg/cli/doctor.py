@@ -37,6 +37,7 @@ _EXTRAS = {
     "native": ("llvmlite",),
     "serve": ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client", "llguidance", "transformers"),
     "diffusion": ("diffusers", "transformers"),
+    "study": ("transformers", "datasets", "torchmetrics", "matplotlib"),
     "test": ("pytest", "hypothesis", "psutil"),
 }
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
