@@ -62,7 +62,11 @@ def test_ci_makes_a_new_environment_and_runs_the_readmes_command() -> None:
     assert subprocess.run(["bash", "-n", str(path)], timeout=60).returncode == 0
     assert "mktemp -d" in text and "trap 'rm -rf" in text
     last = [line for line in text.splitlines() if line and not line.startswith("#")][-1]
-    assert re.match(r"make .*\btest VENV=", last), "the runner's closing line is the last one printed"
+    assert re.match(r"make .*\bgate VENV=", last), "the runner's closing line is the last one printed"
+    gate = (ROOT / "Makefile").read_text().partition("\ngate:")[2].partition("\n\n")[0]
+    assert "lint" in gate and "$(call waiting,$(GATE)," in gate and "$(call others,$(GATE)," in gate, (
+        "as `make test` has"
+    )
     assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
 
 
@@ -102,6 +106,9 @@ def test_what_the_tests_use_is_installed_by_make(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_name_what_exists(page: str) -> None:
     text = (ROOT / page).read_text()
+    text = re.sub(
+        r"^```yaml\n[\s\S]*?^```", "", text, flags=re.MULTILINE
+    )  # a study's techniques have names like commands
     quoted = " ".join(re.findall(r"`[^`]+`|^```[\s\S]*?^```", text, re.MULTILINE))
     for name in re.findall(r"\bthalweg ([a-z]+)\b", quoted):
         assert name in COMMANDS, f"`thalweg {name}` is no subcommand"

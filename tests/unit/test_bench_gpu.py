@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -17,10 +18,11 @@ RUN = Path(__file__).parents[2] / "bench" / "gpu" / "run.py"
 @pytest.fixture
 def run(monkeypatch):
     """The script as a module, its checks replaced by short ones."""
-    monkeypatch.syspath_prepend(str(RUN.parent))
-    monkeypatch.delitem(sys.modules, "run", raising=False)
-    import run
-
+    spec = importlib.util.spec_from_file_location("bench_gpu_run", RUN)
+    assert spec is not None and spec.loader is not None
+    run = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, run)  # where its dataclass looks itself up
+    spec.loader.exec_module(run)
     claims = {"holds": 'print(\'{"speed": 3.14159, "why": {}}\')', "fails": "raise SystemExit('RuntimeError: no')"}
     claims |= {"hangs": "import time; time.sleep(60)", "cuts": "print('{\"a\": 1')"}
     monkeypatch.setattr(
@@ -32,8 +34,7 @@ def run(monkeypatch):
         return real([sys.executable, "-c", claims[names[2]]] if "figures.py" in str(names[1]) else names, **options)
 
     monkeypatch.setattr(run.subprocess, "Popen", short)
-    yield run
-    sys.modules.pop("run", None)
+    return run
 
 
 def _main(run, monkeypatch, out, *options) -> int:
