@@ -52,7 +52,12 @@ _TRAINING, _INFERENCE, _MATRIX = (
 CHECKS = (
     Check(1, "starts: versions, doctor, products and links as fast as the table says", 90, figure="start"),
     Check(2, "the tests that need CUDA", 240, ("tests/gpu",)),
-    Check(3, "offload to pinned and unpinned memory and NVMe learns as the CPU does", 120, (_TRAINING, "-k", "order")),
+    Check(
+        3,
+        "offload to pinned and unpinned memory and NVMe learns as the CPU does",
+        120,
+        (_TRAINING, "-k", "trains_as_the_cpu and late"),
+    ),
     Check(
         4,
         "stages 0 to 3, accumulation: gradients and updates of a plain loop",

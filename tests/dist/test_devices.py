@@ -112,7 +112,7 @@ def on_host() -> dict[str, Outcome]:
     return run_ranks(_train, 2, CASES, False, device="cpu")[0]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["in order", "late"])
 def test_a_device_trains_as_the_cpu_does(on_host, late):
     """``late``: no result is used before what makes it has been waited for, and no memory is given back too early."""
     for outcomes in run_ranks(_train, 2, CASES, late, device="sim"):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import thalweg
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.comm.collectives.shared_memory import CommError
 from thalweg.optim.step import EngineOptimizer
 
@@ -218,7 +219,7 @@ def _writes(rank: int, world: int, stage: int, way: str, forget: bool = False) -
     return worst
 
 
-@pytest.mark.parametrize(("stage", "way"), [(0, "shared"), (1, "wire"), (2, "shared")])
+@pytest.mark.parametrize(("stage", "way"), [nightly(0, "shared"), (1, "wire"), nightly(2, "shared")])
 def test_what_programs_write_is_trained_on(stage: int, way: str) -> None:
     assert max(run_ranks(_writes, 2, stage, way)) < 2e-6
 
