@@ -300,13 +300,14 @@ def serve(device: torch.device, small: bool) -> dict[str, Any]:
         shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, **shape}
         config = LlamaConfig(**shape, num_attention_heads=8, vocab_size=512, max_position_embeddings=512)
         LlamaForCausalLM(config).save_pretrained(folder)
-        launcher = "import sys; from thalweg.cli import main; sys.exit(main(sys.argv[1:]))"
-        if small:
-            launcher = "from tests.simdevice import register; register(); " + launcher
-        port = 8931
-        command = [sys.executable, "-c", launcher, "serve", folder, "--port", str(port), "--device", device.type]
-        log = Path(folder, "log")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        path = str(ROOT)
+        if small:  # the server's processes must know the device before they do anything else
+            site = Path(folder, "site")
+            site.mkdir()
+            (site / "sitecustomize.py").write_text("from tests import simdevice\n\nsimdevice.register()\n")
+            path = os.pathsep.join([str(site), path])
+        port, log, environment = 8931, Path(folder, "log"), {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, "-m", "thalweg", "serve", folder, "--port", str(port), "--device", device.type]
         with log.open("w") as out:
             server = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment)
         try:

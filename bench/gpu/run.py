@@ -141,7 +141,7 @@ def main() -> int:
 def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, Any]:
     """One check in a process of its own: ``outcome`` (passed, failed, timeout), ``found``, ``seconds``, ``figures``."""
     if check.tests:
-        names = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", args.device]
+        names = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device", args.device]
         names += ["-m", "not nightly", *check.tests]
     else:
         names = [sys.executable, str(Path(__file__).with_name("figures.py")), check.figure, "--device", args.device]

@@ -26,7 +26,7 @@ Each combination below is a test: `tests/dist/test_matrix.py::test_equals_one_pr
 small model for 20 steps on forked gloo ranks and compares every loss, the gradients of the first step and the
 last parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp16: within a rounding's
 reach). A pair that is refused has a test as well, of the error that says so. `make nightly` runs them all; the gate
-runs those in bold, in which each pair and triple occurs, for 6 steps (`test_each_pair_equals_one_process`).
+runs those in bold, in which each pair and triple occurs, for 4 steps (`test_each_pair_equals_one_process`).
 
 In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along an axis, the rest are switches.
 """
