@@ -167,6 +167,8 @@ def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, 
             outcome = "left out"
     else:
         found = ", ".join(f"{key} {_short(value)}" for key, value in figures.items() if not isinstance(value, dict))
+    if outcome == "passed" and "left_out" in figures:
+        outcome = "left out"
     errors = [row for row in output.splitlines() if row.startswith(("FAILED", "E  ", "Traceback")) or "Error" in row]
     if outcome != "passed":
         found = found or "; ".join(errors[-3:]) or (output.splitlines() or ["no output"])[-1]

@@ -87,9 +87,11 @@ def test_tests_that_are_all_left_out_show_nothing(run):
 
 @pytest.mark.nightly
 def test_the_checks_run_through_on_a_simulated_device(tmp_path):
-    """All but those that need CUDA itself; each selection of tests has some."""
+    """All but those that need CUDA itself, or speed; each selection of tests has some."""
     command = [sys.executable, str(RUN), "--device", "sim", "--out", str(tmp_path), "--limit", "3000"]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [json.loads(row) for row in (tmp_path / "simulated-device.jsonl").read_text().splitlines()]
-    wrong = {line["check"]: line["found"] for line in lines if line["outcome"] != "passed" and line["check"] != 2}
+    wrong = {
+        line["check"]: line["found"] for line in lines if line["outcome"] != "passed" and line["check"] not in (2, 11)
+    }
     assert wrong == {}, done.stdout
