@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import load_meta_model
 from thalweg.plan.memory.rank_memory import CachingAllocator, RankMemory
+from thalweg.plan.preflight import Preflight
 from thalweg.plan.spec.cluster import Cluster, accelerator_cluster, build_cluster
 from thalweg.plan.spec.devices import DEVICES, find_device, get_device
 from thalweg.plan.spec.run_spec import RankTopology, RunSpec
@@ -243,6 +246,29 @@ def test_a_device_is_known_by_its_exact_name_or_measured(monkeypatch):
             build_cluster(device="gpu")
         guessed = thalweg.plan(GPT(SHAPE), CONFIG, device_memory="80GiB", sequence_length=32)
         assert any("no device is named" in line for line in guessed.assumptions)
+
+
+@pytest.mark.parametrize("excess", ["holes", "device", "host"])
+def test_a_job_that_fits_but_for_holes_is_warned_of_and_no_other(excess, monkeypatch):
+    tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
+    plan = thalweg.plan(tiny, CONFIG, device="h100")
+    alive, holes = plan.per_rank.total - plan.per_rank.fragmentation, 100 << 20
+    plan = dataclasses.replace(plan, per_rank=dataclasses.replace(plan.per_rank, fragmentation=holes))
+    plan = dataclasses.replace(plan, limit=alive + {"holes": holes - 1, "device": -1, "host": 2 * holes}[excess])
+    if excess == "host":  # by less than the holes of the device
+        plan = dataclasses.replace(plan, per_host=1 << 30, host_limit=(1 << 30) - 1)
+    assert plan.fits is False
+
+    preflight, rejected = Preflight.__new__(Preflight), []
+    preflight._meta_model, preflight._limit_bytes = SimpleNamespace(model=torch.nn.Linear(2, 2)), 1
+    preflight._device = torch.device("meta")
+    monkeypatch.setattr(preflight, "_try_predict", lambda input_spec: plan, raising=False)
+    monkeypatch.setattr(preflight, "_reject", lambda *args: rejected.append(args), raising=False)
+    said: list[str] = []
+    monkeypatch.setattr("thalweg.plan.preflight._log.warning", lambda text, *values: said.append(text % values))
+    preflight._check_batch(None)
+    assert bool(rejected) == (excess != "holes")
+    assert any("expandable_segments" in line for line in said) == (excess == "holes")
 
 
 def test_recomputation_stages_and_precision_move_the_right_bytes():

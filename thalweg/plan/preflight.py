@@ -133,7 +133,8 @@ class Preflight:
             skip_memory_check(f"{', '.join(plan.not_counted)} is not modelled yet for {plan.model}")
         if plan is None or plan.fits is not False:
             return
-        if self._device.type != "cpu" and plan.excess_bytes <= plan.per_rank.fragmentation:  # it may fit without holes
+        without_holes = replace(plan, per_rank=replace(plan.per_rank, fragmentation=0))
+        if self._device.type != "cpu" and without_holes.fits:
             _log.warning(
                 "this job may not fit, by %s of holes that the allocator leaves: "
                 "PYTORCH_ALLOC_CONF=expandable_segments:True avoids most of them",

@@ -11,8 +11,8 @@ A rank's resident memory on a CPU is made of
 
 :func:`replay_events` plays the events of a traced step through that, three windows long, since the
 first one has no optimizer state yet and the second one begins with it.  glibc gives little of a heap back: it is as
-large as the most that was ever alive in it, times a factor.  On a device torch's caching allocator is played block by
-block, and the peak is that of the segments that it could not give back.
+large as the most that was ever alive in it, times a factor.  On a device the peak is that of what is alive, and the
+holes that torch's caching allocator leaves, played block by block, come on top.
 
 What rests on the disk (and, of a GPU's states, on the host) is added up beside it.
 """
