@@ -92,21 +92,3 @@ def flops_per_token(shape: dict[str, int], sequence: int, *, causal: bool = Fals
     """
     attention = 12.0 * shape["layers"] * shape["width"] * sequence
     return 6.0 * matmul_parameters(**shape) + attention / (2 if causal else 1)
-
-
-# Dense bf16 peaks in FLOP/s without sparsity, from the makers' data sheets, by a part of the device's name.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "4090": 165e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 peak of a GPU by its name, or None for one that is not in the table."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)

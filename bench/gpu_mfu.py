@@ -24,7 +24,8 @@ import torch
 from _contestants import Job
 from _groups import exit_on_terminate
 from _interleaved import InterleavedRun, RunSettings
-from _llama import flops_per_token, peak_flops
+from _llama import flops_per_token
+from _peers import ROOT
 from _report import (
     Row,
     compare,
@@ -35,6 +36,10 @@ from _report import (
     rows_table,
     write_result,
 )
+
+sys.path.insert(0, str(ROOT))
+
+from thalweg.plan.spec.devices import find_device
 
 JOB = Job(
     "llama-1b",
@@ -115,7 +120,8 @@ def rows_of(interleaved: InterleavedRun, lines: list[dict[str, Any]]) -> list[Ro
 def measure(job: Job, plan: RunSettings) -> dict[str, Any]:
     """Run the contestants on this GPU and return its JSON object."""
     name = torch.cuda.get_device_name()
-    matmul, peak = matmul_flops(), peak_flops(name)
+    matmul, known = matmul_flops(), find_device(name)
+    peak = None if known is None else known.peak_flops(torch.bfloat16)
     torch.cuda.empty_cache()
     names = ["fsdp2_3", "thalweg_3", "fsdp2_2", "thalweg_2", "thalweg_0"]
     interleaved = InterleavedRun(job, 1, plan, "fsdp2_3")
