@@ -27,12 +27,12 @@ REUSE_RANKS = True
 FREEZE = 10
 HYPER: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"lr": 2e-3, "weight_decay": 0.05, "freeze_step": FREEZE},
-    "OneBitLamb": {"lr": 1e-2, "weight_decay": 0.05, "freeze_step": FREEZE, "coeff_beta": 0.8},
+    "OneBitLamb": {"lr": 2e-3, "weight_decay": 0.05, "freeze_step": FREEZE, "coeff_beta": 0.8},
     "ZeroOneAdam": {
         "lr": 2e-3,
         "weight_decay": 0.05,
-        "var_freeze_step": 20,
-        "var_update_scaler": 3,
+        "var_freeze_step": 22,
+        "var_update_scaler": 8,
         "local_step_scaler": 8,
         "local_step_clipper": 4,
     },
@@ -48,6 +48,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB_SIZE, 40)
+        self.embed.weight.data *= 0.1  # what is rounded is then smaller than what is asked for
         self.layers = nn.ModuleList([nn.Linear(40, 37), nn.Linear(37, VOCAB_SIZE)])
         self.norm = nn.LayerNorm(37)
         self.scale = nn.Parameter(torch.tensor(0.9))
@@ -57,6 +58,39 @@ class Net(nn.Module):
         logits = self.layers[1](x) * self.scale
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
+
+class Slope(nn.Module):
+    """Parameters of some shapes, and a loss that is linear in them."""
+
+    def __init__(self, seed: int, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        values = [torch.randn(shape, generator=generator) * 0.1 for shape in shapes]
+        self.tensors = nn.ParameterList([nn.Parameter(value) for value in values])
+
+    def forward(self, seed: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(seed))
+        slopes = [torch.randn(p.shape, generator=generator) + 0.3 for p in self.tensors]
+        return sum((p * slope).sum() for p, slope in zip(self.tensors, slopes, strict=True)) / 100
+
+
+class Slopes(nn.Module):
+    """Gradients that depend on the batch alone.
+
+    A number next to zero may round to either sign; in a model this is another gradient at the next step, and soon
+    another trajectory.  Here it is what it is, so that algorithms can be compared over many steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Slope(0, [(61, 40), (37,)]), Slope(1, [(700, 3), (), (5, 6, 7)])])
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        seed = (tokens * torch.arange(1, tokens.numel() + 1).view_as(tokens)).sum()
+        return self.layers[0](seed) + self.layers[1](seed + 1)
+
+
+MODELS = {"Net": Net, "Slopes": Slopes}
 
 # ---- the papers' algorithms, one process, all workers ----
 
@@ -70,8 +104,8 @@ def bits(x: Tensor) -> Tensor:
 class Workers:
     """The models of all workers, and what the algorithms keep for them."""
 
-    def __init__(self, count: int, hyper: dict[str, Any], feedback: bool = True) -> None:
-        self.models = [Net() for _ in range(count)]
+    def __init__(self, model: str, count: int, hyper: dict[str, Any], feedback: bool = True) -> None:
+        self.models = [MODELS[model]() for _ in range(count)]
         self.hyper, self.feedback = {"betas": (0.9, 0.999), "eps": 1e-8, **hyper}, feedback
         self.names = [name for name, _ in self.models[0].named_parameters()]
         zeros = {name: torch.zeros_like(p) for name, p in self.models[0].named_parameters()}
@@ -107,9 +141,10 @@ class Workers:
                 for rank in range(worker * ranks_per_worker, (worker + 1) * ranks_per_worker):
                     (model(tokens[rank::world], labels[rank::world]) / (micros * ranks_per_worker)).backward()
             result.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        mean_scale = sum(grads["scale"] for grads in result) / len(result)
-        for grads in result:
-            grads["scale"] = mean_scale.clone()
+        for scalar in (name for name, grad in result[0].items() if grad.dim() == 0):
+            mean = sum(grads[scalar] for grads in result) / len(result)
+            for grads in result:
+                grads[scalar] = mean.clone()
         if clip:
             squares = [sum(float(g.double().square().sum()) for g in grads.values()) for grads in result]
             norm = math.sqrt(sum(squares) / len(squares))
@@ -178,7 +213,8 @@ def onebit_lamb(w: Workers, step: int, grads: list[dict[str, Tensor]]) -> None:
             state["factor"] = min(max(factor, state["factor"] * 0.9), state["factor"] * 1.1)
             ratio = state["ratio"] * state["factor"]
         else:
-            ratio = min(max(float(param.double().norm() / update.double().norm()), 0.01), 10.0)
+            norms = float(param.double().norm()), float(update.double().norm())
+            ratio = min(max(norms[0] / norms[1], 0.01), 10.0) if min(norms) > 0 else 1.0
             beta = w.hyper["coeff_beta"]
             state["ratio"] = ratio if state["ratio"] is None else beta * state["ratio"] + (1 - beta) * ratio
         for i in range(len(grads)):
@@ -187,7 +223,7 @@ def onebit_lamb(w: Workers, step: int, grads: list[dict[str, Tensor]]) -> None:
 
 
 def zero_one_adam(w: Workers, step: int, grads: list[dict[str, Tensor]]) -> None:
-    """Algorithm 1 of 2202.06009, with the policies of its section 6."""
+    """Algorithm 1 of 2202.06009, with its policies; momentum takes the exact gradient where that is sent."""
     (b1, b2), eps, lr, decay = w.hyper["betas"], w.hyper["eps"], w.hyper["lr"], w.hyper["weight_decay"]
     limits, keep = w.hyper, w.__dict__.setdefault("keep", {"looks": 0, "next_look": 1, "meet": 1, "sum": 0.0})
     if step == 1:
@@ -201,6 +237,8 @@ def zero_one_adam(w: Workers, step: int, grads: list[dict[str, Tensor]]) -> None
         keep["looks"] += 1
         following = step + 2 ** ((keep["looks"] - 1) // limits["var_update_scaler"])
         keep["next_look"] = following if following <= limits["var_freeze_step"] else -1
+        exact = {name: mean_grad(grads, name) for name in w.names}
+        grads = [exact for _ in grads]  # it has been sent, so momentum takes it
     weight = lr / (1 - b1**step)
     keep["sum"] += weight
     for name in w.names:
@@ -210,7 +248,11 @@ def zero_one_adam(w: Workers, step: int, grads: list[dict[str, Tensor]]) -> None
             keep["u"][i][name] += weight * w.m[i][name]
             keep["anchor"][i][name] *= 1 - lr * decay
             w.params(i)[name].mul_(1 - lr * decay).sub_(weight * w.m[i][name] / denominator)
-        if meets:
+        if meets and looks:
+            for i in range(len(grads)):
+                keep["anchor"][i][name] = w.params(i)[name].clone()
+                keep["u"][i][name].zero_()
+        elif meets:
             total = w.mean_in_bits(name, [u[name] for u in keep["u"]])
             for i in range(len(grads)):
                 w.m[i][name] = total / keep["sum"]
@@ -227,11 +269,18 @@ ALGORITHMS = {"OneBitAdam": onebit_adam, "OneBitLamb": onebit_lamb, "ZeroOneAdam
 
 
 def simulate(
-    name: str, workers: int, steps: int, micros: int = 1, ranks: int = 1, clip: float = 0.0, **changes: Any
+    model: str,
+    name: str,
+    workers: int,
+    steps: int,
+    micros: int = 1,
+    ranks: int = 1,
+    clip: float = 0.0,
+    feedback: bool = True,
+    **changes: Any,
 ) -> list[Tensor]:
-    """The parameters of worker 0 after ``steps``."""
-    feedback = changes.pop("feedback", True)
-    all_workers = Workers(workers, {**HYPER[name], **changes}, feedback)
+    """The parameters of worker 0 after ``steps``, each worker being so many ``ranks``."""
+    all_workers = Workers(model, workers, {**HYPER[name], **changes}, feedback)
     for step in range(1, steps + 1):
         # Before the freeze gradients are means over all workers already, and so is their norm.
         grads = all_workers.grads(
@@ -281,23 +330,26 @@ def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
 
 
 def _trajectory(
-    rank: int, world: int, name: str, stage: int, hosts: str, steps: int, micros: int, clip: float
-) -> tuple[list[Tensor], float]:
+    rank: int, world: int, model: str, name: str, stage: int, hosts: str, steps: int, micros: int, clip: float
+) -> list[Tensor]:
     place(rank, hosts)
-    engine = make_engine(name, stage, gradient_accumulation_steps=micros, gradient_clipping=clip)
+    more = {"gradient_accumulation_steps": micros, "gradient_clipping": clip}
+    engine = make_engine(name, stage, MODELS[model](), **more)
     train(engine, rank, world, 0, steps, micros)
     engine.optimizer.consolidate_state_dict()
     params = [full_tensor(p).clone() for p in engine.module.parameters()]
     engine.close()
-    return params, 0.0
+    return params
 
 
-def follow(name: str, world: int, stage: int, hosts: str, steps: int = 50, micros: int = 1, clip: float = 0.0) -> float:
+def follow(
+    model: str, name: str, world: int, stage: int, hosts: str, steps: int, micros: int = 1, clip: float = 0.0
+) -> float:
     """How far the engine's ranks are from the simulation, at most."""
     per_worker = 2 if hosts == IN_PAIRS and stage > 0 else 1
-    ranks = run_ranks(_trajectory, world, name, stage, hosts, steps, micros, clip)
-    expected = simulate(name, world // per_worker, steps, micros, per_worker, clip)
-    return max(largest_difference(params, expected) for params, _ in ranks)
+    ranks = run_ranks(_trajectory, world, model, name, stage, hosts, steps, micros, clip)
+    expected = simulate(model, name, world // per_worker, steps, micros, per_worker, clip)
+    return max(largest_difference(params, expected) for params in ranks)
 
 
 @pytest.mark.parametrize("name", list(HYPER))
@@ -308,23 +360,29 @@ def follow(name: str, world: int, stage: int, hosts: str, steps: int = 50, micro
     + [nightly(4, stage, IN_PAIRS) for stage in (0, 1, 2)],
 )
 def test_the_engine_follows_the_papers_algorithm(name: str, world: int, stage: int, hosts: str) -> None:
-    steps = 49 if name == "ZeroOneAdam" else 50  # workers meet at step 49
-    assert follow(name, world, stage, hosts, steps) < 1e-6
+    assert follow("Slopes", name, world, stage, hosts, 50) < 1e-6
 
 
-@pytest.mark.parametrize(("micros", "clip"), [(2, 0.0), nightly(1, 0.3), nightly(2, 0.3)])
-@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
+@pytest.mark.parametrize(("name", "steps"), [("OneBitAdam", 30), ("OneBitLamb", 20), ("ZeroOneAdam", 10)])
+def test_a_model_follows_it_until_something_rounds_to_another_sign(name: str, steps: int) -> None:
+    assert follow("Net", name, 2, 0, APART, steps) < 1e-6
+
+
+@pytest.mark.parametrize(("micros", "clip"), [(2, 0.0), (1, 0.3), nightly(2, 0.3)])
+@pytest.mark.parametrize("name", ["OneBitAdam", nightly("OneBitLamb"), nightly("ZeroOneAdam")])
 def test_accumulated_and_clipped_as_the_simulation(name: str, micros: int, clip: float) -> None:
     """Clipped after the freeze by the root mean square of the workers' norms, which all of them know."""
-    assert follow(name, 2, 0, APART, steps=20, micros=micros, clip=clip) < 1e-6
+    assert follow("Slopes", name, 2, 0, APART, steps=20, micros=micros, clip=clip) < 1e-6
 
 
 def test_what_the_simulation_would_notice() -> None:
     """Without error feedback, with another freeze, with another rate: none of them passes for the algorithm."""
-    plain = simulate("OneBitAdam", 2, 50)
-    assert largest_difference(plain, simulate("OneBitAdam", 2, 50, feedback=False)) > 1e-4
-    assert largest_difference(plain, simulate("OneBitAdam", 2, 50, freeze_step=FREEZE + 1)) > 1e-4
-    assert largest_difference(plain, simulate("OneBitAdam", 2, 50, lr=HYPER["OneBitAdam"]["lr"] * 1.001)) > 1e-5
+    plain = simulate("Slopes", "OneBitAdam", 2, 30)
+    assert largest_difference(plain, simulate("Slopes", "OneBitAdam", 2, 30, feedback=False)) > 1e-4
+    assert largest_difference(plain, simulate("Slopes", "OneBitAdam", 2, 30, freeze_step=FREEZE + 1)) > 1e-4
+    assert (
+        largest_difference(plain, simulate("Slopes", "OneBitAdam", 2, 30, lr=HYPER["OneBitAdam"]["lr"] * 1.001)) > 1e-5
+    )
 
 
 def _before_the_freeze(rank: int, world: int, name: str, plain: str, stage: int) -> tuple[bool, bool]:
@@ -332,7 +390,8 @@ def _before_the_freeze(rank: int, world: int, name: str, plain: str, stage: int)
     late = {"freeze_step": 100, "coeff_beta": 0.9} if name == "OneBitLamb" else {"freeze_step": 100}
     shared = {"lr": 2e-3, "weight_decay": 0.05}
     ours = train(make_engine(name, stage, hyper=late | shared), rank, world, 0, 8)
-    theirs = train(make_engine(plain, stage, hyper=shared), rank, world, 0, 8)
+    zero = {"stage": stage, **({"mics_shard_size": 1} if stage else {})}  # the same pieces: kernels round by them
+    theirs = train(make_engine(plain, stage, hyper=shared, zero_optimization=zero), rank, world, 0, 8)
     frozen = train(make_engine(name, stage, hyper={**shared, "freeze_step": 7}), rank, world, 0, 8)
     return all(map(torch.equal, ours, theirs)), all(map(torch.equal, ours, frozen))
 
@@ -393,7 +452,7 @@ def _on_one_host(rank: int, world: int, stage: int) -> tuple[bool, int]:
     os.environ["THALWEG_HOST"] = "one"
     engine = make_engine("OneBitAdam", stage)
     params = train(engine, rank, world, 0, 20)
-    return largest_difference(params, simulate("OneBitAdam", 1, 20, ranks=2)) < 1e-6, len(params)
+    return largest_difference(params, simulate("Net", "OneBitAdam", 1, 20, ranks=2)) < 1e-6, len(params)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -24,7 +24,8 @@ gathered; at another number of workers each begins with the mean of what all of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,9 @@ from thalweg.optim.dtensor_local import (
     get_shard_groups,
     match_layout,
     to_local,
+    upcast_half,
     working_copies,
+    write_back,
     zeros_state_like,
 )
 from thalweg.optim.norms import square_sums
@@ -384,7 +387,7 @@ class OneBitAdam(WarmupMixin, Adam):
             exchanged += zip(params, moments, strict=True)
         self._average([p for p, _ in exchanged], [m for _, m in exchanged])
         for group, params in groups:
-            with working_copies(params) as (work, _):
+            with _masters(params) as work:
                 states = [self.state[p] for p in params]
                 foreach.add_([s["step"] for s in states], 1)
                 if group["weight_decay"] and group["decoupled_weight_decay"]:
@@ -500,9 +503,11 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
     """0/1 Adam: bits from the first step, ever fewer looks at the variance, and local steps once it is fixed.
 
     The exact mean gradient is taken for the variance at intervals that double after every ``var_update_scaler`` of
-    them, until ``var_freeze_step``.  From then on workers meet at intervals that double every ``local_step_scaler``
-    steps, up to ``local_step_clipper`` steps.  In between their parameters differ; a save makes them meet.
-    ``decoupled_weight_decay``: as AdamW's.  The bias corrections are Adam's, by the number of updates of each moment.
+    them, until ``var_freeze_step``; momentum takes it, too, where it is there, as in the authors' program: a variance
+    of few gradients can be tiny where the bits are not.  From then on workers meet at intervals that double every
+    ``local_step_scaler`` steps, up to ``local_step_clipper`` steps.  In between their parameters differ; a save makes
+    them meet.  ``decoupled_weight_decay``: as AdamW's.  The bias corrections are Adam's, by the number of updates of
+    each moment.
 
     State: ``step``, ``exp_avg``, ``exp_avg_sq``, ``worker_error``; between two meetings ``local_update`` (what this
     worker has subtracted, times the denominator) and ``anchor`` (the parameter as they left it).
@@ -563,6 +568,7 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
         updates_variance = step == self.param_groups[0]["next_variance_step"]
         mean_grads = self._mean_grads(params) if updates_variance else {}
         meets_now = step >= self.param_groups[0]["next_meeting"]
+        assert meets_now or not updates_variance
         for group in self.param_groups:
             members = [p for p in group["params"] if p.requires_grad]
             group["num_variance_updates"] += int(updates_variance)
@@ -570,44 +576,44 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
             group["rate_sum"] += weight
             with working_copies(members) as (work, grads):
                 grads = _effective_grads(group, work, grads)
-                for param, piece, grad in zip(members, work, grads, strict=True):
-                    state = self.state[param]
+                for param, piece, own_grad in zip(members, work, grads, strict=True):
+                    state, grad = self.state[param], mean_grads.get(param, own_grad)
                     _init_adam_state(state, param, step - 1)
                     state["step"] += 1
                     if updates_variance:
-                        mean_grad = mean_grads.get(param, grad)
                         beta2 = group["betas"][1]
-                        to_local(state["exp_avg_sq"]).mul_(beta2).addcmul_(mean_grad, mean_grad, value=1 - beta2)
+                        to_local(state["exp_avg_sq"]).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                     moment = to_local(state["exp_avg"]).lerp_(grad, 1 - group["betas"][0])
-                    if "local_update" not in state:
-                        state["local_update"] = zeros_state_like(param)
-                        if not meets_now:
-                            state["anchor"] = as_dtensor_like(piece.clone(), param)
+                    if not updates_variance:
+                        if "local_update" not in state:
+                            state["local_update"] = zeros_state_like(param)
+                            if not meets_now:
+                                state["anchor"] = as_dtensor_like(piece.clone(), param)
+                        to_local(state["local_update"]).add_(moment, alpha=weight)
                     if group["weight_decay"] and group["decoupled_weight_decay"]:
                         decay = 1 - float(group["lr"]) * group["weight_decay"]
                         piece.mul_(decay)
                         if "anchor" in state:
                             to_local(state["anchor"]).mul_(decay)
-                    to_local(state["local_update"]).add_(moment, alpha=weight)
         if updates_variance:
             self._plan_variance(step)
             for param, mean in zip(params, self._mean_variances(params), strict=True):
                 self.state[param]["mean_variance"] = mean
+        if updates_variance or not meets_now:
+            self._step_by_own_momentum(step)
         if meets_now:
             self._meet(step)
-        else:
-            self._step_alone()
         self._end_step()
 
-    def _step_alone(self) -> None:
-        """Workers move by their own momentum, for now."""
+    def _step_by_own_momentum(self, step: int) -> None:
+        """Workers move by the momentum they have: one that they share, or each by its own."""
         for group in self.param_groups:
             members = [p for p in group["params"] if p.requires_grad]
-            with working_copies(members) as (work, _):
+            weight = float(group["lr"]) / _correction(group, 0, step)
+            with _masters(members) as work:
                 for param, piece in zip(members, work, strict=True):
-                    state = self.state[param]
-                    weight = float(group["lr"]) / _correction(group, 0, float(state["step"]))
-                    piece.addcdiv_(to_local(state["exp_avg"]), self._variance_denominator(group, state), value=-weight)
+                    denominator = self._variance_denominator(group, self.state[param])
+                    piece.addcdiv_(to_local(self.state[param]["exp_avg"]), denominator, value=-weight)
 
     def _mean_grads(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """The exact mean over workers of the gradients that several hold."""
@@ -626,11 +632,11 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
     def _meet(self, step: int) -> None:
         """All workers go on from one parameter and one momentum."""
         params = [p for p in self._all_params() if "local_update" in self.state[p]]
-        if any(group["rate_sum"] > 0 for group in self.param_groups):  # a rate of 0 has moved nobody
+        if params and any(group["rate_sum"] > 0 for group in self.param_groups):  # a rate of 0 has moved nobody
             self._average(params, [to_local(self.state[p]["local_update"]) for p in params])
         for group in self.param_groups:
             members = [p for p in group["params"] if "local_update" in self.state.get(p, ())]
-            with working_copies(members) as (work, _):
+            with _masters(members) as work:
                 for param, piece in zip(members, work, strict=True):
                     state = self.state[param]
                     update = to_local(state.pop("local_update"))
@@ -661,6 +667,15 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
         """An element without a gradient so far takes the mean variance of its parameter, as bits move it, too."""
         variance, mean = to_local(state["exp_avg_sq"]), state.get("mean_variance", 0.0) or _STANDS_STILL
         return _denominator(group, variance.masked_fill(variance == 0, mean), group["num_variance_updates"])
+
+
+@contextmanager
+def _masters(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Pieces to update, gradients or not; fp32 copies of 16-bit pieces are rounded back after."""
+    pieces = [to_local(param) for param in params]
+    work = [upcast_half(piece) for piece in pieces]
+    yield work
+    write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
 
 
 def _init_adam_state(state: dict[str, Any], param: Tensor, num_steps: float) -> None:
