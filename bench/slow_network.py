@@ -41,9 +41,9 @@ def get_contestants(steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "ZeroOneAdam": (
             "ZeroOneAdam",
             {
-                "var_freeze_step": freeze,
-                "var_update_scaler": 2,
-                "local_step_scaler": max(1, steps // 8),
+                "var_freeze_step": steps // 5,
+                "var_update_scaler": max(1, steps // 40),
+                "local_step_scaler": max(1, steps // 4),
                 "local_step_clipper": 4,
             },
         ),
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SIZES), default="10m")
     parser.add_argument("--rate", default="100mbit", help='of the cable: "none", or as tc writes it')
-    parser.add_argument("--steps", type=int, default=350)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=0)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

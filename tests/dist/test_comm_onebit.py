@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.comm import CommsLog
+from thalweg.comm.collectives import onebit
 from thalweg.comm.collectives.onebit import (
     BLOCK_SIZE,
     OneBitAllReduce,
@@ -37,7 +38,12 @@ def test_signs_come_back_from_their_bits() -> None:
     codes = pack_signs(values)
     assert codes.dtype == torch.uint8 and codes.numel() == values.numel() // 8
     assert codes[:256].tolist() == list(range(256))
-    assert torch.equal(unpack_signs(codes), torch.signbit(values))
+    assert torch.equal(unpack_signs(codes).bool(), torch.signbit(values))
+    # What an accelerator does.
+    words = torch.signbit(values).view(torch.int64)
+    assert torch.equal(words.mul(onebit._GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8), codes)
+    spread = codes.to(torch.int64).mul_(onebit._SPREAD).bitwise_and_(onebit._BIT_MASKS).view(torch.uint8).ne(0)
+    assert torch.equal(spread, torch.signbit(values))
 
 
 def test_a_code_and_what_it_leaves_out_are_the_numbers() -> None:

@@ -363,7 +363,7 @@ def test_the_engine_follows_the_papers_algorithm(name: str, world: int, stage: i
     assert follow("Slopes", name, world, stage, hosts, 50) < 1e-6
 
 
-@pytest.mark.parametrize(("name", "steps"), [("OneBitAdam", 30), ("OneBitLamb", 20), ("ZeroOneAdam", 10)])
+@pytest.mark.parametrize(("name", "steps"), [("OneBitAdam", 15), ("OneBitLamb", 20), ("ZeroOneAdam", 10)])
 def test_a_model_follows_it_until_something_rounds_to_another_sign(name: str, steps: int) -> None:
     assert follow("Net", name, 2, 0, APART, steps) < 1e-6
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,14 +41,18 @@ _SPREAD, _BIT_MASKS = 0x0101010101010101, -0x7FBFDFEFF7FBFDFF  # 0x8040201008040
 
 def pack_signs(values: Tensor) -> Tensor:
     """The sign bits of ``values`` (fp32, contiguous, a multiple of 8), eight to a byte: uint8, 1-D."""
+    if values.device.type == "cpu":  # 10 us for 65,536 numbers; torch's way, which a device takes, 89
+        return torch.from_numpy(np.packbits(np.signbit(values.numpy()).reshape(-1), bitorder="little"))
     words = torch.signbit(values).view(-1).view(torch.int64)
     return words.mul(_GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def unpack_signs(codes: Tensor) -> Tensor:
-    """Undo :func:`pack_signs`: bool, 1-D, true where a number is negative."""
+    """Undo :func:`pack_signs`: uint8, 1-D, 1 where a number is negative and else 0."""
+    if codes.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(codes.numpy(), bitorder="little"))
     words = codes.to(torch.int64).mul_(_SPREAD).bitwise_and_(_BIT_MASKS)
-    return words.view(torch.uint8).ne(0)
+    return words.view(torch.uint8).ne(0).view(torch.uint8)
 
 
 def payload_bytes(num_blocks: int) -> int:
@@ -61,23 +66,28 @@ def compress_(values: Tensor, counts: Tensor, payload: Tensor) -> None:
     ``counts``: of each block, how many of its numbers there are; the others must be 0, and are no longer.
     """
     scales, codes = _split_payload(payload)
+    buffer = values.new_empty(min(values.numel(), CHUNK_NUMEL) if values.device.type == "cpu" else values.numel())
     for first, last in _iter_blocks(values):
         rows = values[first * BLOCK_SIZE : last * BLOCK_SIZE].view(-1, BLOCK_SIZE)
-        scale = torch.linalg.vector_norm(rows, 1, dim=1).div_(counts[first:last])
+        magnitudes = torch.abs(rows, out=buffer[: rows.numel()].view_as(rows))
+        scale = magnitudes.sum(1).div_(counts[first:last])
         scales[first:last] = scale
         codes[first * _BLOCK_BYTES : last * _BLOCK_BYTES] = pack_signs(rows)
-        rows.sub_(torch.copysign(scale.unsqueeze(1), rows))
+        rows.sub_(torch.copysign(scale.unsqueeze(1), rows, out=magnitudes))
 
 
 def decompress(payload: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Write (or ``add``) the numbers of ``payload`` to ``out`` (1-D fp32)."""
     scales, codes = _split_payload(payload)
+    buffer = out.new_empty(min(out.numel(), CHUNK_NUMEL) if out.device.type == "cpu" else out.numel()) if add else out
     for first, last in _iter_blocks(out):
         rows = out[first * BLOCK_SIZE : last * BLOCK_SIZE].view(-1, BLOCK_SIZE)
         scale = scales[first:last].unsqueeze(1)
         negative = unpack_signs(codes[first * _BLOCK_BYTES : last * _BLOCK_BYTES]).view(-1, BLOCK_SIZE)
-        values = torch.where(negative, -scale, scale)
-        rows.add_(values) if add else rows.copy_(values)
+        values = buffer[: rows.numel()].view_as(rows) if add else rows
+        values.copy_(negative).mul_(scale * -2.0).add_(scale)
+        if add:
+            rows.add_(values)
 
 
 def _split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:
