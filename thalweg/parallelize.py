@@ -13,7 +13,7 @@ their names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,12 +64,12 @@ from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
-from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.fsdp2.unused_params import sync_unused_params
-from thalweg.zero.options import build_shard_options, get_model_size
+from thalweg.zero.options import build_precision, build_shard_options, get_model_size
 from thalweg.zero.quantized_params import unwrap_quantized_params
 from thalweg.zero.shard import ShardedModel, shard_model
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -230,7 +230,7 @@ def parallelize(
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every product on CUDA
         torch.use_deterministic_algorithms(True)
-    forward_context = _make_forward_context(config, device, loss_normalizer)
+    forward_context = _make_forward_context(model, config, device, loss_normalizer)
     runner = None
     if pipeline is not None:
         hooks = ForwardHooks(loss_normalizer, forward_context, read_loss_scale)
@@ -365,17 +365,40 @@ def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> 
         unit.compile(**options)
 
 
-def _make_forward_context(config: Config, device: torch.device, loss_normalizer: LossNormalizer) -> ForwardContext:
-    section = config.torch_autocast
-    if not section.enabled:
-        return loss_normalizer.forward_context
+def _make_forward_context(
+    model: nn.Module, config: Config, device: torch.device, loss_normalizer: LossNormalizer
+) -> ForwardContext:
+    section, compute_dtype = config.torch_autocast, build_precision(config).compute_dtype
+    if section.enabled:
+        outer: ForwardContext = partial(torch.autocast, device.type, dtype=parse_dtype(section.dtype))
+    else:
+        buffers = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+        if compute_dtype not in HALF_DTYPES or not buffers:
+            return loss_normalizer.forward_context
+        outer = partial(_blame_fp32_buffers, buffers, dtype_name(compute_dtype))
 
     @contextmanager
-    def autocast_and_count() -> Iterator[None]:
-        with torch.autocast(device.type, dtype=parse_dtype(section.dtype)), loss_normalizer.forward_context():
+    def outer_and_count() -> Iterator[None]:
+        with outer(), loss_normalizer.forward_context():
             yield
 
-    return autocast_and_count
+    return outer_and_count
+
+
+@contextmanager
+def _blame_fp32_buffers(buffers: Sequence[str], compute_dtype: str) -> Iterator[None]:
+    """Parameters compute in 16 bits and buffers stay as the model made them, as angles of rotary embeddings must.  An
+    operator that takes no two dtypes says so, but not where they came from."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "type" in str(error):
+            names = ", ".join(buffers[:4]) + (", ..." if len(buffers) > 4 else "")
+            error.add_note(
+                f"parameters compute in {compute_dtype}, and these buffers are in fp32: {names}. If the operator met "
+                f'one of them, set "data_types": {{"buffer_dtype": "{compute_dtype}"}}, or cast it in forward()'
+            )
+        raise
 
 
 def _make_optimizer(

@@ -451,6 +451,9 @@ def shard_model(
     )
     assert isinstance(model, FSDPModule)
     private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
+    if on_host:
+        for group in groups:
+            group.copy_in_early()
     if collectives.async_reduction is not None and kind == "wire":
         for group, next_group in pairwise(groups):
             group.prefetch(next_group)
