@@ -44,6 +44,7 @@ from thalweg.optim.accumulation import (
     build_loss_normalizer,
     register_loss_scale_hooks,
 )
+from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
@@ -206,7 +207,8 @@ def parallelize(
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
     to_local_name = None if pipeline is None else pipeline.local_param_name
-    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name)
+    link = MomentumLink(sharded.replica_sync, sharded.ledger)
+    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
     managed = None
     if inner is not None:
         group = mesh.get_group() if mesh.size() > 1 else None
@@ -408,6 +410,7 @@ def _make_optimizer(
     user_optimizer: Any,
     named_groups: list[dict[str, Any]],
     to_local_name: Callable[[str], str | None] | None,
+    link: MomentumLink,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer over the sharded parameters, or the config's, or None."""
     params_by_name = dict(named_shards(model, remove_duplicate=False))
@@ -437,6 +440,7 @@ def _make_optimizer(
         params.setdefault("state_dtype", "bf16")
     zenflow = ZenFlowPolicy.from_config(config.zero_optimization.zenflow)
     extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "zenflow_policy": zenflow}
+    extras["link"] = link
     return build_optimizer(section.type, groups, params, **extras)
 
 
