@@ -138,7 +138,7 @@ def dense_mask(layout: Tensor, block: int, length: int, causal: bool) -> Tensor:
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    return F.scaled_dot_product_attention(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, mask if mask.dim() == 4 else mask[None])
 
 
 def gap(mine: Callable[..., Tensor], theirs: Callable[..., Tensor], tensors: list[Tensor]) -> float:
@@ -160,7 +160,9 @@ def test_equals_dense_attention_under_the_same_mask(name: str, causal: bool) -> 
     mask = dense_mask(layout, config.block, length, causal)
     tensors = inputs(length)
     sparse = lambda q, k, v: attention(q, k, v, causal=causal)
-    assert gap(sparse, lambda q, k, v: dense(q, k, v, mask), tensors) < 1e-6
+    masked = lambda q, k, v: dense(q, k, v, mask)
+    # torch's fused kernel, dense, is itself as far from fp64 where a key is seen by all.
+    assert gap(sparse, masked, tensors) < max(1e-6, 1.5 * gap(masked, masked, tensors))
     # The control: one more block hidden, or one hidden less.
     other = layout.clone()
     other[-1, 8, 8] ^= True
@@ -271,7 +273,7 @@ def test_flex_attention_gives_the_same() -> None:
             return attention(q, k, v, causal=True, mask_mod=mod, bias=bias, scale=0.3)
 
         with torch.no_grad():
-            q, k, v = inputs(length, 4, 2, 1)
+            q, k, v = (x.detach() for x in inputs(length, 4, 2, 1))
             assert (flex(q, k, v) - sparse(q, k, v)).abs().max() < 2e-6
             assert (flex(q, k, v) - sparse(q, k.roll(1, 2), v)).abs().max() > 1e-3
 

@@ -37,7 +37,7 @@ from thalweg.ops.attention.block import block_backward, block_forward
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _MAX_TILE_TOKENS = 512
 _GATHER_ROWS = 32  # gathering a key, and adding up its gradient, costs as much as attending to it from so many queries
-_CHUNK_ELEMENTS = 1 << 21  # gathered elements of k at a time
+_CHUNK_ELEMENTS = 1 << 19  # gathered elements of k at a time
 _FLEX_BLOCK = 128
 
 
