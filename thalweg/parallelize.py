@@ -1,7 +1,7 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    split layers -> cut into stages -> recompute activations -> pick CPU kernels -> tile -> compile
-    -> shard -> optimizer -> schedule
+    split layers -> cut into stages -> sparse attention -> recompute activations -> drop layers -> pick CPU kernels
+    -> tile -> compile -> shard -> optimizer -> schedule
 
 The order matters.  Splitting comes first: what follows sees a plain, smaller model.
 Recomputation and kernels change how a module computes, so compiling comes after them;
@@ -30,7 +30,9 @@ from thalweg.comm import CommsLog
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache, synchronize
+from thalweg.nn.layer_drop import apply_progressive_layer_drop
 from thalweg.nn.moe.layer import MoE
+from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.recorder import build_recorder
@@ -189,7 +191,12 @@ def parallelize(
     expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
     _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
     units = find_units(model, options.unit_policy)
+    apply_sparse_attention(model, config.sparse_attention, blocks)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
+    window = AccumulationWindow(
+        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
+    )
+    apply_progressive_layer_drop(model, config.progressive_layer_drop, config.seed, lambda: window.num_steps)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
@@ -199,9 +206,6 @@ def parallelize(
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)
-    window = AccumulationWindow(
-        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
-    )
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if config.fp16.enabled or config.token_weighted_loss:

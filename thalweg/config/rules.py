@@ -38,6 +38,10 @@ def is_not_none_string(value: Any) -> bool:
     return value != "none"
 
 
+def _is_sparse(mode: Any) -> bool:
+    return mode != "dense"
+
+
 _TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
 _MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size")
 # What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
@@ -45,6 +49,8 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", above_one, "1"),
     ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
     ("tiling.loss", bool, "false"),
+    ("sparse_attention.mode", _is_sparse, '"dense"'),
+    ("progressive_layer_drop.enabled", bool, "false"),
     (
         "managed_gradient_accumulation",
         lambda managed: not managed,
@@ -261,6 +267,21 @@ RULES = (
         ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
         lambda on, size, inner: on and max(size, inner) > 1,
         "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",
+    ),
+    Rule(
+        ("sparse_attention.mode", "sequence_parallel_size", "context_parallel_size"),
+        lambda mode, *sizes: _is_sparse(mode) and max(sizes) > 1,
+        '"dense", or sequence_ and context_parallel_size to be 1: a layout is over whole sequences',
+    ),
+    Rule(
+        ("sparse_attention.different_layout_per_head", "sparse_attention.mode", *_TENSOR_PATHS),
+        lambda on, mode, *sizes: on and _is_sparse(mode) and max(sizes) > 1,
+        "false, or tensor_parallel.autotp_size to be 1: a rank does not know which heads it has",
+    ),
+    Rule(
+        ("sparse_attention.mode", "compile.enabled"),
+        lambda mode, on: _is_sparse(mode) and on,
+        '"dense", or compile.enabled to be false: attention over blocks is not compiled',
     ),
     *(
         Rule(

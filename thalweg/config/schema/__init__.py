@@ -97,6 +97,8 @@ class Config(UNREAD_BLOCKS):
     data_types: training.DataTypes = training.DataTypes()
     zero_optimization: zero.ZeroOptimization = zero.ZeroOptimization()
     activation_checkpointing: training.ActivationCheckpointing = training.ActivationCheckpointing()
+    sparse_attention: training.SparseAttention | None = None
+    progressive_layer_drop: training.ProgressiveLayerDropConfig = training.ProgressiveLayerDropConfig()
     tiling: training.Tiling = training.Tiling()
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()

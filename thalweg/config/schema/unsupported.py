@@ -106,13 +106,6 @@ UNREAD_BLOCKS = block({
     "weight_quantization": _absent(block(
         enabled=unsupported(True, _REMOVE_BLOCK, on=bool), num_bits=8, q_type=_Q_TYPE, q_groups=1,
         quantized_initialization={}, post_init_quant={})),
-    "sparse_attention": _absent(block(
-        mode=unsupported(("fixed", "dense", "variable", "bigbird", "bslongformer"),
-                         'remove the block or set mode to "dense"', on=lambda mode: mode != "dense"),
-        block=16, different_layout_per_head=False, num_local_blocks=4, num_global_blocks=1,
-        attention=("bidirectional", "unidirectional"), horizontal_global_attention=False,
-        num_different_global_patterns=1, num_random_blocks=0, local_window_blocks=[4], num_sliding_window_blocks=3,
-        global_block_indices=[0], global_block_end_indices=None)),
     }, base=Section,
     aio=ignored(
         block(block_size=1_048_576, queue_depth=8, thread_count=1, single_submit=False, overlap_events=True,
@@ -165,7 +158,6 @@ UNREAD_BLOCKS = block({
     curriculum_learning=block(
         enabled=_off(), curriculum_type="seqlen", min_difficulty=None, max_difficulty=None, schedule_type=_SCHEDULES,
         schedule_config=_DIFFICULTY_SCHEDULE),
-    progressive_layer_drop=block(enabled=_off(), theta=1.0, gamma=0.001),
     eigenvalue=block(enabled=_off(), **_EIGENVALUE),
     quantize_training=block(
         enabled=_off(), quantize_verbose=False, quantizer_kernel=False, quantize_type=_Q_TYPE, quantize_groups=1,
