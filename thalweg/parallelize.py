@@ -1,6 +1,6 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    split layers -> cut into stages -> recompute activations -> pick CPU kernels -> tile -> compile
+    split layers -> cut into stages -> recompute activations -> route tokens -> pick CPU kernels -> tile -> compile
     -> shard -> optimizer -> schedule
 
 The order matters.  Splitting comes first: what follows sees a plain, smaller model.
@@ -30,7 +30,9 @@ from thalweg.comm import CommsLog
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache, synchronize
+from thalweg.nn.curriculum import CurriculumScheduler, apply_curriculum_seqlen
 from thalweg.nn.moe.layer import MoE
+from thalweg.nn.random_ltd import apply_random_ltd
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.recorder import build_recorder
@@ -97,6 +99,7 @@ class Components:
     device: torch.device
     runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
+    curricula: dict[str, CurriculumScheduler] = field(default_factory=dict)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -189,6 +192,17 @@ def parallelize(
     _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
     units = find_units(model, options.unit_policy)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
+    window = AccumulationWindow(
+        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
+    )
+    apply_random_ltd(
+        model,
+        config.data_efficiency.random_ltd,
+        config.data_efficiency.seed,
+        meshes.dp.get_local_rank(),
+        lambda: window.num_steps,
+    )
+    curricula = apply_curriculum_seqlen(model, config, lambda: window.num_steps)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
@@ -198,9 +212,6 @@ def parallelize(
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)
-    window = AccumulationWindow(
-        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
-    )
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if config.fp16.enabled or config.token_weighted_loss:
@@ -254,6 +265,7 @@ def parallelize(
         meshes=meshes,
         device=device,
         runner=runner,
+        curricula=curricula,
         param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
     )
 
