@@ -1,7 +1,7 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    split layers -> cut into stages -> sparse attention -> recompute activations -> drop layers -> pick CPU kernels
-    -> tile -> compile -> shard -> optimizer -> schedule
+    split layers -> cut into stages -> sparse attention -> recompute activations -> drop layers -> route tokens
+    -> pick CPU kernels -> tile -> compile -> shard -> optimizer -> schedule
 
 The order matters.  Splitting comes first: what follows sees a plain, smaller model.
 Recomputation and kernels change how a module computes, so compiling comes after them;
@@ -30,8 +30,10 @@ from thalweg.comm import CommsLog
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache, synchronize
+from thalweg.nn.curriculum import CurriculumScheduler, apply_curriculum_seqlen
 from thalweg.nn.layer_drop import apply_progressive_layer_drop
 from thalweg.nn.moe.layer import MoE
+from thalweg.nn.random_ltd import apply_random_ltd
 from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
@@ -100,6 +102,7 @@ class Components:
     device: torch.device
     runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
+    curricula: dict[str, CurriculumScheduler] = field(default_factory=dict)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -197,6 +200,14 @@ def parallelize(
         config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
     )
     apply_progressive_layer_drop(model, config.progressive_layer_drop, config.seed, lambda: window.num_steps)
+    apply_random_ltd(
+        model,
+        config.data_efficiency.random_ltd,
+        config.data_efficiency.seed,
+        meshes.dp.get_local_rank(),
+        lambda: window.num_steps,
+    )
+    curricula = apply_curriculum_seqlen(model, config, lambda: window.num_steps)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
@@ -260,6 +271,7 @@ def parallelize(
         meshes=meshes,
         device=device,
         runner=runner,
+        curricula=curricula,
         param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
     )
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
 
-from thalweg.config.schema import parallel, training, zero
+from thalweg.config.schema import data, parallel, training, zero
 from thalweg.config.schema.base import (
     AUTO,
     UNSET,
@@ -100,6 +100,8 @@ class Config(UNREAD_BLOCKS):
     sparse_attention: training.SparseAttention | None = None
     progressive_layer_drop: training.ProgressiveLayerDropConfig = training.ProgressiveLayerDropConfig()
     tiling: training.Tiling = training.Tiling()
+    curriculum_learning: data.CurriculumLearning = data.CurriculumLearning()
+    data_efficiency: data.DataEfficiency = data.DataEfficiency()
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()
     datastates_ckpt: Literal[False] | AnyDict = unsupported(False, "remove it")

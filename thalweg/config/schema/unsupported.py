@@ -85,14 +85,11 @@ def _off(hint: str = "") -> Any:
 
 
 _Q_TYPE, _ROUNDING, _L1 = ("symmetric", "asymmetric"), ("nearest", "stochastic"), ("l1", "topk")
-_SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
 _EIGENVALUE = {"verbose": False, "max_iter": 100, "tol": 1e-2, "stability": 1e-6, "gas_boundary_resolution": 1}
 _EIGENVALUE |= {"layer_name": "bert.encoder.layer", "layer_num": 0}
 _MIXED = block(enabled=False, quantize_change_ratio=0.001)
 _GROUP_PARAMS = ("start_bits", "target_bits", "quantization_period", "bits", "dense_ratio", "num_heads")
 _GROUP = block(params=block(**dict.fromkeys(_GROUP_PARAMS)), modules=["*"], related_modules=None)
-_DIFFICULTY = ("total_curriculum_step", "difficulty_step", "root_degree", "difficulty", "max_step")
-_DIFFICULTY_SCHEDULE = block(**dict.fromkeys(_DIFFICULTY))
 
 
 def _technique(**shared: Any) -> type[Section]:
@@ -130,34 +127,6 @@ UNREAD_BLOCKS = block({
     hybrid_engine=block(
         enabled=_off(), max_out_tokens=512, inference_tp_size=1, release_inference_cache=False, pin_parameters=True,
         tp_gather_partition_size=8, enable_cuda_graph=False),
-    data_efficiency=block(
-        enabled=_off(), seed=1234,
-        data_sampling=block(
-            enabled=False, num_epochs=1000, num_workers=0, pin_memory=False,
-            curriculum_learning=block(
-                enabled=False, data_cluster_path=None,
-                curriculum_metrics=dict[str, block(  # type: ignore[misc]
-                    index_to_sample_path=None, index_to_metric_path=None, difficulty_type=("value", "percentile"),
-                    clustering_type=("single_cluster", "schedule_based"), min_difficulty=None, max_difficulty=None,
-                    schedule_type=(None, *_SCHEDULES), schedule_config=_DIFFICULTY_SCHEDULE)]),
-            dynamic_batching=block(
-                enabled=False, metrics_path=None, lr_scaling_method=("linear", "sqrt", "none"), min_batch_size=1,
-                max_batch_size=None, sequence_picking_order="dataloader", max_tokens=None, samples_per_batch=None,
-                verbose=False)),
-        data_routing=block(
-            enabled=False,
-            random_ltd=block(
-                enabled=False, total_layer_num=None, random_ltd_layer_num=None, random_ltd_layer_id=[],
-                model_mask_name=None, model_type=(None, "decoder", "encoder"), micro_batch_size=None,
-                global_batch_size=None, hidden_state_order=("batch_seq_dim", "seq_batch_dim"),
-                random_ltd_schedule=block(
-                    min_value=None, max_value=None, schedule_type=("fixed_linear",),
-                    schedule_config=block(require_steps=None, seq_per_step=None)),
-                layer_token_lr_schedule=block(
-                    enabled=False, total_layer_tokens=None, warmup_type=None, warmup_layer_tokens=None)))),
-    curriculum_learning=block(
-        enabled=_off(), curriculum_type="seqlen", min_difficulty=None, max_difficulty=None, schedule_type=_SCHEDULES,
-        schedule_config=_DIFFICULTY_SCHEDULE),
     eigenvalue=block(enabled=_off(), **_EIGENVALUE),
     quantize_training=block(
         enabled=_off(), quantize_verbose=False, quantizer_kernel=False, quantize_type=_Q_TYPE, quantize_groups=1,
