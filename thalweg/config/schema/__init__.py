@@ -37,6 +37,7 @@ from thalweg.config.schema.base import (
     to_jsonable,
     unsupported,
 )
+from thalweg.config.schema.compression import CompressionTraining, Eigenvalue, QuantizeTraining
 from thalweg.config.schema.unsupported import UNREAD_BLOCKS
 from thalweg.config.schema.zero import ONLY_ALL_GATHER
 
@@ -98,6 +99,9 @@ class Config(UNREAD_BLOCKS):
     zero_optimization: zero.ZeroOptimization = zero.ZeroOptimization()
     activation_checkpointing: training.ActivationCheckpointing = training.ActivationCheckpointing()
     tiling: training.Tiling = training.Tiling()
+    compression_training: CompressionTraining = CompressionTraining()  # type: ignore[valid-type]
+    quantize_training: QuantizeTraining = QuantizeTraining()  # type: ignore[valid-type]
+    eigenvalue: Eigenvalue = Eigenvalue()  # type: ignore[valid-type]
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()
     datastates_ckpt: Literal[False] | AnyDict = unsupported(False, "remove it")
