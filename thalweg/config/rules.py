@@ -44,6 +44,17 @@ def _is_sparse(mode: Any) -> bool:
 
 _TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
 _MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size")
+_COMPRESSION_SWITCHES = (
+    *(
+        f"compression_training.{technique}.shared_parameters.enabled"
+        for technique in (
+            "weight_quantization", "activation_quantization",
+            "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning",
+        )
+    ),
+    "compression_training.layer_reduction.enabled",
+    "quantize_training.enabled",
+)  # fmt: skip
 # What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
 _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", above_one, "1"),
@@ -54,6 +65,7 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("curriculum_learning.enabled", bool, "false"),
     ("data_efficiency.data_sampling.dynamic_batching.enabled", bool, "false"),
     ("data_efficiency.data_routing.random_ltd.enabled", bool, "false"),
+    *((path, bool, "false") for path in _COMPRESSION_SWITCHES),
     (
         "managed_gradient_accumulation",
         lambda managed: not managed,
@@ -249,6 +261,14 @@ RULES = (
             "1 or left out, or tensor_parallel.autotp_size to be 1; groups of groups are not built yet",
         )
         for name in ("mics_shard_size", "zero_hpz_partition_size")
+    ),
+    *(
+        Rule(
+            (path, *_TENSOR_PATHS),
+            lambda on, *sizes: on and max(sizes) > 1,
+            "false, or tensor_parallel.autotp_size to be 1; split layers are not compressed yet",
+        )
+        for path in _COMPRESSION_SWITCHES
     ),
     Rule(
         ("tiling.loss", *_MODEL_SPLIT_PATHS),
