@@ -3,6 +3,7 @@
     thalweg run --nproc 2 bench/rlhf.py generation       turns of the contestants, weights changed between them
     thalweg run --nproc 2 bench/rlhf.py memory           how far a sync rises above the shards
     python bench/rlhf.py learning --seeds 0 1 2 --out DIR
+    python bench/rlhf.py trl                             SFT, DPO and GRPO against TRL, two ranks each, in turns
 
 Each prints one JSON object on rank 0; `learning` draws `DIR/curves.png` beside it.
 """
@@ -12,9 +13,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +31,16 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 from _rlhf_learning import draw_curves, run_learning
+from _trl_job import prepare
 from torch.distributed.fsdp import fully_shard
 
 import thalweg
 from thalweg.infer import EngineConfig, SamplingParams, load_engine
 from thalweg.rlhf.rollout import generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
+
+TRL = ROOT / ".venv-trl"  # `make bench-trl`
+WARM_UP = 3  # steps of a job that are left out
 
 
 def make_actor(width: int, num_layers: int, vocab_size: int = 8192) -> thalweg.Engine:
@@ -61,7 +71,6 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
     FSDP2, and the stand-alone engine of a plain copy."""
     actor = make_actor(width, num_layers)
     draw = torch.Generator().manual_seed(dist.get_rank())
-    prompts = torch.randint(8192, (num_prompts, 32), generator=draw)
     params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
     options = EngineConfig(dtype="fp32", max_num_seqs=num_prompts, max_model_len=256)
     hybrid = HybridEngine(actor, options)
@@ -75,6 +84,7 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
     seconds: dict[str, list[float]] = {name: [] for name in ("hybrid", "sync", "generate", "raw", "alone")}
     for round_ in range(rounds + 1):
         train(actor)
+        prompts = torch.randint(8192, (num_prompts, 32), generator=draw)  # new to the stand-alone engine's prefix cache
         dist.barrier()
         begun = time.perf_counter()
         with hybrid.generation() as core:
@@ -108,6 +118,52 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
         "seconds": seconds, "least": least,
         "times_generate": ratio("generate"), "times_raw": ratio("raw"), "times_alone": ratio("alone"),
     }  # fmt: skip
+
+
+def measure_trl(rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of a step by this package and by TRL, jobs of two ranks in turns; of each job the median step counts."""
+    python = {"thalweg": sys.executable, "trl": str(TRL / "bin" / "python")}
+    seconds: dict[str, dict[str, list[float]]] = {m: {side: [] for side in python} for m in ("sft", "dpo", "grpo")}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        for round_ in range(rounds):
+            for method, sides in seconds.items():
+                for side in sorted(sides, reverse=bool(round_ % 2)):
+                    ends = _run_job(python[side], side, method, folder, steps)
+                    took = [after - before for before, after in pairwise(ends)]
+                    sides[side].append(statistics.median(took[WARM_UP - 1 :]))
+    ratios = {
+        method: sorted(trl / own for own, trl in zip(sides["thalweg"], sides["trl"], strict=True))
+        for method, sides in seconds.items()
+    }
+    return {
+        "seconds": seconds,
+        "times_trl": {method: statistics.median(x) for method, x in ratios.items()},
+        "ratios": ratios,
+    }
+
+
+def _run_job(python: str, side: str, method: str, folder: Path, steps: int) -> list[float]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    command = [python, str(ROOT / "bench" / "_trl_job.py"), side, method, str(folder), str(steps)]
+    ranks = [
+        subprocess.Popen(
+            command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (out, errors), _ = [rank.communicate() for rank in ranks]
+    if ranks[0].returncode:
+        raise RuntimeError(f"{side} {method} failed: {errors[-2000:]}")
+    return json.loads(out.strip().splitlines()[-1])
 
 
 def measure_memory(width: int, num_layers: int) -> dict[str, Any]:
@@ -148,7 +204,7 @@ def _status(key: str) -> int:
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("generation", "memory", "learning"))
+    parser.add_argument("part", choices=("generation", "memory", "learning", "trl"))
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8)
@@ -159,6 +215,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("rlhf-learning"))
     args = parser.parse_args()
+    if args.part == "trl":
+        print(json.dumps(measure_trl(args.rounds, args.iterations), indent=1))
+        return
     thalweg.init_distributed()
     if args.part == "generation":
         found = measure_generation(args.width, args.layers, args.prompts, args.length, args.rounds)

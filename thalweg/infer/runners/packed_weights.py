@@ -59,6 +59,14 @@ class WeightStore:
     def skip(self, first_segment: int) -> None:
         """The segments from ``first_segment`` on do not run in this step."""
 
+    def refill(self, layer: LinearSpec, new: LinearSpec) -> None:
+        """Pack another layer's weights where a layer's are."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Give the memory back until all layers have been refilled."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Free the memory."""
 
@@ -141,13 +149,28 @@ class InMemoryWeights(WeightStore):
         self._memory = EvictableMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
         self._offset = 0
+        self._places: dict[int, tuple[str, dict[str, int]]] = {}
 
     def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Pack into the memory, in one range."""
         offsets, self._offset = lay_out(layer, weight_format, self._offset)
+        self._places[id(layer)] = weight_format, offsets
+        self._fill(layer, weight_format, offsets)
+        yield PackedWeight.at(self._bytes.data_ptr(), offsets, layer, weight_format, 0, False)
+
+    def _fill(self, layer: LinearSpec, weight_format: str, offsets: dict[str, int]) -> None:
         for at, piece in iter_packed_pieces(layer, weight_format, offsets):
             self._bytes[at : at + piece.numel()] = piece
-        yield PackedWeight.at(self._bytes.data_ptr(), offsets, layer, weight_format, 0, False)
+
+    def refill(self, layer: LinearSpec, new: LinearSpec) -> None:
+        """Pack another layer's weights where a layer's are."""
+        place = self._places.pop(id(layer))
+        self._fill(new, *place)
+        self._places[id(new)] = place
+
+    def sleep(self) -> None:
+        """Give the pages back until all layers have been refilled."""
+        self._memory.evict(0, self._memory.num_bytes)
 
     def close(self) -> None:
         """Drop the memory."""
