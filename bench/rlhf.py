@@ -82,14 +82,17 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
         fully_shard(block)
     fully_shard(raw)
     seconds: dict[str, list[float]] = {name: [] for name in ("hybrid", "sync", "generate", "raw", "alone")}
+    cpu: dict[str, list[float]] = {name: [] for name in ("hybrid", "sync", "alone")}  # of this process
     for round_ in range(rounds + 1):
         train(actor)
-        prompts = torch.randint(8192, (num_prompts, 32), generator=draw)  # new to the stand-alone engine's prefix cache
+        # New to the stand-alone engine's prefix cache; `generate` would take a 0 for padding.
+        prompts = torch.randint(1, 8192, (num_prompts, 32), generator=draw)
         dist.barrier()
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         with hybrid.generation() as core:
-            synced = time.perf_counter()
+            synced, cpu_synced = time.perf_counter(), time.process_time()
             rollout = generate_rollout(core, prompts.tolist(), params, seed=0, pad_id=0)
+        cpu_took = {"hybrid": time.process_time() - cpu_begun, "sync": cpu_synced - cpu_begun}
         dist.barrier()
         ended = time.perf_counter()
         took = {"hybrid": ended - begun, "sync": synced - begun}
@@ -101,21 +104,24 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
             took[name] = time.perf_counter() - begun
             same = torch.equal(made, rollout.input_ids)
             assert same or name == "raw", "greedy tokens are those of the weights as they are now"
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         generate_rollout(alone, prompts.tolist(), params, seed=0, pad_id=0)
+        cpu_took["alone"] = time.process_time() - cpu_begun
         dist.barrier()
         took["alone"] = time.perf_counter() - begun
         if round_:  # the first compiles
             for name, value in took.items():
                 seconds[name].append(value)
+            for name, value in cpu_took.items():
+                cpu[name].append(value)
     least = {name: min(values) for name, values in seconds.items()}
 
-    def ratio(name: str) -> float:
-        return statistics.median(x / h for x, h in zip(seconds[name], seconds["hybrid"], strict=True))
+    def ratio(name: str, table: dict[str, list[float]] = seconds) -> float:
+        return statistics.median(x / h for x, h in zip(table[name], table["hybrid"], strict=True))
 
     return {
         "parameters": sum(p.numel() for p in plain.parameters()), "prompts": num_prompts, "new_tokens": length,
-        "seconds": seconds, "least": least,
+        "seconds": seconds, "least": least, "cpu": cpu, "times_alone_cpu": ratio("alone", cpu),
         "times_generate": ratio("generate"), "times_raw": ratio("raw"), "times_alone": ratio("alone"),
     }  # fmt: skip
 

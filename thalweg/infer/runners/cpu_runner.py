@@ -31,7 +31,7 @@ from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, Ru
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.packed_weights import InMemoryWeights, lm_head_format
 from thalweg.ops import cpu_kernels
-from thalweg.storage_io.evictable_memory import PagePrefaulter, evict_pages
+from thalweg.storage_io.evictable_memory import PagePrefaulter, release_pages
 
 
 class CpuRunner(ModelRunner):
@@ -198,9 +198,9 @@ class CpuRunner(ModelRunner):
     def sleep(self) -> None:
         """Give back the pages of weights, cache and activations; the program and its addresses stay."""
         self._weights.sleep()
-        self._page_warmer.evict()
+        self._program.kv_memory.release()
         for tensor in self._program.workspace:
-            evict_pages(tensor)
+            release_pages(tensor)
         self._embed, self._position_embeddings = torch.empty(0), None
 
     @torch.inference_mode()
@@ -232,8 +232,8 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         self.encoder_inputs = [self.keep_alive(torch.zeros(max_tokens, dtype=torch.int64)) for _ in range(2)]
         # Each token's encoder prompt: its table as an offset in bytes, and its last position.
         self._encoder_table_offsets, self._encoder_last_positions = self.encoder_inputs
-        memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
-        self.page_warmer = PagePrefaulter(memory, chunk_bytes=self.kv_regions[0][2])
+        self.kv_memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
+        self.page_warmer = PagePrefaulter(self.kv_memory, chunk_bytes=self.kv_regions[0][2])
         if d.embed_norm is not None:
             self.norm_into(d.embed_norm, self.x, self.x)
         has_head = runner.comm is None or runner.comm.is_last_stage
