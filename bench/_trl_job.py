@@ -3,7 +3,7 @@
     RANK=0 WORLD_SIZE=2 ... python bench/_trl_job.py thalweg|trl sft|dpo|grpo FOLDER STEPS
 
 Both run fp32 on their CPU ranks with AdamW, clipped, without packing and without gradient checkpointing.  Rank 0 prints
-a JSON object: when each step ended.
+a JSON object: when each step ended, by the clock and in this process's seconds of processor time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ def score(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in completions]
 
 
-def run_thalweg(method: str, folder: Path, steps: int) -> list[float]:
+def now() -> tuple[float, float]:
+    """By the clock, and processor time."""
+    return time.perf_counter(), time.process_time()
+
+
+def run_thalweg(method: str, folder: Path, steps: int) -> list[tuple[float, float]]:
     """Run the step as the command does; when each update or iteration ended."""
     from thalweg.rlhf.config import load_rlhf_config
     from thalweg.rlhf.report import RunLog
@@ -50,7 +55,7 @@ def run_thalweg(method: str, folder: Path, steps: int) -> list[float]:
     ends, add = [], RunLog.add
 
     def timed_add(self: RunLog, *args: Any) -> None:
-        ends.append(time.perf_counter())
+        ends.append(now())
         add(self, *args)
 
     RunLog.add = timed_add  # type: ignore[method-assign]
@@ -70,18 +75,18 @@ def run_thalweg(method: str, folder: Path, steps: int) -> list[float]:
     return ends
 
 
-def run_trl(method: str, folder: Path, steps: int) -> list[float]:
+def run_trl(method: str, folder: Path, steps: int) -> list[tuple[float, float]]:
     """Train by TRL; when each step ended."""
     import torch
     import trl
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(now())
 
     data = load_dataset("json", data_files=str(folder / "data.jsonl"), split="train")
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")

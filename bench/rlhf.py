@@ -129,7 +129,8 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
 def measure_trl(rounds: int, steps: int) -> dict[str, Any]:
     """Seconds of a step by this package and by TRL, jobs of two ranks in turns; of each job the median step counts."""
     python = {"thalweg": sys.executable, "trl": str(TRL / "bin" / "python")}
-    seconds: dict[str, dict[str, list[float]]] = {m: {side: [] for side in python} for m in ("sft", "dpo", "grpo")}
+    methods = ("sft", "dpo", "grpo")
+    seconds, cpu = ({m: {side: [] for side in python} for m in methods} for _ in range(2))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
@@ -137,20 +138,17 @@ def measure_trl(rounds: int, steps: int) -> dict[str, Any]:
             for method, sides in seconds.items():
                 for side in sorted(sides, reverse=bool(round_ % 2)):
                     ends = _run_job(python[side], side, method, folder, steps)
-                    took = [after - before for before, after in pairwise(ends)]
-                    sides[side].append(statistics.median(took[WARM_UP - 1 :]))
-    ratios = {
-        method: sorted(trl / own for own, trl in zip(sides["thalweg"], sides["trl"], strict=True))
-        for method, sides in seconds.items()
-    }
-    return {
-        "seconds": seconds,
-        "times_trl": {method: statistics.median(x) for method, x in ratios.items()},
-        "ratios": ratios,
-    }
+                    for kind, table in enumerate((sides, cpu[method])):
+                        took = [after[kind] - before[kind] for before, after in pairwise(ends)]
+                        table[side].append(statistics.median(took[WARM_UP - 1 :]))
+
+    def ratios(table: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
+        return {m: [trl / own for own, trl in zip(x["thalweg"], x["trl"], strict=True)] for m, x in table.items()}
+
+    return {"seconds": seconds, "cpu": cpu, "times_trl": ratios(seconds), "times_trl_cpu": ratios(cpu)}
 
 
-def _run_job(python: str, side: str, method: str, folder: Path, steps: int) -> list[float]:
+def _run_job(python: str, side: str, method: str, folder: Path, steps: int) -> list[list[float]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -30,7 +30,8 @@ else:
 __all__ = [
     "BLOCKS_PER_STRIPE", "BLOCK_SIZE", "ISAS", "KV_DTYPE_BYTES", "MAX_THREADS", "WEIGHT_FORMATS", "ActivationBuffer",
     "AttentionShape", "Instruction", "Isa", "KernelSet", "PackingBuffer", "Program", "ThreadTuner", "allocate_rows",
-    "build_program", "host_isa", "iter_packed_blocks", "packed_nbytes", "round_up", "supported_isas", "unsupported_reason",
+    "build_program", "host_isa", "iter_packed_blocks", "packed_nbytes", "round_up", "supported_isas",
+    "unsupported_reason",
 ]  # fmt: skip
 
 
