@@ -84,8 +84,6 @@ def _off(hint: str = "") -> Any:
     return unsupported(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}")
 
 
-
-
 # fmt: off
 UNREAD_BLOCKS = block({
     "weight_quantization": _absent(block(
