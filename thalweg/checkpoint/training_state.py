@@ -173,6 +173,7 @@ class TrainingState:
         self.counters.global_steps = state.get("global_steps", self.counters.global_steps)
         self.counters.global_samples = state.get("global_samples", self.counters.global_samples)
         components.window.micro_steps = state.get("micro_steps", components.window.micro_steps)
+        components.window.num_steps = self.counters.global_steps
         if components.optimizer is not None:
             components.optimizer.skipped_steps = state.get("skipped_steps", 0)
         if state.get("scaler"):

@@ -38,10 +38,11 @@ from thalweg.comm.collectives.reducer import (
     ReplicaSync,
     ReplicatedReducer,
 )
-from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryRing
+from thalweg.comm.collectives.shared_memory import CollectiveOrder, SharedMemoryArena, SharedMemoryRing
 from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
 from thalweg.comm.topology import HostTopology
 from thalweg.config.schema.zero import ZeroOptimization
+from thalweg.parallel_dims import control_group
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 from thalweg.zero.policy import ZeroPolicy, is_quantized
@@ -313,23 +314,27 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
             uses_all_reduce=True,
             async_reduction=async_reduction,
         )
+    order = None
+    if not cpu:  # on CPUs the memory of a host, or gloo, tells ranks that disagree
+        arena = SharedMemoryArena.create(control_group(spec.group), CollectiveOrder.num_bytes(size))
+        order = None if arena is None else CollectiveOrder(arena)
     make_reducer: ReducerFactory = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
     if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
-        make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology)
+        make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology, order)
     stays_on_gpus = spec.policy.reshards_after_use and zero.zero_hpz_partition_size < size
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
     shares_groups = zero.zero_quantized_gradients and hosts is not None
     return spec.build(
         "wire",
         make_reducer=make_reducer,
-        make_all_gather=_choose_wire_all_gather(spec, topology, hosts),
+        make_all_gather=_choose_wire_all_gather(spec, topology, hosts, order),
         hpz_group_size=zero.zero_hpz_partition_size if stays_on_gpus else 1,
         async_reduction=None if shares_groups else async_reduction,
     )
 
 
 def _choose_wire_all_gather(
-    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None
+    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None, order: CollectiveOrder | None
 ) -> AllGatherFactory:
     ledger, zero, size = spec.ledger, spec.zero, spec.mesh.size()
     if zero.mics_hierarchical_params_gather and hosts is not None:
@@ -347,7 +352,7 @@ def _choose_wire_all_gather(
         return lambda name, group: quantized.QuantizedAllGather(
             name, ledger, topology, _weight_format_fn(zero, group), size
         )
-    return lambda name, group: wire.WireAllGather(name, ledger, topology)
+    return lambda name, group: wire.WireAllGather(name, ledger, topology, order)
 
 
 def _make_wire_reducer(
