@@ -290,10 +290,8 @@ class WarmupMixin(CompressedMixin):
 
     def _end_warmup_step(self) -> None:
         """Freeze the variance if it is time."""
-        num_steps = self._num_steps()
-        if num_steps and (
-            self._is_stable(num_steps) if self._freeze_step == "auto" else num_steps >= self._freeze_step
-        ):
+        num_steps, limit = self._num_steps(), self._freeze_step
+        if num_steps and (num_steps >= limit if isinstance(limit, int) else self._is_stable(num_steps)):
             self._freeze_variance()
             for group in self.param_groups:
                 group["frozen_at"] = num_steps
