@@ -21,6 +21,7 @@ from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.config import ConfigError, load_config
+from thalweg.optim import build_optimizer
 
 REUSE_RANKS = True
 
@@ -610,6 +611,17 @@ def test_replicas_stay_replicas_in_every_precision(name: str, stage: int, more: 
 def test_what_does_not_go_with_bits_is_refused_by_name(name: str, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_config({"optimizer": {"type": name, "params": {"lr": 1e-3}}, **more}, world_size=2)
+
+
+def test_what_had_no_gradient_before_the_freeze_does_not_run_away() -> None:
+    """Momentum over a variance of nothing is momentum / eps: a step of a million."""
+    some, none = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
+    optimizer = build_optimizer("OneBitAdam", [some, none], {"freeze_step": 2, "lr": 1e-2})
+    for step in range(4):
+        late = float(step >= 2)
+        some.grad, none.grad = torch.tensor([1.0, 1.0, 1.0, late]), torch.full((3,), late)
+        optimizer.step()
+    assert 0.9 < float(some[3]) < 1.0 and torch.equal(none, torch.ones(3))
 
 
 # ---- when the variance is stable ----

@@ -81,11 +81,6 @@ class MomentumExchange:
         self._params: list[Tensor] = []
         self._reducer: OneBitAllReduce | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether errors of an earlier exchange are held here."""
-        return self._reducer is not None
-
     def open(self, params: Sequence[Tensor], state: Any) -> OneBitAllReduce | None:
         """The collective of the ``params`` that several workers hold, with the errors that ``state`` has; collective.
 
