@@ -1,9 +1,10 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    split layers -> cut into stages -> recompute activations -> pick CPU kernels -> tile -> compile
-    -> shard -> optimizer -> schedule
+    compress -> split layers -> cut into stages -> sparse attention -> recompute activations -> drop layers
+    -> route tokens -> pick CPU kernels -> tile -> compile -> shard -> optimizer -> schedule
 
-The order matters.  Splitting comes first: what follows sees a plain, smaller model.
+The order matters.  Compressing comes first, as it may add parameters; then splitting: what follows sees a plain,
+smaller model.
 Recomputation and kernels change how a module computes, so compiling comes after them;
 sharding replaces parameters, so it comes last on the model, and the optimizer is built over
 what it leaves.  Each optional feature is an object made here; the engine does not know
@@ -27,10 +28,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg import ops
 from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
 from thalweg.comm import CommsLog
+from thalweg.compression.schedule import setup_compression
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache, synchronize
+from thalweg.nn.curriculum import CurriculumScheduler, apply_curriculum_seqlen
+from thalweg.nn.layer_drop import apply_progressive_layer_drop
 from thalweg.nn.moe.layer import MoE
+from thalweg.nn.random_ltd import apply_random_ltd
+from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.recorder import build_recorder
@@ -44,6 +50,7 @@ from thalweg.optim.accumulation import (
     build_loss_normalizer,
     register_loss_scale_hooks,
 )
+from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
@@ -97,6 +104,7 @@ class Components:
     device: torch.device
     runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
+    curricula: dict[str, CurriculumScheduler] = field(default_factory=dict)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -170,6 +178,9 @@ def parallelize(
         return scaler.scale if managed is None else managed.loss_scale
 
     original_model = model
+    group = mesh.get_group() if mesh.size() > 1 else None
+    user_params = optimizer is not None or model_parameters is not None
+    compression = setup_compression(model, config, group, user_params=user_params)
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
     names = {id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)}
@@ -188,7 +199,20 @@ def parallelize(
     expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
     _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
     units = find_units(model, options.unit_policy)
+    apply_sparse_attention(model, config.sparse_attention, blocks)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
+    window = AccumulationWindow(
+        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
+    )
+    apply_progressive_layer_drop(model, config.progressive_layer_drop, config.seed, lambda: window.num_steps)
+    apply_random_ltd(
+        model,
+        config.data_efficiency.random_ltd,
+        config.data_efficiency.seed,
+        meshes.dp.get_local_rank(),
+        lambda: window.num_steps,
+    )
+    curricula = apply_curriculum_seqlen(model, config, lambda: window.num_steps)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
@@ -198,23 +222,22 @@ def parallelize(
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)
-    window = AccumulationWindow(
-        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
-    )
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
     to_local_name = None if pipeline is None else pipeline.local_param_name
-    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name)
+    link = MomentumLink(sharded.replica_sync, sharded.ledger)
+    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
     managed = None
     if inner is not None:
-        group = mesh.get_group() if mesh.size() > 1 else None
         peers = None if pipeline is None else pipeline.tied_weights()
         managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers)
     if loss_tiling is not None:
         loss_tiling.trust_current_hooks()
         window.add_listener(StepCallbacks(on_step=loss_tiling.invalidate))
+    if compression is not None:
+        window.add_listener(compression)
     window.add_listener(StepCallbacks(on_close=close_offload))
     window.add_listener(sharded)
     meter = _make_meter(config, meshes, model_info, device)
@@ -254,6 +277,7 @@ def parallelize(
         meshes=meshes,
         device=device,
         runner=runner,
+        curricula=curricula,
         param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
     )
 
@@ -408,6 +432,7 @@ def _make_optimizer(
     user_optimizer: Any,
     named_groups: list[dict[str, Any]],
     to_local_name: Callable[[str], str | None] | None,
+    link: MomentumLink,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer over the sharded parameters, or the config's, or None."""
     params_by_name = dict(named_shards(model, remove_duplicate=False))
@@ -437,6 +462,7 @@ def _make_optimizer(
         params.setdefault("state_dtype", "bf16")
     zenflow = ZenFlowPolicy.from_config(config.zero_optimization.zenflow)
     extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "zenflow_policy": zenflow}
+    extras["link"] = link
     return build_optimizer(section.type, groups, params, **extras)
 
 

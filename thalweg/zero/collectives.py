@@ -30,7 +30,14 @@ from thalweg.comm import CommsLog
 from thalweg.comm.collectives import hierarchical, quantized, shared_memory, wire
 from thalweg.comm.collectives.hierarchical import HostGroups
 from thalweg.comm.collectives.quantized import PayloadFormatFn
-from thalweg.comm.collectives.reducer import GradDivisor, GradientMemory, ReduceOptions, Reducer, ReplicatedReducer
+from thalweg.comm.collectives.reducer import (
+    GradDivisor,
+    GradientMemory,
+    ReduceOptions,
+    Reducer,
+    ReplicaSync,
+    ReplicatedReducer,
+)
 from thalweg.comm.collectives.shared_memory import CollectiveOrder, SharedMemoryArena, SharedMemoryRing
 from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
 from thalweg.comm.topology import HostTopology
@@ -96,7 +103,7 @@ class Collectives:
 
     def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
         spec, replicas = self.spec, self.spec.replicas
-        options = ReduceOptions(spec.ledger, spec.output_dtype, spec.divisor, self.memory)
+        options = ReduceOptions(spec.ledger, spec.output_dtype, spec.divisor, spec.sync, self.memory)
         if replicas is not None:
             options = replace(options, num_replicas=len(replicas.topology.host_ids), replica_reduce=replicas)
         if self.async_reduction is not None:
@@ -109,7 +116,7 @@ def reduce_held(reducer: ReplicatedReducer, output: Tensor) -> None:
     holds (a cast follows): recorded, it is not given to the next unit before this one is done."""
     if output.device.type != "cpu":
         output.record_stream(torch.accelerator.current_stream(output.device))
-    reducer.reduce(output)
+    reducer.reduce_or_keep(output)
 
 
 def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaSum:
@@ -137,6 +144,7 @@ class CollectivesSpec:
     replicas: ReplicaSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
+    sync: ReplicaSync = field(default_factory=ReplicaSync)
     # Whether shards rest in host memory, from where FSDP2 copies them to the device, also where one rank is alone.
     shards_on_host: bool = False
     # Whether reductions over the wire may go on while the backward pass computes.
