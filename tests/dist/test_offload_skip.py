@@ -140,8 +140,8 @@ def test_gradients_that_the_user_drops_have_changed_nothing(world):
 
 
 def _on_the_host(rank, world):
-    """In place, a gradient that overflows under a finite loss leaves out what comes after it, and says so.  Of a device's
-    gradients, which arrive when the pass is over, all are left out."""
+    """In place, a gradient that overflows under a finite loss leaves out what comes after it, and says so.  A device's
+    gradients arrive when the pass is over: all are left out."""
     lines = []
 
     class Keep(logging.Handler):
