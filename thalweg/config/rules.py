@@ -12,6 +12,7 @@ from typing import Any
 
 from thalweg.config.errors import ConfigProblem, UnsupportedOption
 from thalweg.config.schema.base import AUTO, Section, get_by_path
+from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS
 from thalweg.config.support import is_under, unsupported_options
 
@@ -37,16 +38,34 @@ def is_not_none_string(value: Any) -> bool:
     return value != "none"
 
 
+def _is_sparse(mode: Any) -> bool:
+    return mode != "dense"
+
+
 _TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
 _MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size")
+_COMPRESSION_SWITCHES = (
+    *(
+        f"compression_training.{technique}.shared_parameters.enabled"
+        for technique in (
+            "weight_quantization", "activation_quantization",
+            "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning",
+        )
+    ),
+    "compression_training.layer_reduction.enabled",
+    "quantize_training.enabled",
+)  # fmt: skip
 # What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
 _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", above_one, "1"),
     ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
     ("tiling.loss", bool, "false"),
+    ("sparse_attention.mode", _is_sparse, '"dense"'),
+    ("progressive_layer_drop.enabled", bool, "false"),
     ("curriculum_learning.enabled", bool, "false"),
     ("data_efficiency.data_sampling.dynamic_batching.enabled", bool, "false"),
     ("data_efficiency.data_routing.random_ltd.enabled", bool, "false"),
+    *((path, bool, "false") for path in _COMPRESSION_SWITCHES),
     (
         "managed_gradient_accumulation",
         lambda managed: not managed,
@@ -204,8 +223,26 @@ RULES = (
     Rule(("optimizer.params.differentiable",), bool, "false; a step on shards has no gradient of its own"),
     Rule(
         ("optimizer.params.amsgrad", "optimizer.type"),
-        lambda on, name: on and name in ("Adagrad", "Lamb"),
+        lambda on, name: on and name in ("Adagrad", "Lamb", *COMPRESSED_OPTIMIZERS),
         "false; the optimiser has no such variant",
+    ),
+    Rule(
+        ("zero_optimization.stage", "optimizer.type"),
+        lambda stage, name: stage == 3 and name in COMPRESSED_OPTIMIZERS,
+        "0, 1 or 2, or another optimizer.type: parameters that are gathered at each use cost more than bits save",
+    ),
+    Rule(
+        ("zero_optimization.offload_optimizer.device", "optimizer.type"),
+        lambda device, name: device == "nvme" and name in COMPRESSED_OPTIMIZERS,
+        '"cpu" or "none", or another optimizer.type: the momentum of all parameters is exchanged at once',
+    ),
+    *(
+        Rule(
+            ("optimizer.type", path),
+            lambda name, size: name in COMPRESSED_OPTIMIZERS and isinstance(size, int) and size > 1,
+            f"another optimiser, or {path} to be 1: only data-parallel ranks exchange momentum in bits",
+        )
+        for path in (*_MODEL_SPLIT_PATHS, "pipeline.stages", "expert_parallel.autoep_size")
     ),
     Rule(
         ("optimizer.type", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
@@ -224,6 +261,14 @@ RULES = (
             "1 or left out, or tensor_parallel.autotp_size to be 1; groups of groups are not built yet",
         )
         for name in ("mics_shard_size", "zero_hpz_partition_size")
+    ),
+    *(
+        Rule(
+            (path, *_TENSOR_PATHS),
+            lambda on, *sizes: on and max(sizes) > 1,
+            "false, or tensor_parallel.autotp_size to be 1; split layers are not compressed yet",
+        )
+        for path in _COMPRESSION_SWITCHES
     ),
     Rule(
         ("tiling.loss", *_MODEL_SPLIT_PATHS),
@@ -245,6 +290,21 @@ RULES = (
         ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
         lambda on, size, inner: on and max(size, inner) > 1,
         "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",
+    ),
+    Rule(
+        ("sparse_attention.mode", "sequence_parallel_size", "context_parallel_size"),
+        lambda mode, *sizes: _is_sparse(mode) and max(sizes) > 1,
+        '"dense", or sequence_ and context_parallel_size to be 1: a layout is over whole sequences',
+    ),
+    Rule(
+        ("sparse_attention.different_layout_per_head", "sparse_attention.mode", *_TENSOR_PATHS),
+        lambda on, mode, *sizes: on and _is_sparse(mode) and max(sizes) > 1,
+        "false, or tensor_parallel.autotp_size to be 1: a rank does not know which heads it has",
+    ),
+    Rule(
+        ("sparse_attention.mode", "compile.enabled"),
+        lambda mode, on: _is_sparse(mode) and on,
+        '"dense", or compile.enabled to be false: attention over blocks is not compiled',
     ),
     *(
         Rule(
