@@ -150,9 +150,8 @@ def test_a_schedule_goes_on_under_the_scaled_rate() -> None:
 def test_data_that_cannot_be_batched_is_said() -> None:
     with pytest.raises(ValueError, match="leaves no batch for 1 ranks: 0 of 3 samples fit in max_tokens 50"):
         _engine("none", 1, [60] * 3)
+    sampling = {"enabled": True, "dynamic_batching": {"enabled": True}}
     with pytest.raises(thalweg.config.errors.ConfigError, match="max_tokens"):  # type: ignore[attr-defined]
-        dynamic = {"enabled": True}
-        sampling = {"enabled": True, "dynamic_batching": dynamic}
         thalweg.load_config({"data_efficiency": {"enabled": True, "data_sampling": sampling}})
 
 
