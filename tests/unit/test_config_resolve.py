@@ -247,7 +247,6 @@ def test_what_huggingface_hands_over() -> None:
 
 
 SWITCHED_ON_BY_PRESENCE = (
-    "sparse_attention.",
     "weight_quantization.",
 )
 
