@@ -13,7 +13,7 @@ their names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +46,7 @@ from thalweg.optim.accumulation import (
     build_loss_normalizer,
     register_loss_scale_hooks,
 )
+from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
@@ -66,12 +67,12 @@ from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
-from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.fsdp2.unused_params import sync_unused_params
-from thalweg.zero.options import build_shard_options, get_model_size
+from thalweg.zero.options import build_precision, build_shard_options, get_model_size
 from thalweg.zero.quantized_params import unwrap_quantized_params
 from thalweg.zero.shard import ShardedModel, shard_model
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -210,7 +211,8 @@ def parallelize(
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
     to_local_name = None if pipeline is None else pipeline.local_param_name
-    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name)
+    link = MomentumLink(sharded.replica_sync, sharded.ledger)
+    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
     managed = None
     if inner is not None:
         group = mesh.get_group() if mesh.size() > 1 else None
@@ -234,7 +236,7 @@ def parallelize(
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every product on CUDA
         torch.use_deterministic_algorithms(True)
-    forward_context = _make_forward_context(config, device, loss_normalizer)
+    forward_context = _make_forward_context(model, config, device, loss_normalizer)
     runner = None
     if pipeline is not None:
         hooks = ForwardHooks(loss_normalizer, forward_context, read_loss_scale)
@@ -369,17 +371,40 @@ def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> 
         unit.compile(**options)
 
 
-def _make_forward_context(config: Config, device: torch.device, loss_normalizer: LossNormalizer) -> ForwardContext:
-    section = config.torch_autocast
-    if not section.enabled:
-        return loss_normalizer.forward_context
+def _make_forward_context(
+    model: nn.Module, config: Config, device: torch.device, loss_normalizer: LossNormalizer
+) -> ForwardContext:
+    section, compute_dtype = config.torch_autocast, build_precision(config).compute_dtype
+    if section.enabled:
+        outer: ForwardContext = partial(torch.autocast, device.type, dtype=parse_dtype(section.dtype))
+    else:
+        buffers = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+        if compute_dtype not in HALF_DTYPES or not buffers:
+            return loss_normalizer.forward_context
+        outer = partial(_blame_fp32_buffers, buffers, dtype_name(compute_dtype))
 
     @contextmanager
-    def autocast_and_count() -> Iterator[None]:
-        with torch.autocast(device.type, dtype=parse_dtype(section.dtype)), loss_normalizer.forward_context():
+    def outer_and_count() -> Iterator[None]:
+        with outer(), loss_normalizer.forward_context():
             yield
 
-    return autocast_and_count
+    return outer_and_count
+
+
+@contextmanager
+def _blame_fp32_buffers(buffers: Sequence[str], compute_dtype: str) -> Iterator[None]:
+    """Parameters compute in 16 bits and buffers stay as the model made them, as angles of rotary embeddings must.  An
+    operator that takes no two dtypes says so, but not where they came from."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "type" in str(error):
+            names = ", ".join(buffers[:4]) + (", ..." if len(buffers) > 4 else "")
+            error.add_note(
+                f"parameters compute in {compute_dtype}, and these buffers are in fp32: {names}. If the operator met "
+                f'one of them, set "data_types": {{"buffer_dtype": "{compute_dtype}"}}, or cast it in forward()'
+            )
+        raise
 
 
 def _make_optimizer(
@@ -389,6 +414,7 @@ def _make_optimizer(
     user_optimizer: Any,
     named_groups: list[dict[str, Any]],
     to_local_name: Callable[[str], str | None] | None,
+    link: MomentumLink,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer over the sharded parameters, or the config's, or None."""
     params_by_name = dict(named_shards(model, remove_duplicate=False))
@@ -418,6 +444,7 @@ def _make_optimizer(
         params.setdefault("state_dtype", "bf16")
     zenflow = ZenFlowPolicy.from_config(config.zero_optimization.zenflow)
     extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "zenflow_policy": zenflow}
+    extras["link"] = link
     return build_optimizer(section.type, groups, params, **extras)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from thalweg.config.errors import ConfigProblem, UnsupportedOption
 from thalweg.config.schema.base import AUTO, Section, get_by_path
+from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS
 from thalweg.config.support import is_under, unsupported_options
 
@@ -207,8 +208,26 @@ RULES = (
     Rule(("optimizer.params.differentiable",), bool, "false; a step on shards has no gradient of its own"),
     Rule(
         ("optimizer.params.amsgrad", "optimizer.type"),
-        lambda on, name: on and name in ("Adagrad", "Lamb"),
+        lambda on, name: on and name in ("Adagrad", "Lamb", *COMPRESSED_OPTIMIZERS),
         "false; the optimiser has no such variant",
+    ),
+    Rule(
+        ("zero_optimization.stage", "optimizer.type"),
+        lambda stage, name: stage == 3 and name in COMPRESSED_OPTIMIZERS,
+        "0, 1 or 2, or another optimizer.type: parameters that are gathered at each use cost more than bits save",
+    ),
+    Rule(
+        ("zero_optimization.offload_optimizer.device", "optimizer.type"),
+        lambda device, name: device == "nvme" and name in COMPRESSED_OPTIMIZERS,
+        '"cpu" or "none", or another optimizer.type: the momentum of all parameters is exchanged at once',
+    ),
+    *(
+        Rule(
+            ("optimizer.type", path),
+            lambda name, size: name in COMPRESSED_OPTIMIZERS and isinstance(size, int) and size > 1,
+            f"another optimiser, or {path} to be 1: only data-parallel ranks exchange momentum in bits",
+        )
+        for path in (*_MODEL_SPLIT_PATHS, "pipeline.stages", "expert_parallel.autoep_size")
     ),
     Rule(
         ("optimizer.type", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),

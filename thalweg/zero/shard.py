@@ -36,7 +36,7 @@ from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.full_state_dict import all_gather_full
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
-from thalweg.zero.meshes import build_mics_mesh, make_layout_fn, single_rank_mesh
+from thalweg.zero.meshes import build_mics_mesh, count_ranks_of_a_host, make_layout_fn, single_rank_mesh
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.storage.base import (
     FSDPStorage,
@@ -64,13 +64,17 @@ AfterReduce = Callable[[str, list[nn.Parameter], bool], None]
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How to shard: stage, dtypes, units, and how gradients are averaged."""
+    """How to shard: stage, dtypes, units, and how gradients are averaged.
+
+    ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them.
+    """
 
     policy: ZeroPolicy
     zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     precision: Precision = field(default_factory=Precision)
     unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
     sum_gradients: bool = False
+    within_hosts: bool = False
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
 
@@ -134,6 +138,7 @@ class ShardedModel:
         self.module, self.options, self.device, self.groups = module, options, device, groups
         self.ledger: CommsLog = collectives.spec.ledger
         self.paging = paging
+        self.replica_sync = collectives.spec.sync
         self.option_messages = collectives.option_messages | get_offload_messages(options.zero, device)
         self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.spec.divisor
         self._world_size = mesh.size()
@@ -379,6 +384,8 @@ def shard_model(
         raise ValueError("the model has no parameters: there is nothing to train")
     zero, sharded = options.zero, options.policy.shards_optimizer_states
     pages_params, mics_size = zero.offload_param.device == "nvme", zero.mics_shard_size
+    if sharded and options.within_hosts and mics_size <= 0:
+        mics_size = count_ranks_of_a_host(mesh, device)
     mics_mesh = build_mics_mesh(mesh, mics_size) if sharded else None
     shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
@@ -451,6 +458,9 @@ def shard_model(
     )
     assert isinstance(model, FSDPModule)
     private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
+    if on_host:
+        for group in groups:
+            group.copy_in_early()
     if collectives.async_reduction is not None and kind == "wire":
         for group, next_group in pairwise(groups):
             group.prefetch(next_group)

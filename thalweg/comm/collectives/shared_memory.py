@@ -229,6 +229,47 @@ class SharedMemoryArena:
             )
 
 
+_ORDER_ROWS = 1 << 10  # as far as the host may run ahead of a peer's
+
+
+class CollectiveOrder:
+    """Notices that the ranks of ``arena`` begin different collectives, without waiting for any of them.
+
+    An accelerator's library waits for ever, or mixes tensors up, and the host is long past that when it does.  So each
+    rank writes what its n-th collective is into row n of a table that its peers see, and looks at theirs: whoever comes
+    to a row second sees that they differ before its own begins.  Who came first waits until the launcher ends it.
+    """
+
+    def __init__(self, arena: SharedMemoryArena) -> None:
+        self._rank, self._count, self._operations = arena.rank, 0, dict[int, str]()
+        shape = (arena.world_size, _ORDER_ROWS)
+        self._table = arena.tensor(arena.reserve(prod(shape) * 8), shape, torch.int64).numpy()
+
+    @staticmethod
+    def num_bytes(world_size: int) -> int:
+        """Bytes of arena that it needs."""
+        return world_size * _ORDER_ROWS * 8 + 64
+
+    def begin(self, operation: str) -> None:
+        """This rank's next collective is ``operation``.
+
+        Raises:
+            CommError: a peer's is another.
+        """
+        tag = hash_name(operation) & 0xFFFFFFFF
+        self._operations[tag] = operation
+        self._count += 1
+        row, entry = self._count % _ORDER_ROWS, self._count % (1 << 31) << 32 | tag
+        self._table[self._rank, row] = entry
+        for rank, peers_entry in enumerate(self._table[:, row].tolist()):
+            if peers_entry != entry and peers_entry >> 32 == entry >> 32:
+                peers_operation = self._operations.get(peers_entry & 0xFFFFFFFF, "a collective of another module")
+                raise CommError(
+                    f"rank {self._rank} is about to begin {operation} while rank {rank} began {peers_operation}: the "
+                    "ranks took different branches. Run the same modules on every rank in each step."
+                )
+
+
 def hash_name(name: str) -> int:
     """A 63-bit tag of a collective's name, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

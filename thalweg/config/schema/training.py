@@ -25,7 +25,6 @@ from thalweg.config.schema.base import (
 )
 from thalweg.config.schema.unsupported import block, ignored_options
 
-_UNBUILT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _EVERY_COLLECTIVE = "the ledger counts every collective"
 
 
@@ -75,9 +74,7 @@ class DataTypes(Section):
 class Optimizer(Section):
     """``params`` hold what the user gave, checked by the table in ``schema/optimizer.py``."""
 
-    type: str = unsupported(
-        ..., "use Adam or Lamb; gradients are then sent uncompressed", on=lambda name: name in _UNBUILT_OPTIMIZERS
-    )
+    type: str
     params: AnyDict = FrozenDict()
     legacy_fusion: bool = ignored(False, "chose between two fused kernels of DeepSpeed")
 
