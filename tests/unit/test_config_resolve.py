@@ -246,9 +246,7 @@ def test_what_huggingface_hands_over() -> None:
     assert AUTO not in str(config.optimizer)
 
 
-SWITCHED_ON_BY_PRESENCE = (
-    "weight_quantization.",
-)
+SWITCHED_ON_BY_PRESENCE = ("weight_quantization.",)
 
 
 @pytest.mark.parametrize("path", [path for path, _ in list_options(Config)])
@@ -418,6 +416,13 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        ({"sparse_attention": {"mode": "bigbird"}, "sequence_parallel_size": 2}, "sparse_attention.mode"),
+        ({"sparse_attention": {"mode": "fixed"}, "compile": {"enabled": True}}, "sparse_attention.mode"),
+        (
+            {"sparse_attention": {"different_layout_per_head": True}, "tensor_parallel": {"autotp_size": 2}},
+            "sparse_attention.different_layout_per_head",
+        ),
+        ({"progressive_layer_drop": {"enabled": True}, "pipeline": {"stages": 2}}, "progressive_layer_drop.enabled"),
         {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}},
         {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 0}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": True}},

@@ -316,7 +316,7 @@ def _from_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TileCall:
     """Some tiles of a group, or one sequence of the batch of them: what the kernels take."""
 
     tiles: Tensor
@@ -328,7 +328,7 @@ class _Part:
 
 def _iter_parts(
     plan: _HeadPlan, shape: torch.Size, kv_heads: int, block: int, modifier: _Modifier | None
-) -> Iterator[tuple[Tensor, Tensor, list[_Part]]]:
+) -> Iterator[tuple[Tensor, Tensor, list[_TileCall]]]:
     """Chunks of tiles, bounded in memory, and the calls that each takes; ``shape``: (B, H, T, D) of the queries."""
     batch, heads, _, width = shape
     for group in plan.groups:
@@ -337,7 +337,7 @@ def _iter_parts(
         hidden = _structure_mask(group, block, plan.tail)
         for tiles, columns in zip(group.tiles.split(at_once), group.columns.split(at_once), strict=True):
             if modifier is None:
-                yield tiles, columns, [_Part(tiles, columns, slice(None), slice(None), hidden)]
+                yield tiles, columns, [_TileCall(tiles, columns, slice(None), slice(None), hidden)]
                 continue
             within = torch.arange(plan.num_rows * block, device=tiles.device)
             rows = tiles[:, None] * plan.num_rows * block + within
@@ -347,7 +347,7 @@ def _iter_parts(
                 tiles,
                 columns,
                 [
-                    _Part(
+                    _TileCall(
                         tiles,
                         columns,
                         slice(b * heads, (b + 1) * heads),
