@@ -353,6 +353,13 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"tiling": {"mlp": 2}, "tensor_parallel": {}, "sequence_parallel_size": 2}, "tiling.mlp"),
     ({"tiling": {"mlp_modules": ["x"]}}, "tiling.mlp_modules"),
+    ({"sparse_attention": {"mode": "bigbird"}, "sequence_parallel_size": 2}, "sparse_attention.mode"),
+    ({"sparse_attention": {"mode": "fixed"}, "compile": {"enabled": True}}, "sparse_attention.mode"),
+    (
+        {"sparse_attention": {"different_layout_per_head": True}, "tensor_parallel": {"autotp_size": 2}},
+        "sparse_attention.different_layout_per_head",
+    ),
+    ({"progressive_layer_drop": {"enabled": True}, "pipeline": {"stages": 2}}, "progressive_layer_drop.enabled"),
     ({"tiling": {"head": "x"}}, "tiling.head"),
     (
         {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0}}},
@@ -416,13 +423,6 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        ({"sparse_attention": {"mode": "bigbird"}, "sequence_parallel_size": 2}, "sparse_attention.mode"),
-        ({"sparse_attention": {"mode": "fixed"}, "compile": {"enabled": True}}, "sparse_attention.mode"),
-        (
-            {"sparse_attention": {"different_layout_per_head": True}, "tensor_parallel": {"autotp_size": 2}},
-            "sparse_attention.different_layout_per_head",
-        ),
-        ({"progressive_layer_drop": {"enabled": True}, "pipeline": {"stages": 2}}, "progressive_layer_drop.enabled"),
         {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}},
         {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 0}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": True}},
