@@ -31,6 +31,7 @@ from typing import Literal
 
 import thalweg
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
+from thalweg.utils.host import read_fields
 from thalweg.utils.versions import python_version_problem, torch_version_problem
 
 _MIB, _GIB = 2**20, 2**30
@@ -127,14 +128,8 @@ def _check_processor() -> CheckResult:
 
 
 def _check_cpu_features() -> CheckResult:
-    flags: set[str] = set()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                flags = set(line.partition(":")[2].split())
-                break
-    except OSError:
-        pass
+    cpu = read_fields("/proc/cpuinfo")
+    flags = set(cpu.get("flags", cpu.get("Features", "")).split())
     found = [flag for flag in _CPU_FLAGS if flag in flags]
     if not found:
         return CheckResult("processor features", "ok", f"{platform.machine()}, nothing known of its vector units")
