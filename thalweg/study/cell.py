@@ -67,7 +67,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def check_memory(spec: dict[str, Any], parameters: int) -> None:
     """Raise MemoryError where the plain weights cannot fit, before the system kills somebody."""
-    from thalweg.plan.spec.cluster import available_host_memory
+    from thalweg.utils.host import available_host_memory
 
     limit = spec["hardware"]["memory"]
     available = available_host_memory() if limit is None else parse_bytes(limit, "memory")
