@@ -3,18 +3,28 @@
 import contextlib
 import gc
 
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
 import torch
 import torch._dynamo
+import torch.distributed.pipelining
 
-import thalweg.engine  # noqa: F401
+# What an engine imports when it is first asked for it.
+import thalweg.engine
+import thalweg.infer.engine.engine
+import thalweg.plan.preflight
+import thalweg.plan.runtime  # noqa: F401
 
 torch.set_num_threads(1)
 with contextlib.suppress(ImportError):  # absent in the smallest installations
     import transformers
 
     # Named, as the package imports what it is asked for.
-    for family in ("GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration"):
-        getattr(transformers, family, None)
+    for name in (
+        *("GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration"),
+        *("BertModel", "BloomModel", "FalconModel", "get_scheduler"),
+    ):
+        getattr(transformers, name, None)
 # What is there now stays: a rank's collector need not look at it, nor touch (and so copy) its pages.
 gc.collect()
 gc.freeze()

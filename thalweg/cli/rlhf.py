@@ -18,7 +18,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, RLHFConfig
+from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, SWITCHES, RLHFConfig
 
 PARSER_OPTIONS = {"allow_abbrev": False}
 
@@ -46,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 float if own in ("kl_target", "dropout") else str if each.default is None else type(each.default)
             )
             how["choices"] = each.metadata["choices"]
-        parser.add_argument(f"--{name}", **how)
-    for name in sorted({*IGNORED, *REFUSED} - {"deepspeed_config"}):
-        parser.add_argument(f"--{name}", nargs="?", const=True, type=_parse_value, help=argparse.SUPPRESS, **unset)
+        # Some of their scripts have dashes.
+        parser.add_argument(f"--{name}", *((f"--{name.replace('_', '-')}",) if name != own else ()), **how)
+    hidden: dict[str, Any] = {"nargs": "?", "const": True, "type": _parse_value, "help": argparse.SUPPRESS, **unset}
+    for name in sorted({*IGNORED, *REFUSED, *SWITCHES} - {"deepspeed_config"}):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", **hidden)
 
 
 def _parse_value(text: str) -> Any:
