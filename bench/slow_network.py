@@ -208,13 +208,16 @@ def draw(run: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), sharey=True)
     for axis, column, label in zip(axes, (0, 1, 2), ("step", "seconds", "MiB sent by a host"), strict=True):
         for name, points in run["curves"].items():
             axis.plot([point[column] for point in points], [point[3] for point in points], label=name)
         axis.set_xlabel(label)
-        axis.set_xscale("log" if column else "linear")
+        if column:
+            axis.set_xscale("log")
+            axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"training loss (mean of {WINDOW} steps)")
     axes[0].legend()
