@@ -621,7 +621,7 @@ def test_what_had_no_gradient_before_the_freeze_does_not_run_away() -> None:
         late = float(step >= 2)
         some.grad, none.grad = torch.tensor([1.0, 1.0, 1.0, late]), torch.full((3,), late)
         optimizer.step()
-    assert 0.9 < float(some[3]) < 1.0 and torch.equal(none, torch.ones(3))
+    assert 0.9 < some[3].item() < 1.0 and torch.equal(none, torch.ones(3))
 
 
 # ---- when the variance is stable ----
