@@ -90,8 +90,8 @@ def _train(rank: int, world: int, cases: dict[str, ParityCase], late: bool) -> d
 
 
 LOSS_TOLERANCE, PARAM_TOLERANCE = 1e-6, 2e-5  # the order in which ranks' gradients are added up
-# Three gradients in 16 bits may cancel.  A device divides each by 3 before it adds them up, so that -1.2e-10 is left of 0,
-# of which Adam, whose eps is 1e-8, makes a step of 1.2e-10 / 1e-8 * lr; a key's bias, whose gradient is noise, goes on.
+# Three gradients in 16 bits may cancel.  A device divides each by 3 before it adds them up, so that -1.2e-10 is left of
+# 0; Adam, whose eps is 1e-8, makes of it a step of 1.2e-2 * lr, and a key's bias, whose gradient is noise, goes on.
 ROUNDED_LOSS_TOLERANCE, ROUNDED_PARAM_TOLERANCE = 5e-5, 2e-2
 
 

@@ -118,6 +118,8 @@ def _fast_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor
         full, rest = row_norms_fn(piece) if isinstance(piece, Tensor) else piece.row_norms
         norms += full
         small += rest
+    # An empty piece adds nothing, but in the order of the sum.
+    small = [rest for rest in small if rest.numel()] or small[: not norms]
     if small:
         norms.append(_fp64_norms(small))
     return torch.cat(norms).double().square().sum()
