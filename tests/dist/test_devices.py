@@ -90,15 +90,23 @@ def _train(rank: int, world: int, cases: dict[str, ParityCase], late: bool) -> d
 
 
 LOSS_TOLERANCE, PARAM_TOLERANCE = 1e-6, 2e-5  # the order in which ranks' gradients are added up
+# Three gradients in 16 bits may cancel.  A device divides each by 3 before it adds them up, so that -1.2e-10 is left of
+# 0; Adam, whose eps is 1e-8, makes of it a step of 1.2e-2 * lr, and a key's bias, whose gradient is noise, goes on.
+ROUNDED_LOSS_TOLERANCE, ROUNDED_PARAM_TOLERANCE = 5e-5, 2e-2
 
 
-def _differences(cases: dict[str, ParityCase], host: dict[str, Outcome], device: dict[str, Outcome]) -> list[str]:
+def _differences(
+    cases: dict[str, ParityCase], host: dict[str, Outcome], device: dict[str, Outcome], world: int = 2
+) -> list[str]:
     found = []
-    for name in cases:
+    for name, case in cases.items():
+        is_rounded = world > 2 and case.dtype != "fp32"
+        loss_tolerance = ROUNDED_LOSS_TOLERANCE if is_rounded else LOSS_TOLERANCE
+        param_tolerance = ROUNDED_PARAM_TOLERANCE if is_rounded else PARAM_TOLERANCE
         (host_losses, host_params), (losses, params) = host[name], device[name]
         loss = max(abs(a - b) for a, b in zip(host_losses, losses, strict=True))
         param = max(float(numpy.abs(a - b).max()) for a, b in zip(host_params, params, strict=True))
-        if not (loss <= LOSS_TOLERANCE and param <= PARAM_TOLERANCE):
+        if not (loss <= loss_tolerance and param <= param_tolerance):
             found.append(f"{name}: losses differ by {loss:.1e}, parameters by {param:.1e}")
     return found
 
@@ -131,7 +139,7 @@ def test_every_tier_on_a_device_trains_as_the_cpu_does(world):
     host = run_ranks(_train, world, cases, False, device="cpu", timeout=600)[0]
     for late in (False, True):
         for outcomes in run_ranks(_train, world, cases, late, device="sim", timeout=900):
-            assert _differences(cases, host, outcomes) == []
+            assert _differences(cases, host, outcomes, world) == []
 
 
 # ---- what the audit of device paths found -----------------------------------------------------------

@@ -118,6 +118,8 @@ def _fast_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor
         full, rest = row_norms_fn(piece) if isinstance(piece, Tensor) else piece.row_norms
         norms += full
         small += rest
+    # An empty piece adds nothing, but in the order of the sum.
+    small = [rest for rest in small if rest.numel()] or small[: not norms]
     if small:
         norms.append(_fp64_norms(small))
     return torch.cat(norms).double().square().sum()
@@ -131,9 +133,9 @@ def _fp64_norms(pieces: Sequence[Tensor]) -> Tensor:
 
 def compute_row_norms(piece: Tensor) -> RowNorms:
     """Return (norms of full rows of ``ROW_LENGTH`` elements, what is left over); on the CPU."""
+    flat = piece.reshape(-1)  # the order of a sum hangs on the shape
     if piece.numel() < 2 * ROW_LENGTH:
-        return [], [upcast_half(piece)]
-    flat = piece.reshape(-1)
+        return [], [upcast_half(flat)]
     full_size = flat.numel() // ROW_LENGTH * ROW_LENGTH
     rest = flat[full_size:]
     return full_row_norms(flat[:full_size]), [upcast_half(rest)] if rest.numel() else []
