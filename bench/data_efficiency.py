@@ -3,11 +3,12 @@
 GPTs of one size learn the bytes of the Python standard library's sources, by the same optimizer and schedule of the
 learning rate, from the same samples in the same order, with several seeds.  What differs:
 
-    full         every token of every sequence in every layer
-    full, 60%    the same with 60% of the steps: what the budget alone comes to
-    curriculum   sequences cut short at first (`curriculum_learning`, fixed_linear), as many steps
-    random-LTD   the layers between first and last see some of the tokens (`random_ltd`), as many steps
-    both         the two together
+    full               every token of every sequence in every layer
+    full, 60%          the same with 60% of the steps: what the budget alone comes to
+    curriculum         sequences cut short at first (`curriculum_learning`, fixed_linear), as many steps
+    curriculum, 1.5 x  shorter for longer (fixed_root, a degree of 1/2), and half as many steps again
+    random-LTD         the layers between first and last see some of the tokens (`random_ltd`), as many steps
+    both               the two together
 
 Held-out loss after the last step is over whole sequences through whole models.  Tokens are those that a layer sees,
 summed over layers, so both ways to save are counted alike; time is of the processor (one thread), which the load of
@@ -53,15 +54,16 @@ def read_text() -> tuple[PackedDataset, PackedDataset]:
     return blocks[0], blocks[1]
 
 
-def features(steps: int) -> dict[str, dict[str, Any]]:
-    """The config of each way to save."""
-    pace = {"total_curriculum_step": int(0.95 * steps), "difficulty_step": 8}
-    curriculum = {
-        "curriculum_learning": {
-            "enabled": True, "min_difficulty": 16, "max_difficulty": T, "schedule_type": "fixed_linear",
-            "schedule_config": pace,
-        }
-    }  # fmt: skip
+def features(steps: int) -> dict[str, tuple[int, dict[str, Any]]]:
+    """The steps of each way, and its config."""
+    longer = 3 * steps // 2
+
+    def curriculum(low: int, kind: str, **pace: Any) -> dict[str, Any]:
+        bounds = {"min_difficulty": low, "max_difficulty": T}
+        schedule = {"schedule_type": kind, "schedule_config": {"difficulty_step": 8, **pace}}
+        return {"curriculum_learning": {"enabled": True, **bounds, **schedule}}
+
+    as_long = curriculum(16, "fixed_linear", total_curriculum_step=int(0.95 * steps))
 
     def routing(low: int, high: int) -> dict[str, Any]:
         schedule = {"min_value": low, "max_value": high, "schedule_config": {"require_steps": steps, "seq_per_step": 8}}
@@ -69,18 +71,18 @@ def features(steps: int) -> dict[str, dict[str, Any]]:
         return {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}}
 
     return {
-        "full": {},
-        "full, 60%": {},
-        "curriculum": curriculum,
-        "random-LTD": routing(16, 88),
-        "both": {**curriculum, **routing(64, T)},
+        "full": (steps, {}),
+        "full, 60%": (int(BUDGET * steps), {}),
+        "curriculum": (steps, as_long),
+        "curriculum, 1.5 x": (longer, curriculum(8, "fixed_root", total_curriculum_step=longer, root_degree=0.5)),
+        "random-LTD": (steps, routing(16, 88)),
+        "both": (steps, {**as_long, **routing(64, T)}),
     }
 
 
 def train(case: str, seed: int, steps: int, lr: float, text: tuple[PackedDataset, PackedDataset]) -> dict[str, Any]:
     """One run: its tokens, seconds and held-out loss."""
-    own = features(steps)[case]
-    steps = int(BUDGET * steps) if case == "full, 60%" else steps
+    steps, own = features(steps)[case]
     torch.manual_seed(seed)
     model = GPT(GPTConfig(vocab_size=256, n_layer=LAYERS, n_head=4, n_embd=64, block_size=T))
     num_seen = 0

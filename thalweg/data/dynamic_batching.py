@@ -136,7 +136,8 @@ def pad_collate(samples: list[Any]) -> Any:
 class BatchSizeLR(StepListener):
     """Sets the rate of a window to ``lr (samples / base_batch_size)``, or its square root, until its step is over.
 
-    The rate of the optimizer, or of its schedule, is that of ``base_batch_size`` samples.
+    The rate of the optimizer, or of its schedule, is that of ``base_batch_size`` samples.  The batch is the loader's
+    last, so a loop that reads ahead of its steps has the rate of what it has read.
     """
 
     def __init__(self, loader: Any, optimizer: Any, base_batch_size: int, method: str) -> None:

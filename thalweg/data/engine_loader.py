@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from thalweg.config import Config
 from thalweg.config.schema.base import AUTO, replace_by_path
@@ -105,7 +105,8 @@ def _build_efficient_loader(
     sampling, dynamic = section.data_sampling, section.dynamic_batching
     options: dict[str, Any] = {"num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory}
     if isinstance(data, DataLoader):
-        options, collate_fn, data = get_dataloader_options(data), collate_fn or data.collate_fn, data.dataset
+        own_collate = None if data.collate_fn is default_collate else data.collate_fn
+        options, collate_fn, data = get_dataloader_options(data), collate_fn or own_collate, data.dataset
     if is_iterable_dataset(data):
         raise ValueError("data_efficiency.data_sampling chooses samples by number: give a dataset with a length")
     ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": section.seed}

@@ -103,8 +103,9 @@ def apply_curriculum_seqlen(
     schedules = {
         name: CurriculumScheduler(metric) for name, metric in metrics if metric.clustering_type == "single_cluster"
     }
-    if config.curriculum_learning.enabled:
-        schedules["seqlen"] = CurriculumScheduler(config.curriculum_learning)
+    older = config.curriculum_learning
+    if older.enabled:
+        schedules[older.curriculum_type] = CurriculumScheduler(older)
     if not schedules:
         return {}
     inner = type(model).forward

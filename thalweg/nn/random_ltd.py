@@ -76,6 +76,7 @@ def apply_random_ltd(model: nn.Module, config: DataEfficiency, dp_rank: int, glo
     section = config.random_ltd
     if section is None:
         return
+    assert section.random_ltd_layer_num in (None, len(section.random_ltd_layer_id))
     layers = find_layers(model, "random_ltd")
     wrong = [number for number in section.random_ltd_layer_id if number >= len(layers)]
     if wrong or section.total_layer_num not in (None, len(layers)):
