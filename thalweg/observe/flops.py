@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from thalweg.utils.host import resident_bytes
+from thalweg.utils.procfs import resident_bytes
 
 
 class _ModelSize(Protocol):
