@@ -17,7 +17,7 @@ from torch.utils._triton import has_triton
 
 from thalweg.device import communication_backend, current_accelerator, pick_device
 from thalweg.utils.env import read_rank_info
-from thalweg.utils.host import resident_bytes
+from thalweg.utils.procfs import resident_bytes
 
 
 class Accelerator:

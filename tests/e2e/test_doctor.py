@@ -16,7 +16,7 @@ import pytest
 import thalweg
 from thalweg.cli import available_commands, doctor, main
 from thalweg.ops import cpu_kernels
-from thalweg.utils import host
+from thalweg.utils import procfs
 
 THALWEG = [sys.executable, "-m", "thalweg"]
 
@@ -60,8 +60,8 @@ def test_doctor_sees_the_environment(monkeypatch: pytest.MonkeyPatch, environ: d
 def test_doctor_sees_what_a_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a limit what is used counts, and of nested ones the tightest, as the plan counts them."""
     limits = [(64 << 30, 1 << 30)]
-    monkeypatch.setattr(host, "_cgroup_limits", lambda: limits)
-    monkeypatch.setattr(host, "read_fields", lambda path: {"MemAvailable": f"{32 << 20} kB"})
+    monkeypatch.setattr(procfs, "_cgroup_limits", lambda: limits)
+    monkeypatch.setattr(procfs, "read_fields", lambda path: {"MemAvailable": f"{32 << 20} kB"})
     assert doctor._check_memory().status == "ok"
     limits.append((4 << 30, 3 << 30))
     found = doctor._check_memory()

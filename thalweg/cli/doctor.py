@@ -31,7 +31,7 @@ from typing import Literal
 
 import thalweg
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
-from thalweg.utils.host import available_host_memory, read_fields
+from thalweg.utils.procfs import available_host_memory, read_fields
 from thalweg.utils.versions import python_version_problem, torch_version_problem
 
 _MIB, _GIB = 2**20, 2**30

@@ -20,7 +20,7 @@ def main(folder: Path) -> int:
     from thalweg.plan.inputs.input_spec import infer_input_spec
     from thalweg.plan.inputs.model_loader import build_cpu_model
     from thalweg.plan.trace.step import scalar_loss
-    from thalweg.utils.host import resident_bytes
+    from thalweg.utils.procfs import resident_bytes
 
     job = json.loads((folder / "job.json").read_text())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from thalweg.utils.host import boot_id
+from thalweg.utils.procfs import boot_id
 
 LinkBytes = tuple[int, int]  # bytes that leave this rank: to ranks of its own host, to other hosts
 

@@ -32,8 +32,8 @@ from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_t
 from thalweg.plan.trace.fake_groups import supports_tp
 from thalweg.plan.trace.step import trace_step
 from thalweg.utils.formatting import format_bytes
-from thalweg.utils.host import resident_bytes
 from thalweg.utils.log import get_logger
+from thalweg.utils.procfs import resident_bytes
 from thalweg.zero.options import build_shard_options, get_model_size
 
 _log = get_logger(__name__)

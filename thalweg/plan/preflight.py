@@ -38,8 +38,8 @@ from thalweg.plan.search.search import suggest
 from thalweg.plan.spec.run_spec import RunSpec, get_tp_size, run_spec_from_config, unmodelled_options, with_optimizer
 from thalweg.plan.trace.step import build_param_specs, resident_params, shard_bytes
 from thalweg.utils.formatting import format_bytes
-from thalweg.utils.host import resident_bytes
 from thalweg.utils.log import get_logger
+from thalweg.utils.procfs import resident_bytes
 from thalweg.zero.options import build_shard_options, get_model_size
 from thalweg.zero.storage.nvme import shards_on_host
 

@@ -23,8 +23,8 @@ from thalweg.plan.spec.config_changes import choose_max_in_cpu
 from thalweg.plan.spec.devices import library_bytes, local_device
 from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
 from thalweg.utils.formatting import parse_bytes
-from thalweg.utils.host import available_host_memory, resident_bytes
 from thalweg.utils.log import get_logger
+from thalweg.utils.procfs import available_host_memory, resident_bytes
 
 _log = get_logger(__name__)
 _RESIDENT_REASON = "an eighth of this host's memory"

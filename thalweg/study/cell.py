@@ -20,8 +20,8 @@ from typing import Any
 
 from thalweg.study.prepare import load_tokenizer, read_json, write_json
 from thalweg.utils.formatting import format_bytes, parse_bytes
-from thalweg.utils.host import resident_bytes
 from thalweg.utils.log import enable_console
+from thalweg.utils.procfs import resident_bytes
 
 
 def run_cell(spec_path: str) -> None:
@@ -67,7 +67,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def check_memory(spec: dict[str, Any], parameters: int) -> None:
     """Raise MemoryError where the plain weights cannot fit, before the system kills somebody."""
-    from thalweg.utils.host import available_host_memory
+    from thalweg.utils.procfs import available_host_memory
 
     limit = spec["hardware"]["memory"]
     available = available_host_memory() if limit is None else parse_bytes(limit, "memory")

@@ -38,7 +38,7 @@ from thalweg.study.config import (
     slug,
 )
 from thalweg.study.prepare import read_json, write_json
-from thalweg.utils.host import read_fields
+from thalweg.utils.procfs import read_fields
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch.distributed import (
 )
 
 from thalweg.utils.env import RankInfo, get_launcher_variables
-from thalweg.utils.host import boot_id
+from thalweg.utils.procfs import boot_id
 
 _READ_TIMEOUT = 5.0  # seconds in which the others read what the first process found
 _WAIT_SLICE = 0.5  # seconds; torch waits in C++, where no signal is heard

@@ -48,7 +48,7 @@ from thalweg.plan.spec.cluster import local_cluster
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
-from thalweg.utils.host import available_host_memory
+from thalweg.utils.procfs import available_host_memory
 
 _RING_SIZES = (4, 3, 2)
 _SAMPLED_OUTPUTS = 32  # of each layer of a file that is found; whole panels

@@ -29,7 +29,7 @@ import torch
 
 from thalweg.ops.linear.autotune import benchmark_kernels, select_fastest
 from thalweg.ops.linear.kernels import JIT_FALLBACKS, KERNELS, is_usable
-from thalweg.utils.host import read_fields
+from thalweg.utils.procfs import read_fields
 
 BenchmarkFn = Callable[[str, torch.dtype, int, int, int], dict[str, float]]
 

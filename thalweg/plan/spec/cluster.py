@@ -17,7 +17,7 @@ from thalweg.ops.linear.kernels import KERNELS, REFERENCE, is_usable
 from thalweg.plan.spec.devices import Device, get_device, local_device
 from thalweg.plan.spec.run_spec import RankTopology
 from thalweg.utils.formatting import parse_bytes
-from thalweg.utils.host import available_host_memory
+from thalweg.utils.procfs import available_host_memory
 
 
 @dataclass(frozen=True)
