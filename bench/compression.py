@@ -1,6 +1,6 @@
 """Accuracy, size and speed of compressed classifiers, on real text, of a model that is trained here.
 
-A byte-level BERT learns which module of the standard library a line is from; held-out lines are then classified by
+A small BERT learns which module of the standard library a line is from; held-out lines are then classified by
 what compression makes of it.  Lines that occur twice are left out, so that none is both learnt and asked.  Two
 controls must lose: weights of two bits without training, and half of the weights taken by chance.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 import sys
 import sysconfig
 import tempfile
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from _peers import ROOT
 from _report import add_output_options, format_machine, make_result, markdown_table, write_result
@@ -34,12 +36,13 @@ from thalweg.compression.layers import keep_largest
 from thalweg.compression.quantize import fake_quantize
 from thalweg.infer.quantization.zeroquant import save_quantized, zeroquant
 
-LENGTH = 64
+LENGTH, VOCABULARY = 24, 1024
 _LAYERS = ["self.query", "self.key", "self.value", "dense"]
 
 
 def lines(num_modules: int) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Lines of the largest modules as bytes (N, 64), 0 where they end, and their modules: to learn, and every fifth."""
+    """Lines of the largest modules as hashed words (N, 24), 0 where they end, and their modules: to learn, and every
+    fifth."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"), key=lambda f: -f.stat().st_size)[:num_modules]
     texts = [[line.strip() for line in file.read_text(errors="ignore").splitlines()] for file in files]
     seen = Counter(line for text in texts for line in text)
@@ -48,18 +51,19 @@ def lines(num_modules: int) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[to
     for label, text in enumerate(texts):
         kept = [line for line in text if len(line) >= 20 and seen[line] == 1]
         for number, line in enumerate(kept):
-            codes = [min(b, 127) for b in line.encode()[:LENGTH]]
+            words = re.findall(r"\w+|[^\w\s]", line)[:LENGTH]
+            codes = [1 + crc32(word.encode()) % (VOCABULARY - 1) for word in words]
             (held if number % 5 == 0 else learn).append((codes + [0] * (LENGTH - len(codes)), label))
     return tuple((torch.tensor([x for x, _ in part]), torch.tensor([y for _, y in part])) for part in (learn, held))  # type: ignore[return-value]
 
 
 def build(width: int, layers: int, num_modules: int) -> Any:
-    """A BERT over bytes."""
+    """A BERT over hashed words."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 32}
-    config = BertConfig(vocab_size=128, intermediate_size=4 * width, max_position_embeddings=LENGTH, **sizes,
+    config = BertConfig(vocab_size=VOCABULARY, intermediate_size=4 * width, max_position_embeddings=LENGTH, **sizes,
                         num_labels=num_modules, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)  # fmt: skip
     return BertForSequenceClassification(config)
 
@@ -150,6 +154,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     add("int8 after training", zeroquant(copy.deepcopy(whole)), size(whole, 8))
     add("int4 in groups of 32 after training",
         zeroquant(copy.deepcopy(whole), 4, 32, quantize_activations=False), size(whole, 4, 32))  # fmt: skip
+    engine = train(copy.deepcopy(whole), learn, args.tune_steps, 3e-4, {})
+    add("fp32, trained as long", copy.deepcopy(engine.module), table[0][3])
+    engine.close()
     for name, section in configs(args.width).items():
         config = {"compression_training": section}
         engine = train(init_compression(copy.deepcopy(whole), config), learn, args.tune_steps, 3e-4, config)
@@ -188,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "\n".join([
         "# Compression", "",
         f"{found['date']}, commit {found['commit']}, {format_machine(found['machine'])}.", "",
-        f"A byte-level BERT of {found['parameters']:,} parameters tells which of {found['modules']} modules a line is"
+        f"A BERT of {found['parameters']:,} parameters tells which of {found['modules']} modules a line is"
         f" from: {found['steps'][0]} steps of 64 of {found['learnt']:,} lines, {found['steps'][1]} more to compress;"
         f" {found['held']:,} other lines are asked. ms of a batch of 64 on {args.threads} thread(s), the least of all."
         " Weights that are zero are stored as zeros.", "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,17 @@ from thalweg.compression.schedule import CompressionSchedule
 from thalweg.optim.accumulation import StepResult
 
 REUSE_RANKS = True
-LR = 0.3
+LR = 0.05
+
+
+def strong_gpt(seed: int = 0) -> nn.Module:
+    """A GPT whose blocks' weights are so large that what is done to them shows in the loss."""
+    model = tiny_gpt(seed)
+    with torch.no_grad():
+        for param in model.blocks.parameters():
+            if param.dim() == 2:
+                param.mul_(8)
+    return model
 
 
 def everything() -> dict[str, Any]:
@@ -50,7 +59,7 @@ def _settings(stage: int, **more: Any) -> dict[str, Any]:
 
 def _run_plain(steps: int, world: int, config: dict[str, Any]) -> tuple[list[float], nn.Module]:
     """One process: the whole batch, torch's SGD, the schedule told by hand."""
-    model = init_compression(tiny_gpt(), config)
+    model = init_compression(strong_gpt(), config)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     schedule, losses = CompressionSchedule(iter_compressed(model), None, None), []
     for step in range(steps):
@@ -81,18 +90,18 @@ def _stages_as_one_process(rank: int, world: int, stages: list[int]) -> None:
     want, plain = _run_plain(steps, world, everything())
     control, _ = _run_plain(steps, world, technique("sparse_pruning", ["down$"], {"dense_ratio": 0.5}, method="topk"))
     assert max(abs(a - b) for a, b in zip(want, control, strict=True)) > 1e-3
-    smaller, batch = redundancy_clean(copy.deepcopy(plain), None), make_batch(0, 2)
-    expected = smaller(*batch)
+    expected = dict(redundancy_clean(plain).named_parameters())
     for stage in stages:
-        engine, *_ = thalweg.initialize(model=tiny_gpt(), config=_settings(stage))
+        engine, *_ = thalweg.initialize(model=strong_gpt(), config=_settings(stage))
         assert _train(engine, range(steps), rank, world) == pytest.approx(want, abs=2e-5), stage
         cleaned = redundancy_clean(engine, engine.config)
-        assert {n: p.shape for n, p in cleaned.named_parameters()} == {
-            n: p.shape for n, p in smaller.named_parameters()
-        }
-        assert cleaned.blocks[0].up.weight.shape == (48, 24) and type(cleaned.blocks[0].up) is nn.Linear
-        torch.testing.assert_close(cleaned(*batch), expected, atol=2e-4, rtol=0)
-        assert abs(float(cleaned(*batch) - tiny_gpt()(*batch))) > 1e-2
+        assert type(cleaned.blocks[0].up) is nn.Linear and cleaned.blocks[0].up is not engine.module.blocks[0].up
+        parameters = dict(cleaned.named_parameters())
+        assert parameters.keys() == expected.keys()
+        for name, param in parameters.items():
+            assert float((param - expected[name]).abs().mean()) < 1e-5, (stage, name)
+        up = cleaned.blocks[0].up.weight
+        assert int((up.abs().sum(1) == 0).sum()) == 48 and len(up[up.abs().sum(1) > 0].unique()) < 2**4
         _train(engine, range(1), rank, world)  # the engine is still in training
         engine.close()
 
@@ -105,12 +114,12 @@ def test_two_ranks_are_one_process_and_give_a_plain_model(stages: list[int]) -> 
 def _resume(rank: int, world: int, folder: str, other: int) -> None:
     import thalweg
 
-    straight, *_ = thalweg.initialize(model=tiny_gpt(), config=_settings(3))
+    straight, *_ = thalweg.initialize(model=strong_gpt(), config=_settings(3))
     _train(straight, range(3), rank, world)
     straight.save_checkpoint(folder)
     want = _train(straight, range(3, 6), rank, world)
     for stage, exact in ((3, True), (other, False)):
-        resumed, *_ = thalweg.initialize(model=tiny_gpt(seed=1), config=_settings(stage))
+        resumed, *_ = thalweg.initialize(model=strong_gpt(seed=1), config=_settings(stage))
         resumed.load_checkpoint(folder)
         got = _train(resumed, range(3, 6), rank, world)
         assert got == want if exact else got == pytest.approx(want, abs=2e-5)
@@ -142,7 +151,7 @@ def _moq(rank: int, world: int, stages: list[int]) -> None:
     for stage in stages:
         config = _settings(stage, quantize_training=moq)
         del config["compression_training"]
-        engine, *_ = thalweg.initialize(model=tiny_gpt(), config=config)
+        engine, *_ = thalweg.initialize(model=strong_gpt(), config=config)
         losses = _train(engine, range(3), rank, world)
         state = {n: (c.compression.bits, c.compression.next_switch) for n, c in iter_compressed(engine.module).items()}
         found.append((losses, state))
@@ -162,7 +171,7 @@ def test_moq_with_eigenvalues_is_the_same_at_every_stage(stages: list[int]) -> N
 def _listed_too_early(rank: int, world: int) -> None:
     import thalweg
 
-    model = tiny_gpt()
+    model = strong_gpt()
     with pytest.raises(ValueError, match="init_compression"):
         thalweg.initialize(model=model, config=_settings(0), model_parameters=model.parameters())
 

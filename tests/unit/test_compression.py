@@ -406,3 +406,66 @@ def test_power_iteration_finds_the_known_eigenvalues_and_sets_the_periods() -> N
     periods = [layer.compression.next_switch for layer in iter_compressed(model).values()]
     assert periods == [2 * 2 * (1 + math.floor(4 * c / 5)) for c in model.curvature] == [4, 20, 8]
     assert all(param.grad is None for param in model.parameters())
+
+
+# Old configs
+
+
+def test_a_config_of_deepspeed_0_9_works_unchanged() -> None:
+    """The keys of XTC's recipe for BERT, as its tutorial has them; every one is known, and what is on acts."""
+    shared = {
+        "enabled": True, "quantizer_kernel": False, "schedule_offset": 0, "quantize_groups": 1,
+        "quantize_verbose": False, "quantization_type": "symmetric", "quantize_weight_in_forward": True,
+        "rounding": "nearest", "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.001},
+    }  # fmt: skip
+    off = {"shared_parameters": {"enabled": False, "schedule_offset": 1000, "method": "topk"}}
+    modules = ["attention.self", "intermediate", "word_embeddings", "output.dense", "pooler.dense"]
+    params = {"start_bits": 2, "target_bits": 2, "quantization_period": 0}
+    tree = {
+        "train_batch_size": 1,
+        "compression_training": {
+            "layer_reduction": {
+                "enabled": True, "keep_number_layer": 1, "module_name_prefix": "bert.encoder.layer",
+                "teacher_layer": [1], "other_module_name": ["bert.pooler", "bert.embeddings", "classifier"],
+            },
+            "weight_quantization": {
+                "shared_parameters": shared, "different_groups": {"wq1": {"params": params, "modules": modules}},
+            },
+            "activation_quantization": {
+                "shared_parameters": {
+                    "enabled": True, "quantization_type": "asymmetric", "range_calibration": "dynamic",
+                    "schedule_offset": 0,
+                },
+                "different_groups": {"aq1": {"params": {"bits": 8}, "modules": ["attention.self", "intermediate"]}},
+            },
+            **dict.fromkeys(("sparse_pruning", "row_pruning", "channel_pruning"), {**off, "different_groups": {}}),
+            "head_pruning": {"shared_parameters": {**off["shared_parameters"], "num_heads": 12}},
+        },
+    }  # fmt: skip
+    student = init_compression(_bert(), tree, teacher_model=_bert())
+    layers = iter_compressed(student)
+    assert len(layers) == 8 and "bert.embeddings.word_embeddings" in layers and student.config.num_hidden_layers == 1
+    query = student.bert.encoder.layer[0].attention.self.query
+    plain = redundancy_clean(student, tree)
+    assert len(query.weight.unique()) == 3 and len(plain.bert.embeddings.word_embeddings.weight[5].unique()) <= 3
+
+
+@pytest.mark.parametrize("axis", [{"tensor_parallel": {"autotp_size": 2}}, {"pipeline": {"stages": 2}}])
+def test_split_layers_are_refused_by_the_config(axis: dict[str, Any]) -> None:
+    moq = {"quantize_training": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r"quantize_training\.enabled"):
+        load({"train_batch_size": 8, **axis, **moq})
+    load({"train_batch_size": 8, **axis})
+    load({"train_batch_size": 8, **moq})
+
+
+def test_the_names_that_programs_import_from_deepspeed_are_there() -> None:
+    import importlib
+
+    from thalweg.compat.deepspeed.surface import SURFACE
+
+    for place in ("deepspeed.compression.compress", "deepspeed.compression.helper"):
+        for name, target in SURFACE[place].items():
+            assert isinstance(target, str)
+            module, _, attribute = target.partition(":")
+            assert callable(getattr(importlib.import_module(module), attribute)), name

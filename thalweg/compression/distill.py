@@ -30,8 +30,8 @@ def init_student(student: nn.Module, teacher: nn.Module | None, section: Any) ->
     if not prefix or not chosen or count != len(chosen):
         raise ValueError(
             f"compression_training.layer_reduction: keep_number_layer is {section.keep_number_layer}, "
-            f"module_name_prefix {prefix!r}, teacher_layer {chosen}: name the list of layers, and a teacher's layer for "
-            "each that is kept"
+            f"module_name_prefix {prefix!r}, teacher_layer {chosen}: name the list of layers, and a teacher's "
+            "layer for each that is kept"
         )
     layers = _get_layers(student, prefix)
     if teacher is None:
