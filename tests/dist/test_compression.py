@@ -95,12 +95,15 @@ def _stages_as_one_process(rank: int, world: int, stages: list[int]) -> None:
         engine, *_ = thalweg.initialize(model=strong_gpt(), config=_settings(stage))
         assert _train(engine, range(steps), rank, world) == pytest.approx(want, abs=2e-5), stage
         cleaned = redundancy_clean(engine, engine.config)
-        assert type(cleaned.blocks[0].up) is nn.Linear and cleaned.blocks[0].up is not engine.module.blocks[0].up
+        assert (
+            type(cleaned.blocks[0].mlp.up) is nn.Linear
+            and cleaned.blocks[0].mlp.up is not engine.module.blocks[0].mlp.up
+        )
         parameters = dict(cleaned.named_parameters())
         assert parameters.keys() == expected.keys()
         for name, param in parameters.items():
             assert float((param - expected[name]).abs().mean()) < 1e-5, (stage, name)
-        up = cleaned.blocks[0].up.weight
+        up = cleaned.blocks[0].mlp.up.weight
         assert int((up.abs().sum(1) == 0).sum()) == 48 and len(up[up.abs().sum(1) > 0].unique()) < 2**4
         _train(engine, range(1), rank, world)  # the engine is still in training
         engine.close()

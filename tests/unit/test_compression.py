@@ -438,7 +438,7 @@ def test_a_config_of_deepspeed_0_9_works_unchanged() -> None:
                 },
                 "different_groups": {"aq1": {"params": {"bits": 8}, "modules": ["attention.self", "intermediate"]}},
             },
-            **dict.fromkeys(("sparse_pruning", "row_pruning", "channel_pruning"), {**off, "different_groups": {}}),
+            **{name: {**off, "different_groups": {}} for name in ("sparse_pruning", "row_pruning", "channel_pruning")},
             "head_pruning": {"shared_parameters": {**off["shared_parameters"], "num_heads": 12}},
         },
     }  # fmt: skip
