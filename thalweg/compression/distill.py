@@ -79,10 +79,10 @@ def _keep_layers(model: nn.Module, layers: nn.ModuleList, kept: list[nn.Module])
     layers._modules.clear()
     layers.extend(kept)
     for index, layer in enumerate(kept):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = index  # a KV cache asks for it
-    config = getattr(model, "config", None)
+        numbered: list[Any] = [module for module in layer.modules() if hasattr(module, "layer_idx")]
+        for module in numbered:
+            module.layer_idx = index  # a KV cache asks for it
+    config: Any = getattr(model, "config", None)
     if getattr(config, "num_hidden_layers", None) == count:
         config.num_hidden_layers = len(kept)
         if getattr(config, "layer_types", None):

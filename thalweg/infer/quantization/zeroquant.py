@@ -31,6 +31,10 @@ _PACKED_GROUP_SIZE = 32
 class GroupwiseLinear(nn.Module):
     """A linear layer of int8 codes with a scale for each group of inputs; its rows are quantised one by one."""
 
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
     def __init__(self, layer: nn.Module, bits: int, group_size: int, quantize_activations: bool) -> None:
         super().__init__()
         rows = get_rows(layer)
@@ -137,7 +141,8 @@ def _iter_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Any]]
     head = None if get_head is None else get_head()
     for prefix, owner in model.named_modules():
         for key, child in owner.named_children():
-            wide = isinstance(getattr(child, "weight", None), Tensor) and min(child.weight.shape) >= _MIN_FEATURES
+            weight = getattr(child, "weight", None)
+            wide = isinstance(weight, Tensor) and min(weight.shape) >= _MIN_FEATURES
             if wide and child is not head and (type(child) is nn.Linear or type(child).__name__ == "Conv1D"):
                 yield owner, key, f"{prefix}.{key}".lstrip("."), child
 
