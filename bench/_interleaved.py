@@ -7,6 +7,9 @@ rotates.  Where not all of them fit into memory they meet in several batches, an
     ratio = (theirs / anchor in their batch) / (ours / anchor in our batch)
 
 each a median over rounds, so a slow minute of the machine falls on both sides of every quotient.
+
+On an accelerator nobody else computes on, each is a batch by itself: its memory is for one, and what another left
+there would change what the allocator does.
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ class InterleavedRun:
             raise
         for group in groups.values():
             group.stop()
-        self.anchors.append(outcomes[self.anchor])
+        self.anchors.append(outcomes.get(self.anchor) or self.outcomes[self.anchor])
         for name, outcome in outcomes.items():
             self.outcomes.setdefault(name, outcome)
 
@@ -197,8 +200,6 @@ _MEMORY_FACTOR = {"ddp": 6.0, "fsdp2": 7.0, "deepspeed": 9.0, "thalweg": 6.0}
 
 def estimate_mib(name: str, job: Job, world: int) -> float:
     """Return a guess of the resident MiB of all ranks of a contestant."""
-    if job.device != "cpu":
-        return 0.0
     embedding = job.vocabulary * job.width * (1 if job.tied else 2)
     parameters = 4 * (embedding + 12 * job.layers * job.width**2) / 2**20
     logits = 4 * job.micro_batch * job.sequence * job.vocabulary / 2**20
@@ -216,7 +217,9 @@ def available_mib() -> float:
 def split_into_batches(
     names: Sequence[str], anchor: str, job: Job, world: int, budget_mib: float | None = None
 ) -> list[list[str]]:
-    """Split the contestants, in order, into batches that fit; the anchor leads each of them."""
+    """Split the contestants, in order, into batches that fit; the anchor leads each of them, or the run alone."""
+    if job.device != "cpu":
+        return [[name] for name in [anchor, *names]]
     budget = 0.85 * available_mib() if budget_mib is None else budget_mib
     batches: list[list[str]] = []
     used = 0.0

@@ -1,7 +1,7 @@
 """One GPU: MFU of a Llama-shaped 1B model in bf16, Thalweg's engine against a raw FSDP2 loop.
 
 Both train the same model (`_llama.py`: 22 layers x 2,048, 1.1B parameters, sequence 2,048) with fp32
-master weights, bf16 compute and fused AdamW, in processes of their own that take turns on the GPU.  MFU is
+master weights, bf16 compute and fused AdamW, in processes of their own, one on the GPU at a time.  MFU is
 the model's arithmetic (6 operations a weight and token, and attention; `_llama.flops_per_token`) over the
 data sheet's dense bf16 peak; `share_of_matmul` is the same over what a large bf16 matrix product reaches on
 this very GPU.  Needs CUDA, and nothing but torch and Thalweg.

@@ -137,6 +137,17 @@ def retain_freed_memory() -> bool:
     return _mallopt((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES))
 
 
+def request_huge_pages() -> None:
+    """Let torch ask Linux for huge pages for tensors of 2 MiB and more in host memory.
+
+    A step that gives its large blocks back (:func:`release_large_blocks`) meets a page fault for each 4 KiB of them
+    otherwise.  Torch reads the wish when it makes its first tensor, after which this comes too late; ``thalweg run``
+    starts its ranks with it.
+    """
+    if sys.platform == "linux":
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 def release_large_blocks() -> bool:
     """Let glibc take large blocks from the kernel and give each back when it is freed; True if it did.
 

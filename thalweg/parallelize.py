@@ -1,7 +1,7 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    compress -> split layers -> cut into stages -> recompute activations -> pick CPU kernels -> tile -> compile
-    -> shard -> optimizer -> schedule
+    compress -> split layers -> cut into stages -> sparse attention -> recompute activations -> drop layers
+    -> route tokens -> pick CPU kernels -> tile -> compile -> shard -> optimizer -> schedule
 
 The order matters.  Compressing comes first, as it may add parameters; then splitting: what follows sees a plain,
 smaller model.
@@ -14,7 +14,7 @@ their names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,11 @@ from thalweg.compression.schedule import setup_compression
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache, synchronize
+from thalweg.nn.curriculum import CurriculumScheduler, apply_curriculum_seqlen
+from thalweg.nn.layer_drop import apply_progressive_layer_drop
 from thalweg.nn.moe.layer import MoE
+from thalweg.nn.random_ltd import apply_random_ltd
+from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.recorder import build_recorder
@@ -46,6 +50,7 @@ from thalweg.optim.accumulation import (
     build_loss_normalizer,
     register_loss_scale_hooks,
 )
+from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
@@ -66,12 +71,12 @@ from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
-from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.fsdp2.unused_params import sync_unused_params
-from thalweg.zero.options import build_shard_options, get_model_size
+from thalweg.zero.options import build_precision, build_shard_options, get_model_size
 from thalweg.zero.quantized_params import unwrap_quantized_params
 from thalweg.zero.shard import ShardedModel, shard_model
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -99,6 +104,7 @@ class Components:
     device: torch.device
     runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
+    curricula: dict[str, CurriculumScheduler] = field(default_factory=dict)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -193,7 +199,20 @@ def parallelize(
     expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
     _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
     units = find_units(model, options.unit_policy)
+    apply_sparse_attention(model, config.sparse_attention, blocks)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
+    window = AccumulationWindow(
+        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
+    )
+    apply_progressive_layer_drop(model, config.progressive_layer_drop, config.seed, lambda: window.num_steps)
+    apply_random_ltd(
+        model,
+        config.data_efficiency.random_ltd,
+        config.data_efficiency.seed,
+        meshes.dp.get_local_rank(),
+        lambda: window.num_steps,
+    )
+    curricula = apply_curriculum_seqlen(model, config, lambda: window.num_steps)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
@@ -203,15 +222,13 @@ def parallelize(
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)
-    window = AccumulationWindow(
-        config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
-    )
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
     to_local_name = None if pipeline is None else pipeline.local_param_name
-    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name)
+    link = MomentumLink(sharded.replica_sync, sharded.ledger)
+    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
     managed = None
     if inner is not None:
         peers = None if pipeline is None else pipeline.tied_weights()
@@ -236,7 +253,7 @@ def parallelize(
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every product on CUDA
         torch.use_deterministic_algorithms(True)
-    forward_context = _make_forward_context(config, device, loss_normalizer)
+    forward_context = _make_forward_context(model, config, device, loss_normalizer)
     runner = None
     if pipeline is not None:
         hooks = ForwardHooks(loss_normalizer, forward_context, read_loss_scale)
@@ -260,6 +277,7 @@ def parallelize(
         meshes=meshes,
         device=device,
         runner=runner,
+        curricula=curricula,
         param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
     )
 
@@ -371,17 +389,40 @@ def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> 
         unit.compile(**options)
 
 
-def _make_forward_context(config: Config, device: torch.device, loss_normalizer: LossNormalizer) -> ForwardContext:
-    section = config.torch_autocast
-    if not section.enabled:
-        return loss_normalizer.forward_context
+def _make_forward_context(
+    model: nn.Module, config: Config, device: torch.device, loss_normalizer: LossNormalizer
+) -> ForwardContext:
+    section, compute_dtype = config.torch_autocast, build_precision(config).compute_dtype
+    if section.enabled:
+        outer: ForwardContext = partial(torch.autocast, device.type, dtype=parse_dtype(section.dtype))
+    else:
+        buffers = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+        if compute_dtype not in HALF_DTYPES or not buffers:
+            return loss_normalizer.forward_context
+        outer = partial(_blame_fp32_buffers, buffers, dtype_name(compute_dtype))
 
     @contextmanager
-    def autocast_and_count() -> Iterator[None]:
-        with torch.autocast(device.type, dtype=parse_dtype(section.dtype)), loss_normalizer.forward_context():
+    def outer_and_count() -> Iterator[None]:
+        with outer(), loss_normalizer.forward_context():
             yield
 
-    return autocast_and_count
+    return outer_and_count
+
+
+@contextmanager
+def _blame_fp32_buffers(buffers: Sequence[str], compute_dtype: str) -> Iterator[None]:
+    """Parameters compute in 16 bits and buffers stay as the model made them, as angles of rotary embeddings must.  An
+    operator that takes no two dtypes says so, but not where they came from."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "type" in str(error):
+            names = ", ".join(buffers[:4]) + (", ..." if len(buffers) > 4 else "")
+            error.add_note(
+                f"parameters compute in {compute_dtype}, and these buffers are in fp32: {names}. If the operator met "
+                f'one of them, set "data_types": {{"buffer_dtype": "{compute_dtype}"}}, or cast it in forward()'
+            )
+        raise
 
 
 def _make_optimizer(
@@ -391,6 +432,7 @@ def _make_optimizer(
     user_optimizer: Any,
     named_groups: list[dict[str, Any]],
     to_local_name: Callable[[str], str | None] | None,
+    link: MomentumLink,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer over the sharded parameters, or the config's, or None."""
     params_by_name = dict(named_shards(model, remove_duplicate=False))
@@ -420,6 +462,7 @@ def _make_optimizer(
         params.setdefault("state_dtype", "bf16")
     zenflow = ZenFlowPolicy.from_config(config.zero_optimization.zenflow)
     extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "zenflow_policy": zenflow}
+    extras["link"] = link
     return build_optimizer(section.type, groups, params, **extras)
 
 

@@ -31,7 +31,7 @@ SCRIPT = """
     import deepspeed
     import deepspeed.comm as dist
     from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.sparse_attention import SparseSelfAttention as Sparse
+    from deepspeed.ops.sparse_attention import BertSparseSelfAttention as Sparse
     from deepspeed.runtime.lr_schedules import WarmupLR
 
     DS = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": True}}
@@ -134,7 +134,7 @@ def test_a_script(tmp_path: Path) -> None:
     assert uses["deepspeed.zero.GatheredParameters"]["becomes"] == "thalweg.zero.GatheredParameters"
     assert uses["deepspeed.runtime.lr_schedules.WarmupLR"]["becomes"] == "thalweg.optim.lr_scheduler.WarmupLR"
     assert uses["deepspeed.ops.lamb.FusedLamb"]["problem"] is None  # by the alias
-    assert "flex_attention" in uses["deepspeed.ops.sparse_attention.SparseSelfAttention"]["problem"]
+    assert "sparse_attention" in uses["deepspeed.ops.sparse_attention.BertSparseSelfAttention"]["problem"]
     assert "not among the names" in uses["deepspeed.no_such_name"]["problem"]
     assert [name for name in uses if name.startswith("engine.")] == ["engine.stpe"]
     assert uses["engine.stpe"]["line"] == 16 and "engine.backward" not in uses and "engine.module" not in uses

@@ -514,20 +514,20 @@ def test_two_hosts_of_two_ranks_use_both_levels(together, stage):
 
 
 def _disagree(rank, world):
-    from thalweg.comm import CommError
-
     engine = start(Branching(), 3)
     x = torch.randn(2, 9, generator=torch.Generator().manual_seed(rank))
     try:
         engine.backward(engine(x, [0, 1, 2] if rank == 0 else [2, 1, 0]))
-    except CommError as error:
-        return str(error)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def test_ranks_that_run_other_modules_get_an_error_with_names():
-    messages = run_ranks(_disagree, 2, timeout=60)
-    assert any("layers." in message and "rank" in message for message in messages), messages
+@pytest.mark.parametrize("device", [None, "sim"])
+def test_ranks_that_run_other_modules_get_an_error_with_names(device):
+    """On a device, whose library would wait for ever, the rank that comes second says so; the other loses its peer."""
+    messages = run_ranks(_disagree, 2, timeout=60, device=device, reuse=False if device else None)
+    assert any("CommError: rank" in message and "layers." in message for message in messages), messages
 
 
 def _cross_entropy_outside(rank, world):
@@ -611,3 +611,49 @@ def _initialized_twice(rank: int, world: int) -> str:
 
 def test_a_model_of_another_engine_is_refused():
     assert "sharded already" in run_ranks(_initialized_twice, 1)[0]
+
+
+class ShiftedBlock(nn.Module):
+    """A layer whose input meets a buffer first."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("offset", torch.linspace(-1, 1, 8))
+
+    def forward(self, x):
+        return x + self.linear(x + self.offset)
+
+
+class ShiftedLayers(nn.Module):
+    """Two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([ShiftedBlock(), ShiftedBlock()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _fp32_buffer(rank, world):
+    notes = []
+    for more in ({}, {"data_types": {"buffer_dtype": "bf16"}}):
+        engine = start(ShiftedLayers(), 3, bf16={"enabled": True}, **more)
+        try:
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+            notes.append("trained")
+        except RuntimeError as error:
+            notes.append("".join(error.__notes__))
+        engine.close()
+    return notes
+
+
+def test_an_fp32_buffer_that_an_operator_refuses_is_named_with_the_cure():
+    """Torch says which dtypes met, not why: a product of bf16 parameters takes no fp32 input."""
+    refused, trained = run_ranks(_fp32_buffer, 1)[0]
+    assert "these buffers are in fp32: layers.0.offset, layers.1.offset." in refused
+    assert '"buffer_dtype": "bf16"' in refused and trained == "trained"

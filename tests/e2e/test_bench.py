@@ -123,6 +123,36 @@ def test_batches_hold_everyone_once_and_fit(names: list[str], world: int, budget
         assert need <= budget or len(batch) <= 2, "only a pair that does not fit may exceed the budget"
 
 
+def test_an_accelerator_holds_one_contestant_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C8: five models of a billion parameters at once are 100 GB."""
+    job = dataclasses.replace(TINY, device="cuda")
+    run = interleaved.InterleavedRun(job, 1, interleaved.RunSettings(rounds=2), "anchor")
+    alive: list[str] = []
+    seconds = {"anchor": 0.4, "ours": 0.2, "theirs": 0.5}
+
+    class Group:
+        def __init__(self, name: str, *_: object, **__: object) -> None:
+            self.name = name
+            alive.append(name)
+            assert alive == [name]
+
+        def wait_ready(self) -> None: ...
+
+        def run(self, steps: int) -> Any:
+            return groups.TurnResult([[seconds[self.name]] * steps], [[0.0] * steps], [[0.0] * steps])
+
+        def report(self) -> list[dict[str, Any]]:
+            return [{}]
+
+        def stop(self, orderly: bool = True) -> None:
+            alive.remove(self.name)
+
+    monkeypatch.setattr(interleaved, "RankGroup", Group)
+    run.run(["anchor", "ours", "theirs"])
+    assert run.time_ratio("ours", "anchor") == pytest.approx(2.0)
+    assert run.time_ratio("ours", "theirs") == pytest.approx(2.5)
+
+
 def test_goals_are_measured_never_assumed() -> None:
     run = interleaved.InterleavedRun(contestants.JOBS["69m"], 2, interleaved.RunSettings(), "ddp_fused")
     ours, theirs = outcome("thalweg_torch_3", 0, [[0.5]] * 5), outcome("deepspeed_3", 0, [[1.0]] * 5)

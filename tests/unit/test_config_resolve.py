@@ -469,7 +469,6 @@ def test_optimisers_at_every_stage(name: str, stage: int) -> None:
 
 ON: dict[str, Any] = {
     "zero_optimization.zenflow": ({}, {}),
-    "sparse_attention.mode": ("fixed", {}),
     "tensor_parallel.partition_config.layer_specs": ([{"patterns": ["q"]}], {}),
     "optimizer.type": ("OneBitAdam", {}),
     "activation_checkpointing.offload": ("cpu", {"activation_checkpointing": {"policy": "full"}}),
@@ -503,7 +502,7 @@ def test_a_switch_of_later_work_is_one_clear_error(path: str) -> None:
 
 
 def test_blocks_that_are_switched_off_are_accepted() -> None:
-    tree: dict[str, Any] = {"sparse_attention": {"mode": "dense"}}
+    tree: dict[str, Any] = {}
     fields = dict(list_options(Config))
     for path in UNSUPPORTED:
         default = fields[path].default

@@ -39,6 +39,13 @@ def test_long_tensors_are_summed_accurately() -> None:
     assert square_sums([grad])[0].item() == pytest.approx(exact(grad) ** 2, rel=4e-8)
 
 
+def test_short_tensors_are_summed_in_fp64() -> None:
+    """As an accelerator's kernel does: a clip factor that differs in the last bit trains another model in 16 bits."""
+    grads = [torch.randn(100, 7), torch.randn(31), torch.randn(12, 5).bfloat16() * 1e-3]
+
+    assert global_grad_norm(with_grads(*grads)).item() == pytest.approx(exact(*grads), rel=1e-14)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(0, 20_000), min_size=1, max_size=6),

@@ -50,7 +50,7 @@ class TrainingState:
         components, keep_latest_k = self.components, self.config.checkpoint.keep
         tag = tag or f"global_step{self.counters.global_steps}"
         self._check_tag(tag)
-        components.sharded.finalize_grads()
+        self._finalize()
         state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
         path = save_snapshot(
             directory,
@@ -100,6 +100,8 @@ class TrainingState:
                 naming=components.param_naming,
             )
             components.sharded.reset_compression()
+            if optimizer is not None:
+                optimizer.adopt_state()
             components.sharded.publish_params()
             if not module_only:
                 self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
@@ -109,7 +111,7 @@ class TrainingState:
         """Write the weights in 16 bits in the Hugging Face layout."""
         dtype = torch.float16 if self.config.fp16.enabled else torch.bfloat16
         components, group = self.components, self.components.meshes.world_group
-        components.sharded.finalize_grads()
+        self._finalize()
         naming = components.param_naming
         save_16bit(components.module, directory, dtype, group, naming=naming, include_frozen=include_frozen)
 
@@ -117,6 +119,8 @@ class TrainingState:
         """The whole model's tensors on the CPU, under the names of the plain model."""
         module, naming = self.components.module, self.components.param_naming
         self.components.sharded.sync_params()
+        if self.components.optimizer is not None:
+            self.components.optimizer.consolidate_state_dict()
         if naming.group is None:
             return {name: v for name, v in full_state_dict(module).items() if name not in naming.excluded}
         tensors, aliases = to_canonical_names(*model_tensors(module), naming)
@@ -147,6 +151,12 @@ class TrainingState:
         self.components.sharded.publish_params()
         return result
 
+    def _finalize(self) -> None:
+        """Reduce what is not reduced yet, and bring optimizer and parameters to one state on all ranks."""
+        self.components.sharded.finalize_grads()
+        if self.components.optimizer is not None:
+            self.components.optimizer.consolidate_state_dict()
+
     def _state_dict(self) -> dict[str, Any]:
         return {
             "global_steps": self.counters.global_steps,
@@ -163,6 +173,7 @@ class TrainingState:
         self.counters.global_steps = state.get("global_steps", self.counters.global_steps)
         self.counters.global_samples = state.get("global_samples", self.counters.global_samples)
         components.window.micro_steps = state.get("micro_steps", components.window.micro_steps)
+        components.window.num_steps = self.counters.global_steps
         if components.optimizer is not None:
             components.optimizer.skipped_steps = state.get("skipped_steps", 0)
         if state.get("scaler"):

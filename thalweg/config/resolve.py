@@ -19,7 +19,7 @@ from thalweg.config.batch_size import MICRO, STEPS, TOTAL, resolve_batch_sizes
 from thalweg.config.errors import ConfigError, ConfigProblem
 from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize
-from thalweg.config.schema.base import AUTO, get_by_path, iter_auto_options, replace_by_path
+from thalweg.config.schema.base import AUTO, get_by_path, iter_auto_options, literal_choices, replace_by_path
 from thalweg.config.schema.optimizer import get_params_schema
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS
 from thalweg.config.support import is_under
@@ -117,7 +117,7 @@ def _list_auto_paths(config: Config) -> list[tuple[str, Any]]:
         fields = model.model_fields if model else {}
         # The total comes first, since other parameters follow from it.
         for name in sorted(params, key=lambda key: key != "total_num_steps"):
-            if params[name] == AUTO:
+            if params[name] == AUTO and not (name in fields and AUTO in literal_choices(fields[name].annotation)):
                 paths.append((f"{block}.params.{name}", fields[name].get_default() if name in fields else None))
     return paths
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from thalweg.config.errors import ConfigProblem, UnsupportedOption
 from thalweg.config.schema.base import AUTO, Section, get_by_path
+from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS
 from thalweg.config.support import is_under, unsupported_options
 
@@ -37,6 +38,10 @@ def is_not_none_string(value: Any) -> bool:
     return value != "none"
 
 
+def _is_sparse(mode: Any) -> bool:
+    return mode != "dense"
+
+
 _TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
 _MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size")
 _COMPRESSION_SWITCHES = (
@@ -55,6 +60,11 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", above_one, "1"),
     ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
     ("tiling.loss", bool, "false"),
+    ("sparse_attention.mode", _is_sparse, '"dense"'),
+    ("progressive_layer_drop.enabled", bool, "false"),
+    ("curriculum_learning.enabled", bool, "false"),
+    ("data_efficiency.data_sampling.dynamic_batching.enabled", bool, "false"),
+    ("data_efficiency.data_routing.random_ltd.enabled", bool, "false"),
     *((path, bool, "false") for path in _COMPRESSION_SWITCHES),
     (
         "managed_gradient_accumulation",
@@ -213,8 +223,26 @@ RULES = (
     Rule(("optimizer.params.differentiable",), bool, "false; a step on shards has no gradient of its own"),
     Rule(
         ("optimizer.params.amsgrad", "optimizer.type"),
-        lambda on, name: on and name in ("Adagrad", "Lamb"),
+        lambda on, name: on and name in ("Adagrad", "Lamb", *COMPRESSED_OPTIMIZERS),
         "false; the optimiser has no such variant",
+    ),
+    Rule(
+        ("zero_optimization.stage", "optimizer.type"),
+        lambda stage, name: stage == 3 and name in COMPRESSED_OPTIMIZERS,
+        "0, 1 or 2, or another optimizer.type: parameters that are gathered at each use cost more than bits save",
+    ),
+    Rule(
+        ("zero_optimization.offload_optimizer.device", "optimizer.type"),
+        lambda device, name: device == "nvme" and name in COMPRESSED_OPTIMIZERS,
+        '"cpu" or "none", or another optimizer.type: the momentum of all parameters is exchanged at once',
+    ),
+    *(
+        Rule(
+            ("optimizer.type", path),
+            lambda name, size: name in COMPRESSED_OPTIMIZERS and isinstance(size, int) and size > 1,
+            f"another optimiser, or {path} to be 1: only data-parallel ranks exchange momentum in bits",
+        )
+        for path in (*_MODEL_SPLIT_PATHS, "pipeline.stages", "expert_parallel.autoep_size")
     ),
     Rule(
         ("optimizer.type", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
@@ -263,6 +291,42 @@ RULES = (
         lambda on, size, inner: on and max(size, inner) > 1,
         "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",
     ),
+    Rule(
+        ("sparse_attention.mode", "sequence_parallel_size", "context_parallel_size"),
+        lambda mode, *sizes: _is_sparse(mode) and max(sizes) > 1,
+        '"dense", or sequence_ and context_parallel_size to be 1: a layout is over whole sequences',
+    ),
+    Rule(
+        ("sparse_attention.different_layout_per_head", "sparse_attention.mode", *_TENSOR_PATHS),
+        lambda on, mode, *sizes: on and _is_sparse(mode) and max(sizes) > 1,
+        "false, or tensor_parallel.autotp_size to be 1: a rank does not know which heads it has",
+    ),
+    Rule(
+        ("sparse_attention.mode", "compile.enabled"),
+        lambda mode, on: _is_sparse(mode) and on,
+        '"dense", or compile.enabled to be false: attention over blocks is not compiled',
+    ),
+    *(
+        Rule(
+            (path, "sequence_parallel_size", "context_parallel_size"),
+            lambda on, *sizes: on and max(sizes) > 1,
+            "false, or sequence_ and context_parallel_size to be 1; ranks that share a sequence would differ in tokens",
+        )
+        for path in ("curriculum_learning.enabled", "data_efficiency.data_routing.random_ltd.enabled")
+    ),
+    Rule(
+        ("data_efficiency.data_routing.random_ltd.enabled", "compile.enabled"),
+        _both_set,
+        "false, because compile.enabled is true and the number of tokens of a layer changes",
+    ),
+    Rule(
+        (
+            "data_efficiency.data_sampling.dynamic_batching.enabled",
+            "data_efficiency.data_sampling.curriculum_learning.enabled",
+        ),
+        _both_set,
+        "false, or curriculum_learning.enabled in the same block; each chooses the samples of a batch",
+    ),
     *(
         Rule(
             (path, "pipeline.stages"),
@@ -304,6 +368,7 @@ def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Ite
         if rule.violated(*values):
             yield ConfigProblem(rule.paths[0], values[0], rule.expected)
     yield from _missing_required_params(config, skipped)
+    yield from _find_curriculum_problems(config, skipped)
     for block in ("offload_param", "offload_optimizer"):
         path = f"zero_optimization.{block}"
         on_disk = get_by_path(config, f"{path}.device") == "nvme"
@@ -318,6 +383,59 @@ def _missing_required_params(config: Section, skipped: tuple[str, ...]) -> Itera
         path = f"scheduler.params.{name}"
         if params.get(name) is None and not _overlaps((path,), skipped):
             yield ConfigProblem(path, None, f"a value, which {type_name} cannot do without")
+
+
+_SCHEDULE_NEEDS = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
+def _find_curriculum_problems(config: Section, skipped: tuple[str, ...]) -> Iterator[ConfigProblem]:
+    """What a curriculum, batches by tokens or random-LTD that is switched on cannot do without."""
+    block = "data_efficiency"
+    if any(is_under(path, block) or is_under(path, "curriculum_learning") for path in skipped):
+        return
+
+    def need(path: str, section: Any, expected: str, *keys: str) -> Iterator[ConfigProblem]:
+        for key in keys:
+            if (value := get_by_path(section, key)) in (None, ()):
+                yield ConfigProblem(f"{path}.{key}", value, expected)
+
+    legacy, efficiency = get_by_path(config, "curriculum_learning"), get_by_path(config, block)
+    schedules = {"curriculum_learning": legacy} if legacy.enabled is True else {}
+    for name, metric in efficiency.curriculum_metrics.items():
+        path = f"{block}.data_sampling.curriculum_learning.curriculum_metrics.{name}"
+        schedules[path] = metric
+        if metric.clustering_type == "schedule_based":
+            files = ("index_to_sample_path", "index_to_metric_path")[: 1 + (metric.difficulty_type == "value")]
+            yield from need(path, metric, "a file that DataAnalyzer wrote", *files)
+        elif not name.startswith("seqlen"):
+            expected = '"schedule_based"; only a metric called seqlen cuts sequences and needs no index'
+            yield ConfigProblem(f"{path}.clustering_type", metric.clustering_type, expected)
+        elif any(above_one(get_by_path(config, one)) for one in ("sequence_parallel_size", "context_parallel_size")):
+            yield ConfigProblem(path, name, "no metric that cuts sequences, as several ranks share one")
+    for path, one in schedules.items():
+        paces = (f"schedule_config.{key}" for key in _SCHEDULE_NEEDS[one.schedule_type])
+        expected = f"a value, which {one.schedule_type} cannot do without"
+        yield from need(path, one, expected, "min_difficulty", "max_difficulty", *paces)
+        pace = one.schedule_config
+        if one.schedule_type == "fixed_discrete" and len(pace.difficulty) != len(pace.max_step) + 1:
+            expected = f"{len(pace.difficulty) - 1} steps, one for each difficulty but the last"
+            yield ConfigProblem(f"{path}.schedule_config.max_step", list(pace.max_step), expected)
+    if efficiency.dynamic_batching is not None:
+        path = f"{block}.data_sampling.dynamic_batching"
+        yield from need(path, efficiency.dynamic_batching, "the tokens of a micro-batch", "max_tokens")
+    if (ltd := efficiency.random_ltd) is not None:
+        path = f"{block}.data_routing.random_ltd"
+        keys = ("min_value", "max_value", "schedule_config.require_steps", "schedule_config.seq_per_step")
+        yield from need(f"{path}.random_ltd_schedule", ltd.random_ltd_schedule, "a value", *keys)
+        yield from need(path, ltd, "the numbers of the layers, counted from 0", "random_ltd_layer_id")
+        if ltd.random_ltd_layer_num not in (None, len(ltd.random_ltd_layer_id)):
+            expected = f"{len(ltd.random_ltd_layer_id)}, as many as random_ltd_layer_id names"
+            yield ConfigProblem(f"{path}.random_ltd_layer_num", ltd.random_ltd_layer_num, expected)
 
 
 def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:

@@ -33,6 +33,7 @@ from thalweg.deferred_init.op_graph import is_meta, make_view_ref
 from thalweg.deferred_init.record_mode import RecordMode
 from thalweg.deferred_init.replay import pause_recording, replay_targets, thread_state
 from thalweg.deferred_init.reset_parameters import record_module_init
+from thalweg.device import request_huge_pages
 
 __all__ = ["Init", "has_meta_tensors", "materialize_module", "pause_recording"]
 
@@ -83,6 +84,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
+            request_huge_pages()  # who builds a model here has made few tensors yet
             recorder = None if thread_state.is_recording else RecordMode(SMALL_NUMEL)
             self._entered.append((recorder, torch.get_default_dtype()))
             if recorder is not None:

@@ -113,6 +113,7 @@ class AccumulationWindow:
         self.normalizer: LossNormalizer = normalizer or LossNormalizer(num_micro_batches)
         self.listeners: list[StepListener] = []
         self.micro_steps = 0
+        self.num_steps = 0
         # Micro-batches of the window closed last; a loop that never counts them is taken to fill it.
         self.last_num_micro_batches = num_micro_batches
         self._num_ended = 0
@@ -225,6 +226,7 @@ class AccumulationWindow:
     def end_step(self, result: StepResult) -> None:
         """The window has ended with ``result``: begin a new one."""
         self.restart()
+        self.num_steps += 1
         for listener in self.listeners:
             listener.after_step(result)
 

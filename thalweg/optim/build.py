@@ -20,6 +20,7 @@ from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
 from thalweg.optim.algorithms.moment_codec import check_state_dtype
 from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import get_param, group_members, muon_groups
+from thalweg.optim.algorithms.onebit import COMPRESSED_OPTIMIZERS, MomentumLink, OneBitAdam, ZeroOneAdam
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
 from thalweg.optim.keyword_check import check_keywords, get_keyword_parameters, match_name
 from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -30,13 +31,22 @@ LR_SCHEDULERS: dict[str, type[LRScheduler]] = {
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     **ELEMENTWISE_OPTIMIZERS,
     **{cls.__name__: cls for cls in (Adafactor, Lamb, Lion, Muon)},
+    **COMPRESSED_OPTIMIZERS,
 }
 
 _ADAM_NAMES = frozenset({"Adam", "AdamW"})
-_DEEPSPEED_OPTIMIZERS = frozenset({*_ADAM_NAMES, "Adagrad", "Lamb", "Lion", "Muon"})
+_DEEPSPEED_OPTIMIZERS = frozenset({*_ADAM_NAMES, *COMPRESSED_OPTIMIZERS, "Adagrad", "Lamb", "Lion", "Muon"})
 # Keys of old configs that say how DeepSpeed computes and not what; nothing here has a use for them.
 _IGNORED_KEYS = frozenset(
-    {"set_grad_none", "torch_adam", "adam_w_mode", "adamw_mode", "fp32_optimizer_states", "comm_backend_name"}
+    {
+        "set_grad_none",
+        "torch_adam",
+        "adam_w_mode",
+        "adamw_mode",
+        "fp32_optimizer_states",
+        "comm_backend_name",
+        "cuda_aware",
+    }
 )
 # Keys that may be given as false (or 0): what they switch on is not to be had.
 _UNSUPPORTED_FLAGS = {
@@ -45,9 +55,8 @@ _UNSUPPORTED_FLAGS = {
     "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
 }
 # The classes that keep their moments in fewer bits ("state_dtype").
-_WITHOUT_FUSED_KERNEL = (LowBitAdam, LowBitLion, ZenFlowAdam)
+_WITHOUT_FUSED_KERNEL = (LowBitAdam, LowBitLion, ZenFlowAdam, ZeroOneAdam)
 _LOW_BIT_CLASSES: dict[str, Any] = {"Adam": LowBitAdam, "AdamW": LowBitAdam, "Lion": LowBitLion}
-_ONEBIT_ALTERNATIVES = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
 
 def build_optimizer(
@@ -58,6 +67,7 @@ def build_optimizer(
     model: nn.Module | None = None,
     replicate_group: dist.ProcessGroup | None = None,
     zenflow_policy: ZenFlowPolicy | None = None,
+    link: MomentumLink | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimiser called ``type_name`` (case does not matter) over ``params``.
 
@@ -66,6 +76,7 @@ def build_optimizer(
     For Muon alone, ``model``: the module whose parameters these are, so that it can tell a hidden matrix from
     an embedding by the modules' types; and ``replicate_group``: the ranks that hold the plain parameters as
     copies, so that they share the work out among them.  For Adam and AdamW, ``zenflow_policy``: which columns wait.
+    For those that send momentum in bits, ``link``: what they share with the gradients' reducers.
 
     Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``; the
     others of ``torch.optim`` work on plain parameters only. Habits are DeepSpeed's: **Adam means AdamW**
@@ -94,6 +105,8 @@ def build_optimizer(
         keywords["fused"] = has_fused_kernel(name, tensors) or None
     if cls is ZenFlowAdam:
         keywords["policy"] = zenflow_policy
+    if cls in COMPRESSED_OPTIMIZERS.values():
+        keywords["link"] = link
     if cls is Muon:
         keywords["replicate_group"] = replicate_group
         groups = groups if model is None else muon_groups(model, groups)
@@ -120,14 +133,14 @@ def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimiz
 
 
 def _optimizer_name(type_name: Any, hyper: Mapping[str, Any]) -> str:
-    alternative = _ONEBIT_ALTERNATIVES.get(str(type_name).replace("_", "").lower())
-    if alternative:
-        raise ValueError(f"optimizer {type_name} (compressed communication) is not built yet: use {alternative}")
     name = match_name("optimizer", type_name, {*OPTIMIZERS, *_torch_classes()})
     if name not in _ADAM_NAMES:
         return name
-    decoupled = hyper.get("adam_w_mode", hyper.get("adamw_mode", True)) or hyper.get("decoupled_weight_decay")
-    return "AdamW" if name == "AdamW" or decoupled else "Adam"
+    return "AdamW" if name == "AdamW" or _decouples_decay(hyper) else "Adam"
+
+
+def _decouples_decay(hyper: Mapping[str, Any]) -> bool:
+    return bool(hyper.get("adam_w_mode", hyper.get("adamw_mode", True)) or hyper.get("decoupled_weight_decay"))
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -171,15 +184,18 @@ def _resolve_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple
 def _checked_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords for ``cls``: every key known, every value of the right kind."""
     where = f"optimizer {name}"
-    known = get_keyword_parameters(cls, exclude=("params", "replicate_group", "policy", *_UNSUPPORTED_FLAGS))
-    if name in _ADAM_NAMES:
+    known = get_keyword_parameters(cls, exclude=("params", "replicate_group", "policy", "link", *_UNSUPPORTED_FLAGS))
+    if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam):
         known.pop("decoupled_weight_decay", None)
     ignored = {*_UNSUPPORTED_FLAGS} | (_IGNORED_KEYS if name in _DEEPSPEED_OPTIMIZERS else set())
-    ignored |= {"decoupled_weight_decay"} if name in _ADAM_NAMES else set()
-    ignored |= {"amsgrad"} if name in ("Adagrad", "Lamb") or cls in _WITHOUT_FUSED_KERNEL else set()
+    ignored |= {"decoupled_weight_decay"} if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam) else set()
+    ignored |= {"eps_inside_sqrt"} if name == "OneBitLamb" else set()
+    ignored |= (
+        {"amsgrad"} if name in ("Adagrad", "Lamb", *COMPRESSED_OPTIMIZERS) or cls in _WITHOUT_FUSED_KERNEL else set()
+    )
     ignored |= {"foreach", "fused"} if cls in _WITHOUT_FUSED_KERNEL else set()
     ignored -= known.keys()
-    for key in ignored & hyper.keys() & (_UNSUPPORTED_FLAGS.keys() | {"amsgrad"}):
+    for key in ignored & hyper.keys() & (_UNSUPPORTED_FLAGS.keys() | {"amsgrad", "eps_inside_sqrt"}):
         if hyper[key]:
             reason = _UNSUPPORTED_FLAGS.get(key, f"{name} has no such variant")
             raise ValueError(f"{where}: {key} = {hyper[key]!r} is not possible: {reason}")
@@ -190,6 +206,8 @@ def _checked_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str
     checked = {key: _check_value(f"{where}: {key}", value, known[key].default) for key, value in keywords.items()}
     if cls in (LowBitAdam, ZenFlowAdam):
         checked["decoupled_weight_decay"] = name == "AdamW"
+    if cls in (OneBitAdam, ZeroOneAdam):
+        checked["decoupled_weight_decay"] = _decouples_decay(hyper)
     return checked
 
 
@@ -219,6 +237,8 @@ def _tensors(members: Iterable[Any]) -> list[Tensor]:
 
 def _check_value(where: str, value: Any, default: Any) -> Any:
     """Return ``value`` in the kind of ``default``; a string or NaN for a number, say, is an error."""
+    if value == "auto" and where.endswith(": freeze_step"):
+        return value
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{where} must be true or false, not {value!r}")

@@ -249,8 +249,10 @@ def get_shard_groups(params: Iterable[Tensor]) -> list[ShardGroups]:
     return shard_groups
 
 
-def all_reduce_tensors_(tensors: Sequence[Tensor], shard_groups: Sequence[ShardGroups]) -> None:
-    """Add up each tensor over its shard groups, in place; shapes may differ, the dtype may not.
+def all_reduce_tensors_(
+    tensors: Sequence[Tensor], shard_groups: Sequence[ShardGroups], op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Add up each tensor (or ``op``) over its shard groups, in place; shapes may differ, the dtype may not.
 
     Tensor i has ``shard_groups[i]``. All tensors of one group travel in one all-reduce; one that has two groups (two
     axes of a mesh) passes through both. Every rank of a group must hold the same shard groups in the same order,
@@ -261,7 +263,7 @@ def all_reduce_tensors_(tensors: Sequence[Tensor], shard_groups: Sequence[ShardG
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
         if not takes_tensors_of(group, flat.device):  # of offloaded pieces, in host memory
             group = control_group(group)
-        dist.all_reduce(flat, group=group)
+        dist.all_reduce(flat, op, group)
         totals = flat.split([tensor.numel() for tensor in chosen])
         foreach.copy_(chosen, [total.view_as(tensor) for tensor, total in zip(chosen, totals, strict=True)])
 

@@ -170,6 +170,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Load the inner optimizer's state dict."""
         self.settle()
         self.inner.load_state_dict(state_dict)
+        self.adopt_state()
         self._strategy.offload_state()
 
     def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
@@ -179,6 +180,16 @@ class EngineOptimizer(torch.optim.Optimizer):
     def release(self, tensor: Tensor) -> None:
         """Give back the memory of (a part of) a parameter or of state that rests on a disk, for now."""
         self._strategy.release(tensor)
+
+    def consolidate_state_dict(self) -> None:
+        """Make parameters and ``state`` the same on all that hold them, and all that another job needs; collective."""
+        self.settle()
+        if getattr(self.inner, "consolidate_state_dict", lambda: False)():
+            self._sharded.publish_params()
+
+    def adopt_state(self) -> None:
+        """``state`` was loaded from a checkpoint."""
+        getattr(self.inner, "adopt_state", lambda: None)()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters."""
@@ -332,6 +343,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _global_norm(self) -> Tensor:
         params = [p for group in self.inner.param_groups for p in group["params"]]
         peers = self._pipeline_peers
+        if getattr(self.inner, "is_compressing", False):  # gradients are means over this worker's ranks alone
+            return self.inner.combine_norms(self._strategy.grad_norm(params, None))  # type: ignore[attr-defined]
         if peers is None:
             return self._strategy.grad_norm(params, self._replicate_group)
         peers.sum_grad()

@@ -30,11 +30,19 @@ from thalweg.comm import CommsLog
 from thalweg.comm.collectives import hierarchical, quantized, shared_memory, wire
 from thalweg.comm.collectives.hierarchical import HostGroups
 from thalweg.comm.collectives.quantized import PayloadFormatFn
-from thalweg.comm.collectives.reducer import GradDivisor, GradientMemory, ReduceOptions, Reducer, ReplicatedReducer
-from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryRing
+from thalweg.comm.collectives.reducer import (
+    GradDivisor,
+    GradientMemory,
+    ReduceOptions,
+    Reducer,
+    ReplicaSync,
+    ReplicatedReducer,
+)
+from thalweg.comm.collectives.shared_memory import CollectiveOrder, SharedMemoryArena, SharedMemoryRing
 from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
 from thalweg.comm.topology import HostTopology
 from thalweg.config.schema.zero import ZeroOptimization
+from thalweg.parallel_dims import control_group
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 from thalweg.zero.policy import ZeroPolicy, is_quantized
@@ -95,7 +103,7 @@ class Collectives:
 
     def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
         spec, replicas = self.spec, self.spec.replicas
-        options = ReduceOptions(spec.ledger, spec.output_dtype, spec.divisor, self.memory)
+        options = ReduceOptions(spec.ledger, spec.output_dtype, spec.divisor, spec.sync, self.memory)
         if replicas is not None:
             options = replace(options, num_replicas=len(replicas.topology.host_ids), replica_reduce=replicas)
         if self.async_reduction is not None:
@@ -108,7 +116,7 @@ def reduce_held(reducer: ReplicatedReducer, output: Tensor) -> None:
     holds (a cast follows): recorded, it is not given to the next unit before this one is done."""
     if output.device.type != "cpu":
         output.record_stream(torch.accelerator.current_stream(output.device))
-    reducer.reduce(output)
+    reducer.reduce_or_keep(output)
 
 
 def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaSum:
@@ -136,6 +144,7 @@ class CollectivesSpec:
     replicas: ReplicaSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
+    sync: ReplicaSync = field(default_factory=ReplicaSync)
     # Whether shards rest in host memory, from where FSDP2 copies them to the device, also where one rank is alone.
     shards_on_host: bool = False
     # Whether reductions over the wire may go on while the backward pass computes.
@@ -305,23 +314,27 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
             uses_all_reduce=True,
             async_reduction=async_reduction,
         )
+    order = None
+    if not cpu:  # on CPUs the memory of a host, or gloo, tells ranks that disagree
+        arena = SharedMemoryArena.create(control_group(spec.group), CollectiveOrder.num_bytes(size))
+        order = None if arena is None else CollectiveOrder(arena)
     make_reducer: ReducerFactory = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
     if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
-        make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology)
+        make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology, order)
     stays_on_gpus = spec.policy.reshards_after_use and zero.zero_hpz_partition_size < size
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
     shares_groups = zero.zero_quantized_gradients and hosts is not None
     return spec.build(
         "wire",
         make_reducer=make_reducer,
-        make_all_gather=_choose_wire_all_gather(spec, topology, hosts),
+        make_all_gather=_choose_wire_all_gather(spec, topology, hosts, order),
         hpz_group_size=zero.zero_hpz_partition_size if stays_on_gpus else 1,
         async_reduction=None if shares_groups else async_reduction,
     )
 
 
 def _choose_wire_all_gather(
-    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None
+    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None, order: CollectiveOrder | None
 ) -> AllGatherFactory:
     ledger, zero, size = spec.ledger, spec.zero, spec.mesh.size()
     if zero.mics_hierarchical_params_gather and hosts is not None:
@@ -339,7 +352,7 @@ def _choose_wire_all_gather(
         return lambda name, group: quantized.QuantizedAllGather(
             name, ledger, topology, _weight_format_fn(zero, group), size
         )
-    return lambda name, group: wire.WireAllGather(name, ledger, topology)
+    return lambda name, group: wire.WireAllGather(name, ledger, topology, order)
 
 
 def _make_wire_reducer(

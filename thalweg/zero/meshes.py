@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from thalweg.comm.topology import HostTopology
 from thalweg.parallel_dims import new_submesh, split_data_mesh
 from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
 
@@ -23,6 +24,14 @@ def single_rank_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def build_mics_mesh(mesh: DeviceMesh, shard_group_size: int) -> DeviceMesh | None:
     """Copies x shards where groups of ``shard_group_size`` ranks shard by themselves (MiCS), else None."""
     return None if shard_group_size <= 1 or shard_group_size == mesh.size() else split_data_mesh(mesh, shard_group_size)
+
+
+def count_ranks_of_a_host(mesh: DeviceMesh, device: torch.device) -> int:
+    """The most consecutive ranks of ``mesh`` that share a host, whichever of its equal parts one takes; collective."""
+    hosts = HostTopology.discover(mesh.get_group(), device).host_ids
+    sizes = [size for size in range(1, len(hosts) + 1) if len(hosts) % size == 0]
+    parts = {size: [set(hosts[start : start + size]) for start in range(0, len(hosts), size)] for size in sizes}
+    return max(size for size in sizes if all(len(part) == 1 for part in parts[size]))
 
 
 def make_layout_fn(

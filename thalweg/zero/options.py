@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from thalweg.config import Config, ModelSize
+from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.zero.leaf_modules import set_z3_leaf_module
 from thalweg.zero.policy import Precision, ZeroPolicy
@@ -70,6 +71,7 @@ def build_shard_options(model: nn.Module, config: Config) -> ShardOptions:
         precision=precision,
         unit_policy=unit_policy,
         sum_gradients=config.gradient_allreduce_op == "sum",
+        within_hosts=config.optimizer is not None and config.optimizer.type in COMPRESSED_OPTIMIZERS,
         fp32_modules=_find_fp32_modules(model, config, precision),
     )
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
@@ -33,10 +32,10 @@ from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
-from thalweg.zero.full_state_dict import all_gather_full
+from thalweg.zero.full_state_dict import all_gather_into
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
-from thalweg.zero.meshes import build_mics_mesh, make_layout_fn, single_rank_mesh
+from thalweg.zero.meshes import build_mics_mesh, count_ranks_of_a_host, make_layout_fn, single_rank_mesh
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.storage.base import (
     FSDPStorage,
@@ -64,13 +63,17 @@ AfterReduce = Callable[[str, list[nn.Parameter], bool], None]
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How to shard: stage, dtypes, units, and how gradients are averaged."""
+    """How to shard: stage, dtypes, units, and how gradients are averaged.
+
+    ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them.
+    """
 
     policy: ZeroPolicy
     zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     precision: Precision = field(default_factory=Precision)
     unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
     sum_gradients: bool = False
+    within_hosts: bool = False
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
 
@@ -134,6 +137,7 @@ class ShardedModel:
         self.module, self.options, self.device, self.groups = module, options, device, groups
         self.ledger: CommsLog = collectives.spec.ledger
         self.paging = paging
+        self.replica_sync = collectives.spec.sync
         self.option_messages = collectives.option_messages | get_offload_messages(options.zero, device)
         self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.spec.divisor
         self._world_size = mesh.size()
@@ -262,9 +266,11 @@ class ShardedModel:
             storage.sync()
 
     @contextmanager
-    def read_whole(self) -> Iterator[Callable[[str], Tensor]]:
-        """Yield a function that returns a parameter by its name: whole, in the compute dtype, to be read until one of
-        another unit is asked for.  One unit is gathered at a time, as a forward pass does it.
+    def read_whole(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+        """Yield a function that copies parameters, whole and as a forward pass sees them, into tensors of their shapes.
+
+        Over links they are gathered by themselves, straight into these tensors; where their values are those of a
+        gather in few bits, or rest on a disk, a unit at a time.
 
         Every rank asks for the same parameters in the same order; collective.
         """
@@ -277,20 +283,29 @@ class ShardedModel:
             for module, key in param.locations
         }
         gathered: list[private_api.FSDPGroupHandle] = []
+        zero = self.options.zero
+        rounds = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
 
-        def read(name: str) -> Tensor:
-            if name not in located:  # a scalar, or an expert's
-                param = self.module.get_parameter(name)
-                return all_gather_full(param) if isinstance(param, DTensor) else param.detach()
-            storage, group, param = located[name]
-            if group.is_sharded:
-                while gathered:
-                    gathered.pop().to_sharded()
-                storage.unshard(group)
-                gathered.append(group)
-            whole = param.unsharded_param
-            assert whole is not None
-            return whole.detach()
+        @torch.no_grad()
+        def read(outs: Mapping[str, Tensor]) -> None:
+            alone: list[tuple[Tensor, Tensor]] = []
+            for name, out in outs.items():
+                if name not in located:  # a scalar, or an expert's
+                    alone.append((self.module.get_parameter(name), out))
+                    continue
+                storage, group, param = located[name]
+                if group.is_sharded and isinstance(storage, FSDPStorage) and not rounds:
+                    alone.append((param.sharded_param, out))
+                    continue
+                if group.is_sharded:
+                    while gathered:
+                        gathered.pop().to_sharded()
+                    storage.unshard(group)
+                    gathered.append(group)
+                whole = param.unsharded_param
+                assert whole is not None
+                out.copy_(whole)
+            all_gather_into(alone)
 
         for storage in self._storages:
             storage.before_forward()
@@ -379,6 +394,8 @@ def shard_model(
         raise ValueError("the model has no parameters: there is nothing to train")
     zero, sharded = options.zero, options.policy.shards_optimizer_states
     pages_params, mics_size = zero.offload_param.device == "nvme", zero.mics_shard_size
+    if sharded and options.within_hosts and mics_size <= 0:
+        mics_size = count_ranks_of_a_host(mesh, device)
     mics_mesh = build_mics_mesh(mesh, mics_size) if sharded else None
     shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
@@ -451,6 +468,9 @@ def shard_model(
     )
     assert isinstance(model, FSDPModule)
     private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
+    if on_host:
+        for group in groups:
+            group.copy_in_early()
     if collectives.async_reduction is not None and kind == "wire":
         for group, next_group in pairwise(groups):
             group.prefetch(next_group)

@@ -120,6 +120,16 @@ class GradDivisor:
     value: float = 1.0
 
 
+@dataclass
+class ReplicaSync:
+    """Whether reductions cross to ranks that hold the same parameters (or shard).  One for all reducers of a model.
+
+    Off, gradients are means over the ranks of a shard alone: what the replicas agree on is the optimiser's affair.
+    """
+
+    enabled: bool = True
+
+
 class GradientMemory:
     """Where the gradients of a model's units lie, as they are reduced and afterwards.
 
@@ -147,6 +157,7 @@ class ReduceOptions:
     ledger: CommsLog = field(default_factory=CommsLog)
     output_dtype: torch.dtype | None = None
     divisor: GradDivisor = field(default_factory=GradDivisor)
+    sync: ReplicaSync = field(default_factory=ReplicaSync)
     memory: GradientMemory = field(default_factory=GradientMemory)
     num_replicas: int = 1
     replica_reduce: ReplicaReduce | None = None
@@ -203,7 +214,7 @@ class Reducer:
         sizes = {"full_bytes": input_tensor.nbytes, "world_size": world_size}
         with self._ledger.timed("reduce_scatter", self._name, self.transport, **sizes) as call:
             rows = input_tensor.view(world_size, -1)
-            replica_reduce = self._options.replica_reduce
+            replica_reduce = self._options.replica_reduce if self._options.sync.enabled else None
             self.sum_shards(rows, output_tensor, group, scale if replica_reduce is None else 1.0, call)
             if replica_reduce is not None:
                 replica_reduce(output_tensor, call)
@@ -217,7 +228,8 @@ class Reducer:
 
     def mean_scale(self, num_ranks: int) -> float:
         """The factor of a sum over ``num_ranks``, and over the copies of the shard."""
-        return 1.0 / (num_ranks * self._options.num_replicas * self._options.divisor.value)
+        num_replicas = self._options.num_replicas if self._options.sync.enabled else 1
+        return 1.0 / (num_ranks * num_replicas * self._options.divisor.value)
 
     def reset_error_feedback(self) -> None:
         """Forget what earlier sums have left to be made up for, as in a new process."""
@@ -269,6 +281,13 @@ class ReplicatedReducer(Reducer, ABC):
         """See the base."""
         super().reset()
         self._input = None
+
+    def reduce_or_keep(self, output: Tensor) -> None:
+        """Replace ``output`` (1-D) by the mean over all ranks, or by this rank's own gradient: see ``ReplicaSync``."""
+        if self._options.sync.enabled:
+            self.reduce(output)
+        elif (scale := self.mean_scale(1)) != 1.0:
+            output.mul_(scale)
 
     @abstractmethod
     def reduce(self, output: Tensor) -> None:

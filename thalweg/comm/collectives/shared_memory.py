@@ -212,21 +212,67 @@ class SharedMemoryArena:
                 continue
             next_check = now + 0.05
             nap = min(nap * 1.5, 1e-3)
-            self._check_peer(rank, operation, now - start)
+            failure = self._find_failure(rank, operation, now - start)
+            # A peer may have come and then left while this rank slept: it stores the one before the other.
+            if failure and cells[index] < value:
+                raise CommError(failure)
 
-    def _check_peer(self, rank: int, operation: str, waited_seconds: float) -> None:
+    def _find_failure(self, rank: int, operation: str, waited_seconds: float) -> str:
+        """Why a peer will not come, or an empty text."""
         pid = self.read(rank, PID)
         if self.read(rank, CLOSED):
-            raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} has closed its engine")
+            return f"rank {self.rank} waits in {operation}, but rank {rank} has closed its engine"
         if not is_process_alive(pid):
-            raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} (process {pid}) has died")
+            return f"rank {self.rank} waits in {operation}, but rank {rank} (process {pid}) has died"
         if waited_seconds > self.timeout:
-            raise CommError(
+            return (
                 f"rank {self.rank} waited {waited_seconds:.0f} s in {operation} for rank {rank}, which has done "
                 f"{self.read(rank, BARRIER_COUNT)} barriers and {self.read(rank, DEPOSITED)} reductions; "
                 f"this rank {self._num_barriers} and {self.read(self.rank, DEPOSITED)}. "
                 "Some ranks took another branch, or one of them is stuck: see its traceback."
             )
+        return ""
+
+
+_ORDER_ROWS = 1 << 10  # as far as the host may run ahead of a peer's
+
+
+class CollectiveOrder:
+    """Notices that the ranks of ``arena`` begin different collectives, without waiting for any of them.
+
+    An accelerator's library waits for ever, or mixes tensors up, and the host is long past that when it does.  So each
+    rank writes what its n-th collective is into row n of a table that its peers see, and looks at theirs: whoever comes
+    to a row second sees that they differ before its own begins.  Who came first waits until the launcher ends it.
+    """
+
+    def __init__(self, arena: SharedMemoryArena) -> None:
+        self._rank, self._count, self._operations = arena.rank, 0, dict[int, str]()
+        shape = (arena.world_size, _ORDER_ROWS)
+        self._table = arena.tensor(arena.reserve(prod(shape) * 8), shape, torch.int64).numpy()
+
+    @staticmethod
+    def num_bytes(world_size: int) -> int:
+        """Bytes of arena that it needs."""
+        return world_size * _ORDER_ROWS * 8 + 64
+
+    def begin(self, operation: str) -> None:
+        """This rank's next collective is ``operation``.
+
+        Raises:
+            CommError: a peer's is another.
+        """
+        tag = hash_name(operation) & 0xFFFFFFFF
+        self._operations[tag] = operation
+        self._count += 1
+        row, entry = self._count % _ORDER_ROWS, self._count % (1 << 31) << 32 | tag
+        self._table[self._rank, row] = entry
+        for rank, peers_entry in enumerate(self._table[:, row].tolist()):
+            if peers_entry != entry and peers_entry >> 32 == entry >> 32:
+                peers_operation = self._operations.get(peers_entry & 0xFFFFFFFF, "a collective of another module")
+                raise CommError(
+                    f"rank {self._rank} is about to begin {operation} while rank {rank} began {peers_operation}: the "
+                    "ranks took different branches. Run the same modules on every rank in each step."
+                )
 
 
 def hash_name(name: str) -> int:

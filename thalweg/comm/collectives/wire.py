@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
+from thalweg.comm.collectives.shared_memory import CollectiveOrder
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.topology import HostTopology
 
@@ -81,10 +82,19 @@ class AllReduceSum:
 
 
 class _LoggedCollective:
-    """A collective of torch's with the ledger.  On an accelerator its seconds are those of queueing it."""
+    """A collective of torch's with the ledger.  On an accelerator its seconds are those of queueing it.
 
-    def __init__(self, name: str, ledger: CommsLog | None = None, topology: HostTopology | None = None) -> None:
-        self._name, self._ledger, self._topology = name, ledger or CommsLog(), topology
+    ``order``: what compares it with the other ranks' before it begins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ledger: CommsLog | None = None,
+        topology: HostTopology | None = None,
+        order: CollectiveOrder | None = None,
+    ) -> None:
+        self._name, self._ledger, self._topology, self._order = name, ledger or CommsLog(), topology, order
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -94,6 +104,8 @@ class _LoggedCollective:
         topology = self._topology
         if topology is None or len(topology.host_ids) != group.size():
             topology = _one_rank_per_host(group)
+        if self._order is not None:
+            self._order.begin(f"the {kind} of {self._name!r}")
         sizes = {"full_bytes": full.nbytes, "world_size": group.size()}
         with self._ledger.timed(kind, self._name, "wire", **sizes) as call:
             call.add_bytes(*topology.ring_bytes(shard.nbytes))

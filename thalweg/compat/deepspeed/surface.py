@@ -53,6 +53,13 @@ _ADAM: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPUAda
 _ADAGRAD: Names = {"DeepSpeedCPUAdagrad": f"{_HERE}.optimizers:DeepSpeedCPUAdagrad"}
 _LION: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPULion", "FusedLion")}
 _LAMB: Names = {"FusedLamb": f"{_HERE}.optimizers:FusedLamb"}
+_SPARSE_ATTENTION: Names = {
+    **dict.fromkeys(
+        ("BertSparseSelfAttention", "SparseAttentionUtils"),
+        NotOffered('set "sparse_attention" in the config; thalweg.initialize replaces attention, and pads by itself'),
+    ),
+    FALLBACK: "thalweg.nn.sparse_attention",
+}
 _VERSIONS = ("version_major", "version_minor", "version_patch", "git_hash", "git_branch")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _LR_SCHEDULES: Names = {name: f"thalweg.optim.lr_scheduler:{name}" for name in _SCHEDULES}
@@ -162,10 +169,9 @@ SURFACE: dict[str, Names] = {
     "deepspeed.ops.lion": _LION,
     "deepspeed.ops.op_builder": {FALLBACK: f"{_HERE}.op_builders"},
     "deepspeed.ops.aio": {"AsyncIOBuilder": f"{_HERE}.op_builders:AsyncIOBuilder"},
-    "deepspeed.ops.sparse_attention": dict.fromkeys(
-        ("SparseSelfAttention", "SparsityConfig", "FixedSparsityConfig", "BertSparseSelfAttention"),
-        NotOffered("torch.nn.attention.flex_attention takes a mask of blocks"),
-    ),
+    "deepspeed.ops.sparse_attention": _SPARSE_ATTENTION,
+    "deepspeed.ops.sparse_attention.sparse_self_attention": _SPARSE_ATTENTION,
+    "deepspeed.ops.sparse_attention.sparsity_config": _SPARSE_ATTENTION,
     "deepspeed.pipe": _PIPE,
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILER,
@@ -192,6 +198,9 @@ SURFACE: dict[str, Names] = {
     "deepspeed.runtime.pipe.engine": _ENGINE,
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
+    "deepspeed.runtime.progressive_layer_drop": {
+        "ProgressiveLayerDrop": "thalweg.nn.layer_drop:ProgressiveLayerDrop"
+    },
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _ULYSSES,
     "deepspeed.runtime.utils": {**_LOGGING, FALLBACK: f"{_HERE}.runtime_utils"},

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
 
-from thalweg.config.schema import parallel, training, zero
+from thalweg.config.schema import data, parallel, training, zero
 from thalweg.config.schema.base import (
     AUTO,
     UNSET,
@@ -98,7 +98,11 @@ class Config(UNREAD_BLOCKS):
     data_types: training.DataTypes = training.DataTypes()
     zero_optimization: zero.ZeroOptimization = zero.ZeroOptimization()
     activation_checkpointing: training.ActivationCheckpointing = training.ActivationCheckpointing()
+    sparse_attention: training.SparseAttention | None = None
+    progressive_layer_drop: training.ProgressiveLayerDropConfig = training.ProgressiveLayerDropConfig()
     tiling: training.Tiling = training.Tiling()
+    curriculum_learning: data.CurriculumLearning = data.CurriculumLearning()
+    data_efficiency: data.DataEfficiency = data.DataEfficiency()
     compression_training: CompressionTraining = CompressionTraining()  # type: ignore[valid-type]
     quantize_training: QuantizeTraining = QuantizeTraining()  # type: ignore[valid-type]
     eigenvalue: Eigenvalue = Eigenvalue()  # type: ignore[valid-type]

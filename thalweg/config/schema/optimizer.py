@@ -30,6 +30,7 @@ _BETAS, _MAYBE, _NO_LR = (
     Typed(bool | None, None),
     Typed(NonNegativeFloat | None, None),
 )
+_FREEZE_STEP = Typed(Literal["auto"] | PositiveInt, 100_000)
 _STATE_DTYPE = ("fp32", "bf16", "int8")
 # fmt: off
 # What every optimiser takes, and how torch's run.
@@ -80,16 +81,18 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "Rprop": block(
         base=Section, lr=1e-2, etas=Typed(AnyTuple, (0.5, 1.2)), step_sizes=Typed(AnyTuple, (1e-6, 50)),
         foreach=_MAYBE, maximize=False, capturable=False, differentiable=False),
-    # What nothing runs yet: 1-bit Adam (arXiv 2102.02888), 1-bit LAMB (2104.06069) and 0/1 Adam (2202.06009).
-    "OneBitAdam": block(base=_ADAM, freeze_step=100_000, cuda_aware=False, comm_backend_name="nccl"),
+    # 1-bit Adam (arXiv 2102.02888), 1-bit LAMB (2104.06069) and 0/1 Adam (2202.06009).
+    "OneBitAdam": block(base=_ADAM, freeze_step=_FREEZE_STEP, cuda_aware=False, comm_backend_name="nccl"),
     "OneBitLamb": block(
-        base=_LAMB, freeze_step=100_000, coeff_beta=0.9, factor_max=4.0, factor_min=0.5, factor_threshold=0.1,
+        base=_LAMB, freeze_step=_FREEZE_STEP, coeff_beta=0.9, factor_max=4.0, factor_min=0.5, factor_threshold=0.1,
         cuda_aware=False, comm_backend_name="nccl"),
     "ZeroOneAdam": block(
         base=_ADAM, var_freeze_step=100_000, var_update_scaler=16, local_step_scaler=32_678, local_step_clipper=16,
         cuda_aware=False, comm_backend_name="nccl"),
 }
 # fmt: on
+# Those that send momentum in bits.
+COMPRESSED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 UNUSABLE_OPTIMIZERS = {
     "LBFGS": "evaluates the loss several times in a step, which needs a closure; drive it by your own loop",
     "SparseAdam": "takes sparse gradients only, and reduced gradients are dense; use Adam",

@@ -11,17 +11,20 @@ from thalweg.config.schema.base import (
     AnyDict,
     Dtype,
     FrozenDict,
+    IntTuple,
+    LowerCase,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    PositiveIntTuple,
     Section,
     StrTuple,
+    UnitFloat,
     ignored,
     unsupported,
 )
 from thalweg.config.schema.unsupported import block, ignored_options
 
-_UNBUILT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _EVERY_COLLECTIVE = "the ledger counts every collective"
 
 
@@ -71,9 +74,7 @@ class DataTypes(Section):
 class Optimizer(Section):
     """``params`` hold what the user gave, checked by the table in ``schema/optimizer.py``."""
 
-    type: str = unsupported(
-        ..., "use Adam or Lamb; gradients are then sent uncompressed", on=lambda name: name in _UNBUILT_OPTIMIZERS
-    )
+    type: str
     params: AnyDict = FrozenDict()
     legacy_fusion: bool = ignored(False, "chose between two fused kernels of DeepSpeed")
 
@@ -97,6 +98,35 @@ class ActivationCheckpointing(Section):
     number_checkpoints: NonNegativeInt | None = ignored(None, "sized a buffer that is not needed")
     synchronize_checkpoint_boundary: bool = ignored(False, "no synchronisation is needed between units")
     profile: bool = ignored(False, "wall_clock_breakdown times the phases")
+
+
+class SparseAttention(Section):
+    """Attention over blocks of ``block`` tokens; which options a mode reads: docs/attention.md."""
+
+    mode: Annotated[Literal["fixed", "dense", "variable", "bigbird", "bslongformer"], LowerCase] = "fixed"
+    block: PositiveInt = 16
+    different_layout_per_head: bool = False
+    num_local_blocks: PositiveInt = 4
+    num_global_blocks: PositiveInt = 1
+    attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: PositiveInt = 1
+    num_random_blocks: NonNegativeInt = 0
+    local_window_blocks: Annotated[PositiveIntTuple, Field(min_length=1)] = (4,)
+    num_sliding_window_blocks: PositiveInt = 3
+    global_block_indices: IntTuple = (0,)
+    global_block_end_indices: IntTuple | None = None
+
+
+class ProgressiveLayerDropConfig(Section):
+    """Layers left out by chance during training, more of them as it goes on (arXiv 2010.13369).
+
+    The deepest layer stays with probability (1 - theta) exp(-gamma t) + theta at step t, layers below it more often.
+    """
+
+    enabled: bool = False
+    theta: UnitFloat = 1.0
+    gamma: NonNegativeFloat = 0.001
 
 
 class Tiling(Section):

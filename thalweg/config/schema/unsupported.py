@@ -84,11 +84,6 @@ def _off(hint: str = "") -> Any:
     return unsupported(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}")
 
 
-_SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
-_DIFFICULTY = ("total_curriculum_step", "difficulty_step", "root_degree", "difficulty", "max_step")
-_DIFFICULTY_SCHEDULE = block(**dict.fromkeys(_DIFFICULTY))
-
-
 # fmt: off
 UNREAD_BLOCKS = block({
     "weight_quantization": _absent(block(
@@ -96,13 +91,6 @@ UNREAD_BLOCKS = block({
             True, f"{_REMOVE_BLOCK}; thalweg.infer.quantization.zeroquant quantizes a trained model", on=bool),
         num_bits=8, q_type=("symmetric", "asymmetric"), q_groups=1,
         quantized_initialization={}, post_init_quant={})),
-    "sparse_attention": _absent(block(
-        mode=unsupported(("fixed", "dense", "variable", "bigbird", "bslongformer"),
-                         'remove the block or set mode to "dense"', on=lambda mode: mode != "dense"),
-        block=16, different_layout_per_head=False, num_local_blocks=4, num_global_blocks=1,
-        attention=("bidirectional", "unidirectional"), horizontal_global_attention=False,
-        num_different_global_patterns=1, num_random_blocks=0, local_window_blocks=[4], num_sliding_window_blocks=3,
-        global_block_indices=[0], global_block_end_indices=None)),
     }, base=Section,
     aio=ignored(
         block(block_size=1_048_576, queue_depth=8, thread_count=1, single_submit=False, overlap_events=True,
@@ -127,35 +115,6 @@ UNREAD_BLOCKS = block({
     hybrid_engine=block(
         enabled=_off(), max_out_tokens=512, inference_tp_size=1, release_inference_cache=False, pin_parameters=True,
         tp_gather_partition_size=8, enable_cuda_graph=False),
-    data_efficiency=block(
-        enabled=_off(), seed=1234,
-        data_sampling=block(
-            enabled=False, num_epochs=1000, num_workers=0, pin_memory=False,
-            curriculum_learning=block(
-                enabled=False, data_cluster_path=None,
-                curriculum_metrics=dict[str, block(  # type: ignore[misc]
-                    index_to_sample_path=None, index_to_metric_path=None, difficulty_type=("value", "percentile"),
-                    clustering_type=("single_cluster", "schedule_based"), min_difficulty=None, max_difficulty=None,
-                    schedule_type=(None, *_SCHEDULES), schedule_config=_DIFFICULTY_SCHEDULE)]),
-            dynamic_batching=block(
-                enabled=False, metrics_path=None, lr_scaling_method=("linear", "sqrt", "none"), min_batch_size=1,
-                max_batch_size=None, sequence_picking_order="dataloader", max_tokens=None, samples_per_batch=None,
-                verbose=False)),
-        data_routing=block(
-            enabled=False,
-            random_ltd=block(
-                enabled=False, total_layer_num=None, random_ltd_layer_num=None, random_ltd_layer_id=[],
-                model_mask_name=None, model_type=(None, "decoder", "encoder"), micro_batch_size=None,
-                global_batch_size=None, hidden_state_order=("batch_seq_dim", "seq_batch_dim"),
-                random_ltd_schedule=block(
-                    min_value=None, max_value=None, schedule_type=("fixed_linear",),
-                    schedule_config=block(require_steps=None, seq_per_step=None)),
-                layer_token_lr_schedule=block(
-                    enabled=False, total_layer_tokens=None, warmup_type=None, warmup_layer_tokens=None)))),
-    curriculum_learning=block(
-        enabled=_off(), curriculum_type="seqlen", min_difficulty=None, max_difficulty=None, schedule_type=_SCHEDULES,
-        schedule_config=_DIFFICULTY_SCHEDULE),
-    progressive_layer_drop=block(enabled=_off(), theta=1.0, gamma=0.001),
     elasticity=block(
         enabled=_off("a checkpoint loads at another world size without it"), max_train_batch_size=2000,
         micro_batch_sizes=[2, 4, 6], min_gpus=1, max_gpus=10000, min_time=0, version=0.2, prefer_larger_batch=True,

@@ -8,9 +8,10 @@ is the exponential of its log-sum-exp (Milakov and Gimelshein 2018; Dao et al. 2
 and the backward pass of one block needs of the others only the final ``out`` and ``lse``.
 
 Shapes: q, out (B, H, Tq, D), k and v (B, H / repeat, Tk, D), of which each serves ``repeat`` query heads, lse
-(B, H, Tq) in fp32 (fp64 for fp64), -inf for a query without keys, whose output is 0; ``mask`` (B or 1, 1, Tq, Tk),
-true for what is attended.  torch's flash kernels do the work where they take the case, the plain formula, in tiles of
-query rows, elsewhere and as the reference.  Only the CPU's kernel needs keys repeated for each query head.
+(B, H, Tq) in fp32 (fp64 for fp64), -inf for a query without keys, whose output is 0; ``mask`` (B or 1, H or 1, Tq, Tk),
+true for what is attended, or added to the scores.  torch's flash kernels do the work where they take the case, the
+plain formula, in tiles of query rows, elsewhere and as the reference.  Only the CPU's kernel needs keys repeated for
+each query head.
 """
 
 from __future__ import annotations
@@ -84,15 +85,15 @@ def _fold(x: Tensor, kv: Tensor) -> Tensor:
 
 
 def _to_additive_mask(mask: Mask, q: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
+    if mask is None or mask.is_floating_point():
+        return mask if mask is None else mask.to(q.dtype)
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
 
 
 def _zero_empty_rows(out: Tensor, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     if mask is None:
         return out, lse
-    empty = ~mask.any(-1)
+    empty = ~(mask > -torch.inf if mask.is_floating_point() else mask).any(-1)
     return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
 
 
@@ -147,5 +148,6 @@ def _scores(q: Tensor, k: Tensor, start: int, causal: bool, mask: Mask, scale: f
         visible = torch.arange(k.shape[2], device=q.device) <= index[:, None]
         scores.masked_fill_(~visible, -torch.inf)
     if mask is not None:
-        scores.masked_fill_(~mask[:, :, start : start + _TILE_ROWS], -torch.inf)
+        own = mask[:, :, start : start + _TILE_ROWS]
+        scores = scores + own if own.is_floating_point() else scores.masked_fill_(~own, -torch.inf)
     return scores

@@ -131,7 +131,7 @@ ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls for cls in (Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 }
 
-_FUSED = ("Adam", "AdamW", "SGD")  # on the CPU and on every accelerator
+_FUSED = ("Adam", "AdamW", "OneBitAdam", "SGD")  # on the CPU and on every accelerator
 
 
 def has_fused_kernel(name: str, params: Iterable[Tensor]) -> bool:

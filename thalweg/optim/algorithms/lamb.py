@@ -10,6 +10,7 @@ groups of parameters in one all-reduce for each process group; all updates (loca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -91,6 +92,7 @@ class Lamb(StepMixin, torch.optim.Optimizer):
             norms = rows.sqrt().tolist()
             for group, params, work, directions in stepped:
                 ratios = [self._clamped_trust_ratio(group, *norms[position[id(p)]]) for p in params]
+                self._observe_ratios(params, ratios)
                 foreach.mul_(directions, [-float(group["lr"]) * ratio for ratio in ratios])
                 foreach.add_(work, directions)
 
@@ -121,6 +123,9 @@ class Lamb(StepMixin, torch.optim.Optimizer):
         if group["weight_decay"]:
             foreach.add_(directions, work, alpha=group["weight_decay"])
         return directions
+
+    def _observe_ratios(self, params: Sequence[Tensor], ratios: Sequence[float]) -> None:
+        """The trust ratios of a step."""
 
     @staticmethod
     def _clamped_trust_ratio(group: dict[str, Any], weight_norm: float, update_norm: float) -> float:

@@ -337,7 +337,7 @@ def _register_attention_interface(models: Sequence[nn.Module], attention: Sequen
             return None if dense_mask is None else lambda queries, keys: dense_mask[:, :, queries[:, None], keys]
         if sequence_meta.padding is not None:
             mask_function = and_masks(mask_function, padding_mask_function(sequence_meta.padding))
-        elif _is_trivial_mask(sequence_meta.length, **kwargs):
+        elif is_trivial_mask(sequence_meta.length, **kwargs):
             return None
         rows = torch.arange(batch_size, device=kwargs.get("device", "cpu"))[:, None, None, None]
         head = torch.zeros_like(rows[:1])
@@ -357,7 +357,7 @@ def _register_attention_interface(models: Sequence[nn.Module], attention: Sequen
             config._attn_implementation = name
 
 
-def _is_trivial_mask(
+def is_trivial_mask(
     length: int,
     *,
     local_size: int | None = None,

@@ -11,6 +11,7 @@ from torch import nn
 from thalweg.activation_checkpointing import ActivationCheckpointPolicy
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
+from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 from thalweg.config.schema.training import Optimizer, Tiling
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
@@ -234,6 +235,7 @@ def _is_elementwise(config: Config) -> bool:
 
 # What makes a run smaller (or its traffic another) and is not counted: (option, whether it is on).
 _UNMODELLED: dict[str, Any] = {
+    "optimizer.type": lambda name: name in COMPRESSED_OPTIMIZERS,
     "context_parallel_size": lambda size: size > 1,
     "pipeline.stages": lambda stages: isinstance(stages, int) and stages > 1,
     "expert_parallel.enabled": bool,

@@ -47,7 +47,7 @@ _GRADS_STAY_IN_PLACE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 GROUP_NAMES = (
     "fsdp_params", "is_sharded", "reduce_grads", "all_reduce_grads", "reshard_after_backward", "comm_ctx",
     "_training_state", "_to_unsharded", "_to_sharded", "post_backward", "finalize_backward", "unshard",
-    "wait_for_unshard", "_all_gather_result",
+    "wait_for_unshard", "_all_gather_result", "device_handle",
     "_set_unsharded_grad_dtypes" if _GRADS_STAY_IN_PLACE else "_init_mp_dtypes",
 )  # fmt: skip
 PARAM_NAMES = (
@@ -196,6 +196,43 @@ class FSDPGroupHandle:
                 release()
 
         inner.unshard = unshard
+
+    def copy_in_early(self) -> None:
+        """Let a rank alone copy its shards from the host as soon as a unit is asked for, beside what is computed.
+
+        FSDP2 does so where ranks gather; a rank that gathers from nobody copies when it is waited for, in the
+        computation's own stream.
+        """
+        inner = self._inner
+        original_unshard, original_wait = inner.unshard, inner.wait_for_unshard
+        arriving: list[tuple[list[Tensor], torch.Event]] = []
+
+        def unshard(async_op: bool = False) -> None:
+            was_asked = inner._all_gather_result is not None
+            original_unshard(async_op)
+            result = inner._all_gather_result
+            if result is None or was_asked or result.all_gather_input_split_sizes:  # which a gather has
+                return
+            stream = inner.comm_ctx.all_gather_copy_in_stream
+            with inner.device_handle.stream(stream), torch.no_grad():
+                shards = [param.all_gather_inputs[0] for param in inner.fsdp_params]
+                arriving[:] = [(shards, stream.record_event())]
+
+        def wait_for_unshard() -> None:
+            if inner._all_gather_result is None or not arriving:
+                return original_wait()
+            shards, event = arriving.pop()
+            inner.device_handle.current_stream().wait_event(event)
+            host_shards = [param._sharded_param_data for param in inner.fsdp_params]
+            for param, shard in zip(inner.fsdp_params, shards, strict=True):
+                param._sharded_param_data = shard
+            try:
+                original_wait()  # the copying stream then waits until these are read, and their memory can be its own
+            finally:
+                for param, data in zip(inner.fsdp_params, host_shards, strict=True):
+                    param._sharded_param_data = data
+
+        inner.unshard, inner.wait_for_unshard = unshard, wait_for_unshard
 
     def add_reduction_hooks(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Call these before and after a backward pass that has gone through this unit is reduced.
