@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -170,7 +171,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name, how in (("control: two bits after training", "bits"), ("control: half by chance", "chance")):
         add(name, spoil(whole, how), size(whole))
     parameters = sum(p.numel() for p in whole.parameters())
-    facts = {"table": table, "parameters": parameters, "learnt": len(learn[0]), "held": len(held[0])}
+    facts = {
+        "table": table,
+        "parameters": parameters,
+        "learnt": len(learn[0]),
+        "held": len(held[0]),
+        "load": os.getloadavg()[1],
+    }
     return make_result("compression", [], modules=args.modules, steps=[args.steps, args.tune_steps], **facts)
 
 
@@ -197,8 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         f"{found['date']}, commit {found['commit']}, {format_machine(found['machine'])}.", "",
         f"A BERT of {found['parameters']:,} parameters tells which of {found['modules']} modules a line is"
         f" from: {found['steps'][0]} steps of 64 of {found['learnt']:,} lines, {found['steps'][1]} more to compress;"
-        f" {found['held']:,} other lines are asked. ms of a batch of 64 on {args.threads} thread(s), the least of all."
-        " Weights that are zero are stored as zeros.", "",
+        f" {found['held']:,} other lines are asked. ms of a batch of 64 on {args.threads} thread(s), the least."
+        " Weights that are zero are stored as zeros."
+        f" Load average {found['load']:.0f}: above 1, times are those of a shared machine.", "",
         markdown_table(["model", "accuracy, %", "points", "MiB on disk", "ms"], rows),
     ])  # fmt: skip
     if args.write:
