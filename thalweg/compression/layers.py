@@ -62,7 +62,9 @@ class Mask(nn.Module):
 
     kept: Tensor
 
-    def __init__(self, norms: Tensor, dense_ratio: float, method: str, offset: int, related: tuple[str, ...] = ()):
+    def __init__(
+        self, norms: Tensor, dense_ratio: float, method: str, offset: int, related: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
         self.dense_ratio, self.offset, self.related = dense_ratio, offset, related
         self.scores: nn.Parameter | None = None

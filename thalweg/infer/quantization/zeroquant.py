@@ -4,8 +4,9 @@
     group_size n     one scale for n neighbours of an output.  4 bits in groups of 32 have a packed kernel, whose rows
                      stay in 16 bits; other sizes are kept as int8 codes, and made numbers for the time of a product
 
-``save_quantized`` writes the same codes in the compressed-tensors format, which the loader here reads.  A model that was trained by ``compression_training`` with as many bits and
-``quantize_groups`` as it has outputs loses nothing here: its weights lie on this grid.
+``save_quantized`` writes the same codes in the compressed-tensors format, which the loader here reads.  A model
+that was trained by ``compression_training`` with as many bits, and as many ``quantize_groups`` as a layer has outputs,
+loses nothing here: its weights lie on this grid.
 """
 
 from __future__ import annotations
