@@ -31,6 +31,7 @@ _PUBLIC = {
     "tp_model_init": "thalweg.parallel.tensor.model_init",
     "FlopsProfiler": "thalweg.observe.flops_profiler",
     "OnDevice": "thalweg.deferred_init.on_device",
+    "compression": "thalweg.compression",
     "RepeatingLoader": "thalweg.data.repeating_loader",
     **{
         f"estimate_zero{stage}_model_states_mem_needs{form}": "thalweg.plan.estimates"

@@ -27,7 +27,7 @@ def _run_page(rank: int, world: int, page: str, folder: str) -> int:
     ("page", "at_least"),
     [
         *(("engine.md", 1), ("parameters.md", 7), ("checkpoints.md", 4), ("rlhf.md", 4)),
-        *(("attention.md", 3), ("data.md", 5)),
+        *(("attention.md", 3), ("data.md", 5), ("compression.md", 2)),
     ],
 )
 def test_the_python_of_a_page_runs(page: str, at_least: int, tmp_path: Path) -> None:

@@ -349,6 +349,28 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"compile": {"enabled": True}, "tensor_parallel": {"autotp_size": 2}}, "compile.enabled"),
     ({"compile": {"enabled": True}, "tensor_parallel": {}, "sequence_parallel_size": 2}, "compile.enabled"),
     ({"tiling": {"loss": True}, "tensor_parallel": {"autotp_size": 2}}, "tiling.loss"),
+    *(
+        (
+            {
+                "compression_training": {name: {"shared_parameters": {"enabled": True}}},
+                "tensor_parallel": {"autotp_size": 2},
+            },
+            f"compression_training.{name}.shared_parameters.enabled",
+        )
+        for name in (
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+        )
+    ),
+    (
+        {"compression_training": {"layer_reduction": {"enabled": True}}, "tensor_parallel": {"autotp_size": 2}},
+        "compression_training.layer_reduction.enabled",
+    ),
+    ({"quantize_training": {"enabled": True}, "tensor_parallel": {"autotp_size": 2}}, "quantize_training.enabled"),
     (
         {"managed_gradient_accumulation": False, "pipeline": {"stages": 2}, "tensor_parallel": {}},
         "managed_gradient_accumulation",
@@ -485,6 +507,7 @@ ON: dict[str, Any] = {
     "memory.device_limit": ("80GiB", {}),
     "memory.host_limit": (1, {}),
     "memory.nvme_path": ("/x", {}),
+    "compression_training.sparse_pruning.shared_parameters.method": ("snip_momentum", {}),
 }
 
 

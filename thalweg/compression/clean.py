@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from thalweg.compression.layers import CompressedLayer, Mask, get_rows, is_transposed, iter_compressed, restore_layer
 from thalweg.utils.log import get_logger
-from thalweg.zero.plain_copy import copy_plain
 from thalweg.zero.whole_tensors import gather_master
 
 _log = get_logger(__name__)
@@ -83,7 +82,7 @@ def _copy_whole(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(gather_master(param), requires_grad=param.requires_grad)
-    return copy_plain(model, memo)
+    return copy.deepcopy(model, memo)
 
 
 def _iter_removals(model: nn.Module, layers: dict[str, CompressedLayer]) -> Iterator[_Removal]:
@@ -143,8 +142,8 @@ def _remove_what_config_says(model: Any, removals: list[_Removal]) -> None:
         _take_numbers(model, skeleton)
         for kind in sorted(kinds - chosen):
             _log.warning(
-                "%s: the config of %s cannot say that %ss are fewer (or layers differ in their number): they are set to "
-                "zero and stay in the model",
+                "%s: the config of %s cannot say that %ss are fewer (or layers differ in their number): they are set "
+                "to zero and stay in the model",
                 "redundancy_clean", type(model).__name__, kind,
             )  # fmt: skip
         return

@@ -29,8 +29,9 @@ def init_student(student: nn.Module, teacher: nn.Module | None, section: Any) ->
     count = len(chosen) if section.keep_number_layer is None else section.keep_number_layer
     if not prefix or not chosen or count != len(chosen):
         raise ValueError(
-            f"compression_training.layer_reduction: keep_number_layer is {section.keep_number_layer}, module_name_prefix "
-            f"{prefix!r}, teacher_layer {chosen}: name the list of layers, and one teacher's layer for each that is kept"
+            f"compression_training.layer_reduction: keep_number_layer is {section.keep_number_layer}, "
+            f"module_name_prefix {prefix!r}, teacher_layer {chosen}: name the list of layers, and a teacher's "
+            "layer for each that is kept"
         )
     layers = _get_layers(student, prefix)
     if teacher is None:
@@ -78,10 +79,10 @@ def _keep_layers(model: nn.Module, layers: nn.ModuleList, kept: list[nn.Module])
     layers._modules.clear()
     layers.extend(kept)
     for index, layer in enumerate(kept):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = index  # a KV cache asks for it
-    config = getattr(model, "config", None)
+        numbered: list[Any] = [module for module in layer.modules() if hasattr(module, "layer_idx")]
+        for module in numbered:
+            module.layer_idx = index  # a KV cache asks for it
+    config: Any = getattr(model, "config", None)
     if getattr(config, "num_hidden_layers", None) == count:
         config.num_hidden_layers = len(kept)
         if getattr(config, "layer_types", None):

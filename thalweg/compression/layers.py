@@ -60,7 +60,11 @@ class Mask(nn.Module):
     ``related``: names of layers from which the same units go when they are removed.
     """
 
-    def __init__(self, norms: Tensor, dense_ratio: float, method: str, offset: int, related: tuple[str, ...] = ()):
+    kept: Tensor
+
+    def __init__(
+        self, norms: Tensor, dense_ratio: float, method: str, offset: int, related: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
         self.dense_ratio, self.offset, self.related = dense_ratio, offset, related
         self.scores: nn.Parameter | None = None
@@ -75,7 +79,7 @@ class Mask(nn.Module):
     def forward(self) -> Tensor:
         """1 for units that are kept, 0 for others."""
         if self.scores is None:
-            return self.kept  # type: ignore[return-value]
+            return self.kept
         return straight_through(self.scores, keep_largest(self.scores.detach(), self.dense_ratio))
 
 
@@ -89,6 +93,9 @@ def keep_largest(values: Tensor, share: float) -> Tensor:
 
 class Compression(nn.Module):
     """What a layer's compression needs; ``steps`` counts updates."""
+
+    range: Tensor  # where inputs have one range: the least and the largest value, averaged over windows
+    seen: Tensor  # and those of the window at hand
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -55,7 +55,9 @@ def quantize(
     zero = rows.new_zeros(num_groups, 1)
     if bits <= 2:
         if not symmetric or noise is not None:
-            raise ValueError(f"{bits} bits are quantized symmetrically and to the nearest value; set them so, or 3 bits")
+            raise ValueError(
+                f"{bits} bits are quantized symmetrically and to the nearest value; set them so, or 3 bits"
+            )
         return _quantize_by_mean(rows, bits, zero)
     if symmetric:
         top = 2 ** (bits - 1) - 1

@@ -137,7 +137,8 @@ class BlockEigenvalues:
             )
         self._blocks = {
             f"{section.layer_name}.{key}": {
-                f"{section.layer_name}.{key}.{name}": layer.compression for name, layer in iter_compressed(block).items()
+                f"{section.layer_name}.{key}.{name}".rstrip("."): layer.compression
+                for name, layer in iter_compressed(block).items()
             }
             for key, block in children.items()
         }

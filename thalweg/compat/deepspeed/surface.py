@@ -84,6 +84,10 @@ _ZERO_TO_FP32: Names = {
 }
 _ZERO_TO_FP32[PROGRAM] = _PROGRAMS
 
+_COMPRESSION: Names = {
+    **{name: f"thalweg.compression:{name}" for name in ("init_compression", "redundancy_clean")},
+    "student_initialization": f"{_HERE}.compression:student_initialization",
+}
 _PROFILER: Names = {
     name: f"thalweg.observe.flops_profiler:{name}"
     for name in ("FlopsProfiler", "get_model_profile", "number_to_string")
@@ -128,6 +132,9 @@ SURFACE: dict[str, Names] = {
     },
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
+    "deepspeed.compression": _COMPRESSION,
+    "deepspeed.compression.compress": _COMPRESSION,
+    "deepspeed.compression.helper": {"convert_conv1d_to_linear": f"{_HERE}.compression:convert_conv1d_to_linear"},
     "deepspeed.env_report": {PROGRAM: _PROGRAMS},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {

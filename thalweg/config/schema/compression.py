@@ -42,7 +42,7 @@ CompressionTraining = _block(
     weight_quantization=_technique(
         quantizer_kernel=ignored(False, _NO_KERNEL), quantize_groups=Typed(PositiveInt, 1), quantize_verbose=False,
         quantization_type=_Q_TYPE, rounding=_ROUNDING,
-        quantize_weight_in_forward=ignored(False, "weights are always quantized in the forward pass; masters stay whole"),
+        quantize_weight_in_forward=ignored(False, "weights are quantized in the forward pass; masters stay whole"),
         fp16_mixed_quantize=_MIXED),
     activation_quantization=_technique(quantization_type=_Q_TYPE, range_calibration=("dynamic", "static")),
     sparse_pruning=_technique(

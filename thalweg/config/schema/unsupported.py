@@ -64,7 +64,7 @@ def block(
 ) -> type[Section]:
     """A block of these options; ``_fields`` give type and default in full."""
     fields: dict[str, Any] = {key: _to_field(option) for key, option in options.items()} | (_fields or {})
-    return create_model("UnreadBlock", __base__=base, **fields)
+    return create_model("Block", __base__=base, **fields)
 
 
 def ignored_options(why: str, base: type[Section] = Section, **options: Any) -> type[Section]:
@@ -87,7 +87,9 @@ def _off(hint: str = "") -> Any:
 # fmt: off
 UNREAD_BLOCKS = block({
     "weight_quantization": _absent(block(
-        enabled=unsupported(True, _REMOVE_BLOCK, on=bool), num_bits=8, q_type=("symmetric", "asymmetric"), q_groups=1,
+        enabled=unsupported(
+            True, f"{_REMOVE_BLOCK}; thalweg.infer.quantization.zeroquant quantizes a trained model", on=bool),
+        num_bits=8, q_type=("symmetric", "asymmetric"), q_groups=1,
         quantized_initialization={}, post_init_quant={})),
     }, base=Section,
     aio=ignored(
