@@ -29,6 +29,13 @@ $(PEERS)/.ready: $(PEERS)/.installed
 clean-peers:
 	rm -rf $(PEERS)
 
+# `make bench-trl`: TRL, for bench/rlhf.py, in an environment of its own.
+TRL ?= .venv-trl
+.PHONY: bench-trl
+bench-trl:
+	$(PEERS_PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet torch==$(PEERS_TORCH) transformers==5.23.0 accelerate==1.15.0 trl==1.16.0
+
 # `make bench-vllm`: vLLM's build for CPUs, for bench/serve.py, in an environment of its own.
 VLLM ?= .venv-vllm
 .PHONY: bench-vllm

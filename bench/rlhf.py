@@ -3,6 +3,7 @@
     thalweg run --nproc 2 bench/rlhf.py generation       turns of the contestants, weights changed between them
     thalweg run --nproc 2 bench/rlhf.py memory           how far a sync rises above the shards
     python bench/rlhf.py learning --seeds 0 1 2 --out DIR
+    python bench/rlhf.py trl                             SFT, DPO and GRPO against TRL, two ranks each, in turns
 
 Each prints one JSON object on rank 0; `learning` draws `DIR/curves.png` beside it.
 """
@@ -12,9 +13,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +31,16 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 from _rlhf_learning import draw_curves, run_learning
+from _trl_job import prepare
 from torch.distributed.fsdp import fully_shard
 
 import thalweg
 from thalweg.infer import EngineConfig, SamplingParams, load_engine
 from thalweg.rlhf.rollout import generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
+
+TRL = ROOT / ".venv-trl"  # `make bench-trl`
+WARM_UP = 3  # steps of a job that are left out
 
 
 def make_actor(width: int, num_layers: int, vocab_size: int = 8192) -> thalweg.Engine:
@@ -61,7 +71,6 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
     FSDP2, and the stand-alone engine of a plain copy."""
     actor = make_actor(width, num_layers)
     draw = torch.Generator().manual_seed(dist.get_rank())
-    prompts = torch.randint(8192, (num_prompts, 32), generator=draw)
     params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
     options = EngineConfig(dtype="fp32", max_num_seqs=num_prompts, max_model_len=256)
     hybrid = HybridEngine(actor, options)
@@ -73,13 +82,17 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
         fully_shard(block)
     fully_shard(raw)
     seconds: dict[str, list[float]] = {name: [] for name in ("hybrid", "sync", "generate", "raw", "alone")}
+    cpu: dict[str, list[float]] = {name: [] for name in ("hybrid", "sync", "alone")}  # of this process
     for round_ in range(rounds + 1):
         train(actor)
+        # New to the stand-alone engine's prefix cache; `generate` would take a 0 for padding.
+        prompts = torch.randint(1, 8192, (num_prompts, 32), generator=draw)
         dist.barrier()
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         with hybrid.generation() as core:
-            synced = time.perf_counter()
+            synced, cpu_synced = time.perf_counter(), time.process_time()
             rollout = generate_rollout(core, prompts.tolist(), params, seed=0, pad_id=0)
+        cpu_took = {"hybrid": time.process_time() - cpu_begun, "sync": cpu_synced - cpu_begun}
         dist.barrier()
         ended = time.perf_counter()
         took = {"hybrid": ended - begun, "sync": synced - begun}
@@ -91,23 +104,70 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
             took[name] = time.perf_counter() - begun
             same = torch.equal(made, rollout.input_ids)
             assert same or name == "raw", "greedy tokens are those of the weights as they are now"
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         generate_rollout(alone, prompts.tolist(), params, seed=0, pad_id=0)
+        cpu_took["alone"] = time.process_time() - cpu_begun
         dist.barrier()
         took["alone"] = time.perf_counter() - begun
         if round_:  # the first compiles
             for name, value in took.items():
                 seconds[name].append(value)
+            for name, value in cpu_took.items():
+                cpu[name].append(value)
     least = {name: min(values) for name, values in seconds.items()}
 
-    def ratio(name: str) -> float:
-        return statistics.median(x / h for x, h in zip(seconds[name], seconds["hybrid"], strict=True))
+    def ratio(name: str, table: dict[str, list[float]] = seconds) -> float:
+        return statistics.median(x / h for x, h in zip(table[name], table["hybrid"], strict=True))
 
     return {
         "parameters": sum(p.numel() for p in plain.parameters()), "prompts": num_prompts, "new_tokens": length,
-        "seconds": seconds, "least": least,
+        "seconds": seconds, "least": least, "cpu": cpu, "times_alone_cpu": ratio("alone", cpu),
         "times_generate": ratio("generate"), "times_raw": ratio("raw"), "times_alone": ratio("alone"),
     }  # fmt: skip
+
+
+def measure_trl(rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of a step by this package and by TRL, jobs of two ranks in turns; of each job the median step counts."""
+    python = {"thalweg": sys.executable, "trl": str(TRL / "bin" / "python")}
+    methods = ("sft", "dpo", "grpo")
+    seconds, cpu = ({m: {side: [] for side in python} for m in methods} for _ in range(2))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        for round_ in range(rounds):
+            for method, sides in seconds.items():
+                for side in sorted(sides, reverse=bool(round_ % 2)):
+                    ends = _run_job(python[side], side, method, folder, steps)
+                    for kind, table in enumerate((sides, cpu[method])):
+                        took = [after[kind] - before[kind] for before, after in pairwise(ends)]
+                        table[side].append(statistics.median(took[WARM_UP - 1 :]))
+
+    def ratios(table: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
+        return {m: [trl / own for own, trl in zip(x["thalweg"], x["trl"], strict=True)] for m, x in table.items()}
+
+    return {"seconds": seconds, "cpu": cpu, "times_trl": ratios(seconds), "times_trl_cpu": ratios(cpu)}
+
+
+def _run_job(python: str, side: str, method: str, folder: Path, steps: int) -> list[list[float]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    command = [python, str(ROOT / "bench" / "_trl_job.py"), side, method, str(folder), str(steps)]
+    ranks = [
+        subprocess.Popen(
+            command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (out, errors), _ = [rank.communicate() for rank in ranks]
+    if ranks[0].returncode:
+        raise RuntimeError(f"{side} {method} failed: {errors[-2000:]}")
+    return json.loads(out.strip().splitlines()[-1])
 
 
 def measure_memory(width: int, num_layers: int) -> dict[str, Any]:
@@ -148,7 +208,7 @@ def _status(key: str) -> int:
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("generation", "memory", "learning"))
+    parser.add_argument("part", choices=("generation", "memory", "learning", "trl"))
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8)
@@ -159,6 +219,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("rlhf-learning"))
     args = parser.parse_args()
+    if args.part == "trl":
+        print(json.dumps(measure_trl(args.rounds, args.iterations), indent=1))
+        return
     thalweg.init_distributed()
     if args.part == "generation":
         found = measure_generation(args.width, args.layers, args.prompts, args.length, args.rounds)

@@ -27,7 +27,7 @@ from thalweg.checkpoint.training_state import TrainingState
 from thalweg.comm import CommsLog
 from thalweg.config import Config, load, resolve
 from thalweg.data.batch_feed import BatchFeed
-from thalweg.data.engine_loader import build_engine_loader, take_batch_size
+from thalweg.data.engine_loader import build_engine_loader, connect_loader, set_custom_schedules, take_batch_size
 from thalweg.deferred_init.context import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
 from thalweg.observe.flops import resident_mib
@@ -140,7 +140,9 @@ def build_engine(
     user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     with pause_recording():  # a caller may still be inside `with zero.Init():`
         components = parallelize(model, meshes, resolved, device, **user_args)
-    return engine_class(components, resolved, loader), loader
+    engine = engine_class(components, resolved, loader)
+    connect_loader(loader, components, resolved)
+    return engine, loader
 
 
 @dataclass
@@ -444,6 +446,11 @@ class Engine(nn.Module):
         """Set the learning rate of all groups; a schedule writes its own at its next step."""
         for group in self._require_optimizer().param_groups:
             group["lr"] = lr
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Give metrics with ``schedule_type: custom`` (the older block's is called seqlen) a function of the step,
+        counted from 1, that returns the difficulty; the same on every rank, and again after a restart."""
+        set_custom_schedules(self.training_dataloader, self._components, schedule_func_dict)
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` changed the parameters."""

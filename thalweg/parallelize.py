@@ -1,9 +1,10 @@
 """The ordered recipe: from a plain model and a resolved config to the parts of an engine.
 
-    split layers -> cut into stages -> sparse attention -> recompute activations -> drop layers -> pick CPU kernels
-    -> tile -> compile -> shard -> optimizer -> schedule
+    compress -> split layers -> cut into stages -> sparse attention -> recompute activations -> drop layers
+    -> route tokens -> pick CPU kernels -> tile -> compile -> shard -> optimizer -> schedule
 
-The order matters.  Splitting comes first: what follows sees a plain, smaller model.
+The order matters.  Compressing comes first, as it may add parameters; then splitting: what follows sees a plain,
+smaller model.
 Recomputation and kernels change how a module computes, so compiling comes after them;
 sharding replaces parameters, so it comes last on the model, and the optimizer is built over
 what it leaves.  Each optional feature is an object made here; the engine does not know
@@ -27,11 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg import ops
 from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
 from thalweg.comm import CommsLog
+from thalweg.compression.schedule import setup_compression
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
 from thalweg.device import MallocThreadCache, synchronize
+from thalweg.nn.curriculum import CurriculumScheduler, apply_curriculum_seqlen
 from thalweg.nn.layer_drop import apply_progressive_layer_drop
 from thalweg.nn.moe.layer import MoE
+from thalweg.nn.random_ltd import apply_random_ltd
 from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
@@ -100,6 +104,7 @@ class Components:
     device: torch.device
     runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
+    curricula: dict[str, CurriculumScheduler] = field(default_factory=dict)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -173,6 +178,9 @@ def parallelize(
         return scaler.scale if managed is None else managed.loss_scale
 
     original_model = model
+    group = mesh.get_group() if mesh.size() > 1 else None
+    user_params = optimizer is not None or model_parameters is not None
+    compression = setup_compression(model, config, group, user_params=user_params)
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
     names = {id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)}
@@ -197,6 +205,14 @@ def parallelize(
         config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
     )
     apply_progressive_layer_drop(model, config.progressive_layer_drop, config.seed, lambda: window.num_steps)
+    apply_random_ltd(
+        model,
+        config.data_efficiency.random_ltd,
+        config.data_efficiency.seed,
+        meshes.dp.get_local_rank(),
+        lambda: window.num_steps,
+    )
+    curricula = apply_curriculum_seqlen(model, config, lambda: window.num_steps)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
@@ -215,12 +231,13 @@ def parallelize(
     inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
     managed = None
     if inner is not None:
-        group = mesh.get_group() if mesh.size() > 1 else None
         peers = None if pipeline is None else pipeline.tied_weights()
         managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers)
     if loss_tiling is not None:
         loss_tiling.trust_current_hooks()
         window.add_listener(StepCallbacks(on_step=loss_tiling.invalidate))
+    if compression is not None:
+        window.add_listener(compression)
     window.add_listener(StepCallbacks(on_close=close_offload))
     window.add_listener(sharded)
     meter = _make_meter(config, meshes, model_info, device)
@@ -260,6 +277,7 @@ def parallelize(
         meshes=meshes,
         device=device,
         runner=runner,
+        curricula=curricula,
         param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
     )
 

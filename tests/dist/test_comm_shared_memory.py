@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import signal
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.comm import CommError, CommsLog
+from thalweg.comm.collectives import shared_memory
 from thalweg.comm.collectives.reducer import CHUNK_NUMEL, BufferPool, ReduceOptions, ReusableBuffer, sum_rows
 from thalweg.comm.collectives.shared_memory import (
     SharedMemoryArena,
@@ -127,6 +131,26 @@ def test_a_dead_peer_is_noticed_within_two_seconds(tmp_path):
     assert float(seconds) < 2
     assert "rank 1" in message
     assert "died" in message
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_peer_that_came_and_left_while_this_rank_slept_was_there(comes, monkeypatch):
+    memory = mmap.mmap(-1, 1 << 16)
+    own, peer = (SharedMemoryArena(memory, rank, 2, timeout=60.0) for rank in range(2))
+
+    def long_nap(_):
+        if comes:
+            peer.post(shared_memory.BARRIER_COUNT, 1)
+        peer.close()
+
+    seconds = itertools.count()
+    clock = types.SimpleNamespace(sleep=long_nap, monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr(shared_memory, "time", clock)
+    if comes:
+        own.barrier("the test")
+    else:
+        with pytest.raises(CommError, match="has closed its engine"):
+            own.barrier("the test")
 
 
 def _nothing_left(rank, world):

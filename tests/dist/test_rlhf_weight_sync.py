@@ -7,6 +7,7 @@ are not the trainer's, and a full copy for each sync.
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, SamplingParams
+from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.rlhf.losses import token_logprobs
 from thalweg.rlhf.rollout import generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
@@ -98,11 +100,23 @@ def _generate(
         gap = _gap(engine, rollout)
         found["gap"], found["mean_gap"] = max(found["gap"], float(gap.max())), max(found["mean_gap"], float(gap.mean()))
         assert all(t.untyped_storage().size() == 0 for t in hybrid.weights._tensors.values())  # all is given back
+        sleeping = hybrid._core
+        assert sleeping is core and (round_ == 0 or core is found["core"])  # nothing is built again
+        found["core"] = core
+        if isinstance(core.runner, CpuRunner):  # the system may take what has been written of weights and cache
+            assert _lazily_freed() >= core.runner.weight_bytes // 2
     _train(engine, 2)
     found["stale_gap"] = float(_gap(engine, rollout).mean())
     found["runner"] = hybrid.runner
+    del found["core"]
+    hybrid.close()
     engine.close()
     return found
+
+
+def _lazily_freed() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("LazyFree")) * 1024
 
 
 def _gap(engine: thalweg.Engine, rollout: Any) -> torch.Tensor:
@@ -183,12 +197,16 @@ def _lazily(rank: int, world: int) -> bool:
     engine = _actor(3, "llama")
     plain = _plain(engine, "llama", None)
     hybrid = HybridEngine(engine, runner="torch")
-    with hybrid.generation() as core:
-        if rank == 1:  # this rank alone has prompts
-            params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
-            responses = generate_rollout(core, PROMPTS[1], params, seed=0, pad_id=0).responses()
+    params, equal = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True), True
+    for round_ in range(2):
+        with hybrid.generation() as core:
+            if rank == 1:  # this rank alone has prompts
+                responses = generate_rollout(core, PROMPTS[1], params, seed=0, pad_id=0).responses()
+                equal &= responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[1]]
+        _train(engine, round_)
+        plain = _plain(engine, "llama", None)
     engine.close()
-    return rank == 0 or responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[1]]
+    return equal
 
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -224,29 +242,88 @@ def test_at_most_one_layer_is_there_beside_what_the_engine_reads_in_place() -> N
 
 def _bucket_bytes(rank: int, world: int) -> tuple[int, int, int]:
     """Bytes of the largest linear layer of the description, of the most that was there, and at the end."""
-    from thalweg.rlhf import weight_sync
-
     engine = _actor(3, "llama")
-    hybrid, allocate = HybridEngine(engine), weight_sync._allocate
-    weights, most = hybrid.weights, 0
+    hybrid, most = HybridEngine(engine), 0
+    weights = hybrid.weights
 
     def there() -> int:
-        return sum(weights._tensors[name].untyped_storage().size() for name in weights._bucketed)
+        storages = {id(s): s for name in weights._bucketed if (s := weights._tensors[name].untyped_storage())}
+        addresses = {s.data_ptr(): s.size() for s in storages.values()}
+        return sum(addresses.values())
 
-    def counting(tensor: Any) -> None:
+    gather = weights._gather
+
+    def counting(names: Any) -> None:
         nonlocal most
-        allocate(tensor)
+        gather(names)
         most = max(most, there())
 
-    weight_sync._allocate = counting
-    try:
-        with hybrid.generation():
-            end = there()
-    finally:
-        weight_sync._allocate = allocate
+    weights._gather = counting  # type: ignore[method-assign]
+    with hybrid.generation():
+        end = there()
     config = engine.module.config
     engine.close()
     return 2 * config.hidden_size * config.intermediate_size * 4, most, end  # gate and up projection in one
+
+
+def _over_links(rank: int, world: int) -> tuple[bool, int]:
+    os.environ["THALWEG_HOST"] = f"host {rank}"
+    engine = _actor(3, "llama")
+    _train(engine, 0)
+    plain, hybrid, unsharded = _plain(engine, "llama", None), HybridEngine(engine), 0
+    gather = hybrid.weights._gather
+
+    def counting(names: Any) -> None:
+        nonlocal unsharded
+        gather(names)
+        unsharded += sum(not group.is_sharded for group in engine.sharded_model.groups)
+
+    hybrid.weights._gather = counting  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    with hybrid.generation() as core:
+        responses = generate_rollout(core, PROMPTS[rank], params, seed=0, pad_id=0).responses()
+    _train(engine, 1)  # goes on
+    engine.close()
+    return responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[rank]], unsharded
+
+
+def test_over_links_a_bucket_is_gathered_and_no_unit() -> None:
+    assert run_ranks(_over_links, 2) == [(True, 0)] * 2
+
+
+def _quantized(rank: int, world: int, weight_format: str) -> tuple[bool, bool, str | None]:
+    import peft
+
+    from thalweg.adapt.quantized_weight import quantize_linears
+
+    def make() -> Any:
+        model = tiny_decoder("llama")
+        assert quantize_linears(model, weight_format)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=TARGETS["llama"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, lora)
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-2}},
+    }  # fmt: skip
+    engine = thalweg.initialize(model=make(), config=config)[0]
+    hybrid, plain, equal, seen = HybridEngine(engine), make().eval(), True, []
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    for round_ in range(2):
+        _train(engine, round_)
+        state = engine.state_dict()
+        plain.load_state_dict({k: v for k, v in state.items() if "lora_" in k}, strict=False)
+        with hybrid.generation() as core:
+            seen.append(generate_rollout(core, PROMPTS[rank], params, seed=0, pad_id=0).responses())
+        equal &= seen[-1] == [_greedy(plain, prompt, -1) for prompt in PROMPTS[rank]]
+    engine.close()
+    return equal, seen[0] != seen[1], hybrid.runner
+
+
+@pytest.mark.parametrize("weight_format", ["nf4", nightly("int8")])
+def test_row45_a_base_in_few_bits_is_made_numbers_bucket_by_bucket(weight_format: str) -> None:
+    assert run_ranks(_quantized, 2, weight_format) == [(True, True, None)] * 2
 
 
 def _refused(rank: int, world: int) -> str:

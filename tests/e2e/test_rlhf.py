@@ -41,6 +41,50 @@ def test_all_of_it_in_one_command_and_again(tmp_path: Path) -> None:
     assert again.returncode == 0 and again.stderr.count("is done") == 3, again.stderr
 
 
+def test_deepspeed_chat_s_three_commands_and_its_one(tmp_path: Path) -> None:
+    """The flags of its README and scripts (training_scripts/opt/single_node), on small models."""
+    base, data = str(make_base(tmp_path / "base")), str(make_data(tmp_path / "data.jsonl"))
+    out = [str(tmp_path / name) for name in ("actor", "reward", "final")]
+    common = [
+        "--data_path", data, "--data_split", "2,4,4", "--seed", "1234", "--deepspeed", "--num_warmup_steps", "0",
+        "--lr_scheduler_type", "cosine", "--gradient_accumulation_steps", "1", "--num_train_epochs", "1",
+        "--nproc", "2",
+    ]  # fmt: skip
+    batches = ["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2", "--max_seq_len", "48"]
+    sft = _rlhf(
+        "sft", "--model_name_or_path", base, *common, *batches, "--learning_rate", "9.65e-6", "--weight_decay", "0.",
+        "--zero_stage", "3", "--enable_tensorboard", "--tensorboard_path", out[0], "--output_dir", out[0],
+    )  # fmt: skip
+    assert sft.returncode == 0, sft.stderr
+    reward = _rlhf(
+        "reward", "--model_name_or_path", base, *common, *batches, "--num_padding_at_beginning", "1", "--learning_rate",
+        "5e-5", "--weight_decay", "0.1", "--disable_dropout", "--zero_stage", "0", "--output_dir", out[1],
+    )  # fmt: skip
+    assert reward.returncode == 0, reward.stderr
+    ppo = _rlhf(
+        "ppo", "--actor_model_name_or_path", sft.stdout.split()[-1], "--critic_model_name_or_path",
+        reward.stdout.split()[-1], *common, "--num_padding_at_beginning", "1",
+        "--per_device_generation_batch_size", "1", "--per_device_training_batch_size", "1",
+        "--generation_batches", "1", "--ppo_epochs", "1",
+        "--max_answer_seq_len", "6", "--max_prompt_seq_len", "48", "--actor_learning_rate", "9.65e-6",
+        "--critic_learning_rate", "5e-6", "--actor_weight_decay", "0.1", "--critic_weight_decay", "0.1",
+        "--actor_gradient_checkpointing", "--critic_gradient_checkpointing", "--offload_reference_model",
+        "--disable_actor_dropout", "--disable_critic_dropout", "--actor_zero_stage", "3", "--critic_zero_stage", "3",
+        "--enable_hybrid_engine", "--inference_tp_size", "1", "--tp_gather_partition_size", "4",
+        "--actor_lora_dim", "4", "--actor_lora_module_name", "layers.", "--output_dir", out[2],
+    )  # fmt: skip
+    assert ppo.returncode == 0, ppo.stderr
+    load_engine(ppo.stdout.split()[-1], EngineConfig(max_num_seqs=1, max_model_len=32)).close()
+    whole = _rlhf(
+        "all", "--actor-model", base, "--reward-model", base, "--deployment-type", "single_node", "--data_path", data,
+        "--output_dir", str(tmp_path / "all"), "--num_train_steps", "1", "--max_answer_seq_len", "4",
+        "--zero_stage", "2", "--per_device_train_batch_size", "2", "--per_device_generation_batch_size", "2",
+        "--max_seq_len", "48",
+    )  # fmt: skip
+    assert whole.returncode == 0, whole.stderr
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["ppo", "reward", "sft"]
+
+
 def test_wrong_use_is_one_paragraph_with_its_cure(tmp_path: Path) -> None:
     done = _rlhf("sft", "--output_dir", str(tmp_path), "--data_path", "x.jsonl")
     assert done.returncode == 2

@@ -11,8 +11,8 @@ from tests.repo.source import PACKAGE, SourceModule, resolve_from
 # fmt: off
 LAYERS = [
     "config", "utils", "observe", "device", "accelerator", "parallel_dims", "comm", "ops", "storage_io",
-    "deferred_init", "zero", "parallel", "nn", "moe", "pipe", "adapt", "activation_checkpointing", "optim", "runtime",
-    "plan", "parallelize", "checkpoint", "data", "engine", "infer", "serve", "rlhf", "study", "launch", "compat", "cli",
+    "deferred_init", "zero", "parallel", "nn", "moe", "pipe", "adapt", "activation_checkpointing", "optim",
+    "compression", "runtime", "plan", "parallelize", "checkpoint", "data", "engine", "infer", "serve", "rlhf", "study", "launch", "compat", "cli",
     "__main__",
 ]
 # fmt: on

@@ -1,9 +1,10 @@
 """The command line: one program, one file for each subcommand.
 
-``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has ``DESCRIPTION``,
-``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``) and no other, so `thalweg config` never pays for
-torch.  ``PARSER_OPTIONS`` are further keywords of its parser.  A module that starts other programs has
-``split_passthrough(parser, arguments)`` as well: what it sets apart is in ``args.passthrough``, untouched.
+``main`` finds the subcommand's name, imports that one module (``thalweg/cli/<name>.py``, which has
+``add_arguments(parser)`` and ``run(args) -> int``) and no other, so `thalweg config` never pays for torch.  A module's
+docstring is its help: a paragraph that says what it does, then examples.  ``PARSER_OPTIONS`` are further keywords of
+its parser.  A module that starts other programs has ``split_passthrough(parser, arguments)`` as well: what it sets
+apart is in ``args.passthrough``, untouched.
 
 Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is not there), 1 for failure;
 `thalweg run` passes on the code of the rank that failed.  Errors are one paragraph on standard error that
@@ -115,7 +116,8 @@ def _build_parser(command: str | None) -> tuple[argparse.ArgumentParser, Any, An
             subparsers.add_parser(name, help=text)
             continue
         module = importlib.import_module(f"{__name__}.{name}")
-        texts = {"help": text, "description": module.DESCRIPTION, "epilog": module.EXAMPLES}
+        description, _, examples = (module.__doc__ or "").strip().partition("\n\n")
+        texts = {"help": text, "description": description, "epilog": examples}
         options = {"formatter_class": argparse.RawDescriptionHelpFormatter, **getattr(module, "PARSER_OPTIONS", {})}
         module.add_arguments(subparsers.add_parser(name, **texts, **options))
     return parser, module, subparsers.choices.get(command or "")

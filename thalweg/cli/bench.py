@@ -1,9 +1,14 @@
-"""``thalweg bench NAME``: run one of the checkout's benchmarks.
+"""Run a benchmark of the checkout; what follows NAME goes to it (try NAME --help).
 
-The benchmarks are scripts of the repository's ``bench/`` folder, not part of the installed package: they
-compare with other systems and need those installed.  This subcommand finds them beside the package and
-starts the one that is asked for with this interpreter; whatever follows NAME goes to the script.
+examples:
+  thalweg bench                          # what there is
+  thalweg bench train_step --quick
+  thalweg bench train_step --model 69m --ranks 2 4 --json
 """
+
+# The benchmarks are scripts of the repository's ``bench/`` folder, not part of the installed package: they
+# compare with other systems and need those installed.  This subcommand finds them beside the package and
+# starts the one that is asked for with this interpreter; whatever follows NAME goes to the script.
 
 from __future__ import annotations
 
@@ -17,13 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import thalweg
-
-DESCRIPTION = "Run a benchmark of the checkout; what follows NAME goes to it (try NAME --help)."
-EXAMPLES = """examples:
-  thalweg bench                          # what there is
-  thalweg bench train_step --quick
-  thalweg bench train_step --model 69m --ranks 2 4 --json
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,11 @@
-"""``thalweg chat``: talk to a model in the terminal, on a server or in this process."""
+"""Talk to a model in the terminal: one loaded here, or one that a server has.
+
+examples:
+  thalweg chat ./my-model
+  thalweg chat --url http://127.0.0.1:8000
+
+Ctrl-C ends an answer; an empty line or Ctrl-D ends the conversation; /new begins another.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
-
-DESCRIPTION = "Talk to a model in the terminal: one loaded here, or one that a server has."
-EXAMPLES = """examples:
-  thalweg chat ./my-model
-  thalweg chat --url http://127.0.0.1:8000
-
-Ctrl-C ends an answer; an empty line or Ctrl-D ends the conversation; /new begins another.
-"""
 
 Messages = list[dict[str, str]]
 

@@ -1,4 +1,11 @@
-"""``thalweg ckpt inspect|verify|export``: look into a checkpoint, check it, write it for Hugging Face."""
+"""Inspect, verify or export a checkpoint.
+
+examples:
+  thalweg ckpt inspect runs/a                      # the newest checkpoint below runs/a
+  thalweg ckpt inspect runs/a/global_step100       # that one
+  thalweg ckpt verify runs/a --tag global_step100
+  thalweg ckpt export runs/a exported --dtype bf16
+"""
 
 from __future__ import annotations
 
@@ -7,14 +14,6 @@ import json
 import math
 from pathlib import Path
 from typing import Any
-
-DESCRIPTION = "Inspect, verify or export a checkpoint."
-EXAMPLES = """examples:
-  thalweg ckpt inspect runs/a                      # the newest checkpoint below runs/a
-  thalweg ckpt inspect runs/a/global_step100       # that one
-  thalweg ckpt verify runs/a --tag global_step100
-  thalweg ckpt export runs/a exported --dtype bf16
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,12 @@
-"""``thalweg config FILE``: check a config and print it resolved, in well under a second and without torch."""
+"""Check a config, all faults at once, and print what each option resolves to.
+
+examples:
+  thalweg config ds_config.json
+  thalweg config ds_config.json --world-size 8 --json
+  thalweg config - < ds_config.json
+
+A config with faults: each of them on standard error, exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +17,6 @@ import sys
 
 from thalweg.config import ConfigError, load_config
 from thalweg.utils.env import read_rank_info
-
-DESCRIPTION = "Check a config, all faults at once, and print what each option resolves to."
-EXAMPLES = """examples:
-  thalweg config ds_config.json
-  thalweg config ds_config.json --world-size 8 --json
-  thalweg config - < ds_config.json
-
-A config with faults: each of them on standard error, exit code 2.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,14 @@
-"""`thalweg doctor`: what this machine has, what it lacks, and what to do about it.
+"""Say what this machine has and what it lacks for training, with a cure for each lack.
 
-Each check is a function that returns one ``CheckResult``; ``CHECKS`` is the order in which they are shown.  A
-check never raises: what it cannot find out it says.
+examples:
+  thalweg doctor
+  thalweg doctor --json
+
+Exit code 0 when nothing is broken (warnings allowed), 1 otherwise.
 """
+
+# Each check is a function that returns one ``CheckResult``; ``CHECKS`` is the order in which they are shown.  A
+# check never raises: what it cannot find out it says.
 
 from __future__ import annotations
 
@@ -41,14 +47,6 @@ _EXTRAS = {
     "test": ("pytest", "hypothesis", "psutil"),
 }
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
-
-DESCRIPTION = "Say what this machine has and what it lacks for training, with a cure for each lack."
-EXAMPLES = """examples:
-  thalweg doctor
-  thalweg doctor --json
-
-Exit code 0 when nothing is broken (warnings allowed), 1 otherwise.
-"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,12 @@
-"""`thalweg migrate`: what a DeepSpeed config or script comes to, and the shortest config of the same job."""
+"""Say what changes for a DeepSpeed config or script: renamed, without effect, not offered.
+
+examples:
+  thalweg migrate ds_config.json
+  thalweg migrate train.py
+  thalweg migrate ds_config.json --json > report.json
+
+A script runs unmodified with `thalweg run --as-deepspeed`; the names that are printed are for who changes the import.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,6 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
-
-DESCRIPTION = "Say what changes for a DeepSpeed config or script: renamed, without effect, not offered."
-EXAMPLES = """examples:
-  thalweg migrate ds_config.json
-  thalweg migrate train.py
-  thalweg migrate ds_config.json --json > report.json
-
-A script runs unmodified with `thalweg run --as-deepspeed`; the names that are printed are for who changes the import.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,15 @@
-"""``thalweg plan``: bytes, traffic and seconds of a run, before anything is allocated."""
+"""Say what a run will need: bytes of each rank, bytes over each link, seconds of a step; whether it fits, and the
+cheapest configuration that does.
+
+examples:
+  thalweg plan --model ./llama-3-70b --config ds_config.json --nodes 128 --devices-per-node 8 --device h100
+  thalweg plan --model config.json --config ds_config.json --device-memory 80GiB --sequence-length 4096 --json
+  thalweg plan --model config.json --config ds_config.json --devices-per-node 2 --html plan.html
+  thalweg plan --pipeline schedule.svg --stages 4 --micro-batches 8 --schedule zb_h1
+
+Without --device and --device-memory the ranks use this machine's accelerator, or its processor where it has none.
+Exit code 0, also for a run that does not fit: `fits` says so.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.cli.plan_pipeline import add_pipeline_options, show_pipeline
-
-DESCRIPTION = (
-    "Say what a run will need: bytes of each rank, bytes over each link, seconds of a step; "
-    "whether it fits, and the cheapest configuration that does."
-)
-EXAMPLES = """examples:
-  thalweg plan --model ./llama-3-70b --config ds_config.json --nodes 128 --devices-per-node 8 --device h100
-  thalweg plan --model config.json --config ds_config.json --device-memory 80GiB --sequence-length 4096 --json
-  thalweg plan --model config.json --config ds_config.json --devices-per-node 2 --html plan.html
-  thalweg plan --pipeline schedule.svg --stages 4 --micro-batches 8 --schedule zb_h1
-
-Without --device and --device-memory the ranks use this machine's accelerator, or its processor where it has none.
-Exit code 0, also for a run that does not fit: `fits` says so.
-"""
 
 
 def int_at_least(minimum: int) -> Callable[[str], int]:

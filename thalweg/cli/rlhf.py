@@ -1,4 +1,13 @@
-"""`thalweg rlhf`: from a base model to a chat model, in one step or all of them."""
+"""Fine-tune a model: SFT, a reward model, then PPO, DPO or GRPO; or all of it.
+
+examples:
+  thalweg rlhf sft --model_name_or_path ./base --data_path chats.jsonl --output_dir out
+  thalweg rlhf all --config rlhf.json --nproc 2
+  thalweg rlhf grpo --config rlhf.json --reward_function rewards.py:score --num_train_steps 100
+
+A config file is JSON with the options below, for one step in a block of its name ("ppo": {...}); flags go over it.
+The same command goes on with a run that died.  `thalweg chat OUT/ppo/model` talks to the result.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +18,9 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, RLHFConfig
+from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, SWITCHES, RLHFConfig
 
-DESCRIPTION = "Fine-tune a model: SFT, a reward model, then PPO, DPO or GRPO; or all of it."
 PARSER_OPTIONS = {"allow_abbrev": False}
-EXAMPLES = """examples:
-  thalweg rlhf sft --model_name_or_path ./base --data_path chats.jsonl --output_dir out
-  thalweg rlhf all --config rlhf.json --nproc 2
-  thalweg rlhf grpo --config rlhf.json --reward_function rewards.py:score --num_train_steps 100
-
-A config file is JSON with the options below, for one step in a block of its name ("ppo": {...}); flags go over it.
-The same command goes on with a run that died.  `thalweg chat OUT/ppo/model` talks to the result.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 float if own in ("kl_target", "dropout") else str if each.default is None else type(each.default)
             )
             how["choices"] = each.metadata["choices"]
-        parser.add_argument(f"--{name}", **how)
-    for name in sorted({*IGNORED, *REFUSED} - {"deepspeed_config"}):
-        parser.add_argument(f"--{name}", nargs="?", const=True, type=_parse_value, help=argparse.SUPPRESS, **unset)
+        # Some of their scripts have dashes.
+        parser.add_argument(f"--{name}", *((f"--{name.replace('_', '-')}",) if name != own else ()), **how)
+    hidden: dict[str, Any] = {"nargs": "?", "const": True, "type": _parse_value, "help": argparse.SUPPRESS, **unset}
+    for name in sorted({*IGNORED, *REFUSED, *SWITCHES} - {"deepspeed_config"}):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", **hidden)
 
 
 def _parse_value(text: str) -> Any:

@@ -1,4 +1,15 @@
-"""`thalweg run`: start a script on several processes of this host, or of several hosts."""
+"""Start a script on several processes of this host, or of the hosts of a hostfile.
+
+examples:
+  thalweg run --nproc 2 train.py --config ds_config.json
+  thalweg run --nproc 4 -m package.train --steps 100
+  thalweg run --hostfile hosts --include a:0,1@b train.py      over ssh, from one place
+  thalweg run --num-nodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc 8 train.py
+
+Everything after the script belongs to the script.  The ranks see RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port, so two jobs can run at once).  The exit code is
+that of the first rank that failed, 128 + n for signal n.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +31,7 @@ from thalweg.launch.multi_node.static_nodes import parse_num_nodes, resolve_node
 from thalweg.launch.spec import LaunchSpec, build_local_job
 from thalweg.launch.worker import PASS_LOCAL_RANK
 
-DESCRIPTION = "Start a script on several processes of this host, or of the hosts of a hostfile."
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
-EXAMPLES = """examples:
-  thalweg run --nproc 2 train.py --config ds_config.json
-  thalweg run --nproc 4 -m package.train --steps 100
-  thalweg run --hostfile hosts --include a:0,1@b train.py      over ssh, from one place
-  thalweg run --num-nodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc 8 train.py
-
-Everything after the script belongs to the script.  The ranks see RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port, so two jobs can run at once).  The exit code is
-that of the first rank that failed, 128 + n for signal n.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

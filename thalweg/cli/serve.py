@@ -1,4 +1,16 @@
-"""``thalweg serve MODEL``: an OpenAI-compatible server."""
+"""Serve a model over HTTP: OpenAI's API, /health, /metrics, and a chat page at /.
+
+examples:
+  thalweg serve ./my-model
+  thalweg serve ./my-model --port 9000 --replicas 2 --quantization int8
+  thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
+  thalweg serve ./my-model --replica http://host1:8000 --replica http://host2:8000 --replica-key KEY
+
+Then: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "The river", "max_tokens": 32}'
+or open http://127.0.0.1:8000/ in a browser.  SIGTERM or Ctrl-C finishes what runs; a second one ends at once.
+Keys may also be in the environment variable THALWEG_API_KEY.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
-
-DESCRIPTION = "Serve a model over HTTP: OpenAI's API, /health, /metrics, and a chat page at /."
-EXAMPLES = """examples:
-  thalweg serve ./my-model
-  thalweg serve ./my-model --port 9000 --replicas 2 --quantization int8
-  thalweg serve ./my-model --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile c.pem --ssl-keyfile k.pem
-  thalweg serve ./my-model --replica http://host1:8000 --replica http://host2:8000 --replica-key KEY
-
-Then: curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-        -d '{"prompt": "The river", "max_tokens": 32}'
-or open http://127.0.0.1:8000/ in a browser.  SIGTERM or Ctrl-C finishes what runs; a second one ends at once.
-Keys may also be in the environment variable THALWEG_API_KEY.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,16 +1,6 @@
-"""``thalweg study``: what techniques give for your models, data and machine, measured and explained."""
+"""Measure what techniques of inference and training give for models and datasets, and explain it on a page.
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
-from pathlib import Path
-
-DESCRIPTION = (
-    "Measure what techniques of inference and training give for models and datasets, and explain it on a page."
-)
-EXAMPLES = """examples:
+examples:
   thalweg study run report --out report
   thalweg study run study.yaml --out results/mine
   thalweg study report report
@@ -18,6 +8,13 @@ EXAMPLES = """examples:
 `run` goes on where it was when the same command is given again, and ends with the report. `report` and `training` are
 in the package; docs/study.md describes the file. Exit code 0 also where cells have failed: their rows say why.
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,13 @@
-"""``thalweg tune``: the fastest configuration that fits, found by the plan and measured in the end."""
+"""Search configurations with the plan, measure the best few, write the best one.
+
+examples:
+  thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
+  thalweg tune --model ./gpt2 --config ds_config.json --best 5 --timeout 300 --json
+
+The batch of a step stays what the config says; stage, recomputation and its split into micro-batches
+are searched.  Candidates are planned first; the best few are measured on this machine's processor, each
+in processes of their own.  The result is a config that `thalweg.initialize` takes.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.cli.plan import add_model_options, check_parent_folder, cluster_options, int_at_least, read_config
-
-DESCRIPTION = "Search configurations with the plan, measure the best few, write the best one."
-EXAMPLES = """examples:
-  thalweg tune --model config.json --config ds_config.json --devices-per-node 2 --output tuned.json
-  thalweg tune --model ./gpt2 --config ds_config.json --best 5 --timeout 300 --json
-
-The batch of a step stays what the config says; stage, recomputation and its split into micro-batches
-are searched.  Candidates are planned first; the best few are measured on this machine's processor, each
-in processes of their own.  The result is a config that `thalweg.initialize` takes.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

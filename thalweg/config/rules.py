@@ -44,6 +44,17 @@ def _is_sparse(mode: Any) -> bool:
 
 _TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
 _MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size")
+_COMPRESSION_SWITCHES = (
+    *(
+        f"compression_training.{technique}.shared_parameters.enabled"
+        for technique in (
+            "weight_quantization", "activation_quantization",
+            "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning",
+        )
+    ),
+    "compression_training.layer_reduction.enabled",
+    "quantize_training.enabled",
+)  # fmt: skip
 # What does not go with a pipeline yet: path, whether a value means it is on, the value that goes.
 _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", above_one, "1"),
@@ -51,6 +62,10 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("tiling.loss", bool, "false"),
     ("sparse_attention.mode", _is_sparse, '"dense"'),
     ("progressive_layer_drop.enabled", bool, "false"),
+    ("curriculum_learning.enabled", bool, "false"),
+    ("data_efficiency.data_sampling.dynamic_batching.enabled", bool, "false"),
+    ("data_efficiency.data_routing.random_ltd.enabled", bool, "false"),
+    *((path, bool, "false") for path in _COMPRESSION_SWITCHES),
     (
         "managed_gradient_accumulation",
         lambda managed: not managed,
@@ -247,6 +262,14 @@ RULES = (
         )
         for name in ("mics_shard_size", "zero_hpz_partition_size")
     ),
+    *(
+        Rule(
+            (path, *_TENSOR_PATHS),
+            lambda on, *sizes: on and max(sizes) > 1,
+            "false, or tensor_parallel.autotp_size to be 1; split layers are not compressed yet",
+        )
+        for path in _COMPRESSION_SWITCHES
+    ),
     Rule(
         ("tiling.loss", *_MODEL_SPLIT_PATHS),
         lambda on, *sizes: on and max(sizes) > 1,
@@ -282,6 +305,27 @@ RULES = (
         ("sparse_attention.mode", "compile.enabled"),
         lambda mode, on: _is_sparse(mode) and on,
         '"dense", or compile.enabled to be false: attention over blocks is not compiled',
+    ),
+    *(
+        Rule(
+            (path, "sequence_parallel_size", "context_parallel_size"),
+            lambda on, *sizes: on and max(sizes) > 1,
+            "false, or sequence_ and context_parallel_size to be 1; ranks that share a sequence would differ in tokens",
+        )
+        for path in ("curriculum_learning.enabled", "data_efficiency.data_routing.random_ltd.enabled")
+    ),
+    Rule(
+        ("data_efficiency.data_routing.random_ltd.enabled", "compile.enabled"),
+        _both_set,
+        "false, because compile.enabled is true and the number of tokens of a layer changes",
+    ),
+    Rule(
+        (
+            "data_efficiency.data_sampling.dynamic_batching.enabled",
+            "data_efficiency.data_sampling.curriculum_learning.enabled",
+        ),
+        _both_set,
+        "false, or curriculum_learning.enabled in the same block; each chooses the samples of a batch",
     ),
     *(
         Rule(
@@ -324,6 +368,7 @@ def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Ite
         if rule.violated(*values):
             yield ConfigProblem(rule.paths[0], values[0], rule.expected)
     yield from _missing_required_params(config, skipped)
+    yield from _find_curriculum_problems(config, skipped)
     for block in ("offload_param", "offload_optimizer"):
         path = f"zero_optimization.{block}"
         on_disk = get_by_path(config, f"{path}.device") == "nvme"
@@ -338,6 +383,59 @@ def _missing_required_params(config: Section, skipped: tuple[str, ...]) -> Itera
         path = f"scheduler.params.{name}"
         if params.get(name) is None and not _overlaps((path,), skipped):
             yield ConfigProblem(path, None, f"a value, which {type_name} cannot do without")
+
+
+_SCHEDULE_NEEDS = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
+def _find_curriculum_problems(config: Section, skipped: tuple[str, ...]) -> Iterator[ConfigProblem]:
+    """What a curriculum, batches by tokens or random-LTD that is switched on cannot do without."""
+    block = "data_efficiency"
+    if any(is_under(path, block) or is_under(path, "curriculum_learning") for path in skipped):
+        return
+
+    def need(path: str, section: Any, expected: str, *keys: str) -> Iterator[ConfigProblem]:
+        for key in keys:
+            if (value := get_by_path(section, key)) in (None, ()):
+                yield ConfigProblem(f"{path}.{key}", value, expected)
+
+    legacy, efficiency = get_by_path(config, "curriculum_learning"), get_by_path(config, block)
+    schedules = {"curriculum_learning": legacy} if legacy.enabled is True else {}
+    for name, metric in efficiency.curriculum_metrics.items():
+        path = f"{block}.data_sampling.curriculum_learning.curriculum_metrics.{name}"
+        schedules[path] = metric
+        if metric.clustering_type == "schedule_based":
+            files = ("index_to_sample_path", "index_to_metric_path")[: 1 + (metric.difficulty_type == "value")]
+            yield from need(path, metric, "a file that DataAnalyzer wrote", *files)
+        elif not name.startswith("seqlen"):
+            expected = '"schedule_based"; only a metric called seqlen cuts sequences and needs no index'
+            yield ConfigProblem(f"{path}.clustering_type", metric.clustering_type, expected)
+        elif any(above_one(get_by_path(config, one)) for one in ("sequence_parallel_size", "context_parallel_size")):
+            yield ConfigProblem(path, name, "no metric that cuts sequences, as several ranks share one")
+    for path, one in schedules.items():
+        paces = (f"schedule_config.{key}" for key in _SCHEDULE_NEEDS[one.schedule_type])
+        expected = f"a value, which {one.schedule_type} cannot do without"
+        yield from need(path, one, expected, "min_difficulty", "max_difficulty", *paces)
+        pace = one.schedule_config
+        if one.schedule_type == "fixed_discrete" and len(pace.difficulty) != len(pace.max_step) + 1:
+            expected = f"{len(pace.difficulty) - 1} steps, one for each difficulty but the last"
+            yield ConfigProblem(f"{path}.schedule_config.max_step", list(pace.max_step), expected)
+    if efficiency.dynamic_batching is not None:
+        path = f"{block}.data_sampling.dynamic_batching"
+        yield from need(path, efficiency.dynamic_batching, "the tokens of a micro-batch", "max_tokens")
+    if (ltd := efficiency.random_ltd) is not None:
+        path = f"{block}.data_routing.random_ltd"
+        keys = ("min_value", "max_value", "schedule_config.require_steps", "schedule_config.seq_per_step")
+        yield from need(f"{path}.random_ltd_schedule", ltd.random_ltd_schedule, "a value", *keys)
+        yield from need(path, ltd, "the numbers of the layers, counted from 0", "random_ltd_layer_id")
+        if ltd.random_ltd_layer_num not in (None, len(ltd.random_ltd_layer_id)):
+            expected = f"{len(ltd.random_ltd_layer_id)}, as many as random_ltd_layer_id names"
+            yield ConfigProblem(f"{path}.random_ltd_layer_num", ltd.random_ltd_layer_num, expected)
 
 
 def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:

@@ -2,6 +2,9 @@
 
 from thalweg.data.batches import cycle
 from thalweg.data.corpus import Document, read_folder, split_held_out, stdlib_documents
+from thalweg.data.curriculum import Curriculum, CurriculumSampler
+from thalweg.data.data_analyzer import DataAnalyzer, DifficultyIndex
+from thalweg.data.dynamic_batching import DynamicBatchSampler, pad_collate
 from thalweg.data.loader import StatefulLoader, build_loader
 from thalweg.data.packing import PackedDataset, open_tokens, pack, save_tokens
 from thalweg.data.sampler import EpochSampler, permutation
@@ -10,7 +13,12 @@ from thalweg.data.wrap_loader import PassthroughLoader, wrap_dataloader
 
 __all__ = [
     "BytePairTokenizer",
+    "Curriculum",
+    "CurriculumSampler",
+    "DataAnalyzer",
+    "DifficultyIndex",
     "Document",
+    "DynamicBatchSampler",
     "EpochSampler",
     "PackedDataset",
     "PassthroughLoader",
@@ -19,6 +27,7 @@ __all__ = [
     "cycle",
     "open_tokens",
     "pack",
+    "pad_collate",
     "permutation",
     "read_folder",
     "save_tokens",

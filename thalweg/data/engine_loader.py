@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from thalweg.config import Config
 from thalweg.config.schema.base import AUTO, replace_by_path
-from thalweg.data.loader import StatefulLoader, build_loader
-from thalweg.data.wrap_loader import wrap_dataloader
+from thalweg.data.curriculum import Curriculum, CurriculumSampler
+from thalweg.data.data_analyzer import open_sample_metric
+from thalweg.data.dynamic_batching import BatchSizeLR, DynamicBatchSampler, measure_length, pad_collate
+from thalweg.data.loader import StatefulLoader, build_loader, is_iterable_dataset
+from thalweg.data.wrap_loader import get_dataloader_options, wrap_dataloader
 from thalweg.parallel.sequence.batch_split import BatchSplitter
+from thalweg.parallelize import Components
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
 
 
 class SequenceSplitCollate:
@@ -64,6 +72,9 @@ def build_engine_loader(
     """
     if data is None:
         return None
+    if config.data_efficiency.curriculum_pools or config.data_efficiency.dynamic_batching is not None:
+        loader = _build_efficient_loader(data, config, rank, world_size, collate_fn)
+        return _split_sequences(loader, splitter)
     batch_size = int(config.train_micro_batch_size_per_gpu)
     ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": config.seed or 0}
     if isinstance(data, DataLoader):
@@ -77,9 +88,88 @@ def build_engine_loader(
     else:
         drop_last = config.dataloader_drop_last
         loader = build_loader(data, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **ranks)
+    return _split_sequences(loader, splitter)
+
+
+def _split_sequences(loader: Any, splitter: BatchSplitter | None) -> Any:
     if splitter is not None and isinstance(loader, StatefulLoader):
         loader.collate_fn = SequenceSplitCollate(loader.collate_fn, splitter)
     return loader
+
+
+def _build_efficient_loader(
+    data: Any, config: Config, rank: int, world_size: int, collate_fn: Callable[..., Any] | None
+) -> StatefulLoader:
+    """A loader whose samples a curriculum chooses, or whose micro-batches are made by tokens."""
+    section = config.data_efficiency
+    sampling, dynamic = section.data_sampling, section.dynamic_batching
+    options: dict[str, Any] = {"num_workers": sampling.num_workers, "pin_memory": sampling.pin_memory}
+    if isinstance(data, DataLoader):
+        options, collate_fn, data = get_dataloader_options(data), collate_fn or data.collate_fn, data.dataset
+    if is_iterable_dataset(data):
+        raise ValueError("data_efficiency.data_sampling chooses samples by number: give a dataset with a length")
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": section.seed}
+    ranks |= {"batch_size": int(config.train_micro_batch_size_per_gpu), "drop_last": config.dataloader_drop_last}
+    if dynamic is None:
+        curriculum = Curriculum(section.curriculum_pools, len(data), int(config.train_batch_size), section.seed)
+        epoch_sampler = CurriculumSampler(num_samples=len(data) * sampling.num_epochs, curriculum=curriculum, **ranks)
+        return StatefulLoader(data, epoch_sampler, collate_fn=collate_fn, **options)
+    assert dynamic.max_tokens is not None
+    if dynamic.metrics_path is None:
+        lengths = np.fromiter((measure_length(data[index]) for index in range(len(data))), np.int64, len(data))
+    else:
+        lengths = open_sample_metric(dynamic.metrics_path, "seqlen").astype(np.int64)
+    if len(lengths) != len(data):
+        raise ValueError(
+            f"the analysis in {dynamic.metrics_path} is of {len(lengths)} samples, and training_data has {len(data)}: "
+            "analyse this dataset"
+        )
+    epoch_sampler = DynamicBatchSampler(
+        num_samples=len(data),
+        lengths=lengths,
+        max_tokens=dynamic.max_tokens,
+        min_batch_size=dynamic.min_batch_size,
+        max_batch_size=dynamic.max_batch_size,
+        picking_order=dynamic.sequence_picking_order,
+        **ranks,
+    )
+    num_kept = len(epoch_sampler.plan(0)[0])
+    if len(epoch_sampler) == 0:
+        raise ValueError(
+            f"dynamic_batching leaves no batch for {world_size} ranks: {num_kept} of {len(data)} samples fit in "
+            f"max_tokens {dynamic.max_tokens} with min_batch_size {dynamic.min_batch_size}"
+        )
+    if num_kept < len(data) and rank == 0:
+        _log.warning(
+            "dynamic_batching leaves out %d of %d samples: they are longer than max_tokens %d, or stand in batches of "
+            "fewer than min_batch_size %d", len(data) - num_kept, len(data), dynamic.max_tokens, dynamic.min_batch_size,
+        )  # fmt: skip
+    return StatefulLoader(data, epoch_sampler, collate_fn=collate_fn or pad_collate, **options)
+
+
+def connect_loader(loader: Any, components: Components, config: Config) -> None:
+    """Let the learning rate follow the loader's batches, where the config says so."""
+    dynamic = config.data_efficiency.dynamic_batching
+    if loader is None or dynamic is None or dynamic.lr_scaling_method == "none" or components.optimizer is None:
+        return
+    base_batch_size = int(config.train_batch_size)
+    scaling = BatchSizeLR(loader, components.optimizer, base_batch_size, dynamic.lr_scaling_method)
+    components.module.register_forward_pre_hook(scaling.before_forward)
+    components.window.add_listener(scaling)
+
+
+def set_custom_schedules(loader: Any, components: Components, schedules: Mapping[str, Callable[[int], int]]) -> None:
+    """Give ``custom`` schedules their functions of the step, by metric.
+
+    Raises:
+        ValueError: a metric is not in the config.
+    """
+    curriculum = getattr(getattr(loader, "epoch_sampler", None), "curriculum", None)
+    known = components.curricula | (curriculum.schedules if curriculum is not None else {})
+    if unknown := sorted(schedules.keys() - known.keys()):
+        raise ValueError(f"no curriculum of the config is called {', '.join(unknown)}; there are: {', '.join(known)}")
+    for name, get_difficulty in schedules.items():
+        known[name].set_custom_get_difficulty(get_difficulty)
 
 
 class EpochEndDetector:

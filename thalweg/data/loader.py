@@ -70,7 +70,8 @@ class StatefulLoader(PositionedLoader):
     ``load_state_dict``, else a whole epoch.  A pass that has begun, finished or not, is
     followed by the next epoch (another order when shuffled), unless ``set_epoch`` names one.
     After each batch ``last_sample_ids`` holds the ids in it, ``last_num_duplicates`` how many of
-    them the epoch has given out before (nearly always 0; see ``sampler.py``), and
+    them the epoch has given out before (nearly always 0; see ``sampler.py``), ``last_num_samples`` the samples that all
+    ranks were given with it, and
     ``at_epoch_end`` says whether it was the epoch's last.
     """
 
@@ -88,7 +89,7 @@ class StatefulLoader(PositionedLoader):
         self.batch_size, self.drop_last = epoch_sampler.batch_size, epoch_sampler.drop_last
         self.collate_fn = default_collate if collate_fn is None else collate_fn
         self.last_sample_ids: list[int] = []
-        self.last_num_duplicates = 0
+        self.last_num_duplicates = self.last_num_samples = 0
         self.at_epoch_end = False
         self._is_iterable = is_iterable_dataset(dataset)
         self._pending_slices: deque[BatchSlice] = deque()
@@ -160,6 +161,7 @@ class StatefulLoader(PositionedLoader):
             batch_slice, batch = item if self._is_iterable else (self._pending_slices.popleft(), item)
             self._hand_over(batch_slice.stop)
             self.last_sample_ids, self.last_num_duplicates = batch_slice.ids, batch_slice.num_duplicates
+            self.last_num_samples = batch_slice.stop - batch_slice.start
             self.at_epoch_end = batch_slice.is_last
             yield batch
 

@@ -90,8 +90,7 @@ def wrap_dataloader(
             f"{world_size} ranks from outside: give the batch sampler its rank, or pass the dataset instead"
         )
     sampler = loader.sampler
-    names = (*_OPTIONS, *_WORKER_OPTIONS) if loader.num_workers else _OPTIONS
-    options = {name: getattr(loader, name) for name in names}
+    options = get_dataloader_options(loader)
     has_standard_order = is_iterable or is_distributed or type(sampler) in (SequentialSampler, RandomSampler)
     is_shuffled = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))):
@@ -105,6 +104,12 @@ def wrap_dataloader(
     order = partial(_draw_order, sampler, seed)
     epoch_sampler = EpochSampler(num_samples=len(_as_sized(sampler)), shuffle=True, order=order, **common)
     return StatefulLoader(loader.dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
+
+
+def get_dataloader_options(loader: DataLoader) -> dict[str, Any]:
+    """How it loads: workers and the like."""
+    names = (*_OPTIONS, *_WORKER_OPTIONS) if loader.num_workers else _OPTIONS
+    return {name: getattr(loader, name) for name in names}
 
 
 def _draw_order(sampler: Any, seed: int, epoch: int) -> list[int]:

@@ -31,6 +31,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "critic_lora_dim": (0, None), "critic_lora_module_name": (None, ""),
     "enable_mixed_precision_lora": (False, None), "mixed_precision_lora": (False, None),
 }  # fmt: skip
+# Their switches for a dropout of 0.
+SWITCHES = {"disable_dropout", "disable_actor_dropout", "disable_critic_dropout"}
 # Their names for what has one name here.
 ALIASES = {
     "per_device_training_batch_size": "per_device_train_batch_size",
@@ -74,6 +76,8 @@ class RLHFConfig:
     lora_dim: int = _option(0, "rank of LoRA adapters; 0: none")
     lora_module_name: str = _option("", "adapt linear layers whose names hold this text; empty: all")
     only_optimize_lora: bool = _option(False, "with LoRA: keep all else frozen")
+    quantize_base: str = _option("", "with only_optimize_lora: keep the base's linear layers so", ("", "nf4", "int8"))
+    bottleneck_dim: int = _option(0, "SFT, reward model, DPO: width of Houlsby's adapters, all else frozen; 0: none")
     deepspeed_config: str | Mapping[str, Any] | None = _option(None, "a ds_config.json (or its keys) over all of these")
     save_interval: int = _option(0, "commit a checkpoint each so many updates or iterations; 0: at the end")
     # DPO
@@ -81,7 +85,9 @@ class RLHFConfig:
     label_smoothing: float = _option(0.0, "DPO: how often a preference is the wrong way round")
     # PPO and GRPO
     actor_model_name_or_path: str = _option("", "PPO, GRPO: by default SFT's result or model_name_or_path")
-    reward_model_name_or_path: str = _option("", "PPO, GRPO: what scores; by default the reward step's result")
+    reward_model_name_or_path: str = _option(
+        "", "PPO, GRPO: what scores; by default the reward step's result.  That step: what it begins with"
+    )
     critic_model_name_or_path: str = _option("", "PPO: where the critic begins; by default the reward model")
     reward_function: str = _option("", "FILE.py:NAME or MODULE:NAME of a function that scores, in place of a model")
     actor_learning_rate: float = _option(0.0, "PPO, GRPO: 0: learning_rate")
@@ -116,6 +122,10 @@ class RLHFConfig:
                 raise ValueError(f"{each.name} is {value!r}; it may be {', '.join(map(str, choices))}")
         if bool(self.unsup_coef) != bool(self.unsupervised_dataset_name):
             raise ValueError("unsup_coef and unsupervised_dataset_name go together: give both, or neither")
+        if self.quantize_base and not (self.lora_dim and self.only_optimize_lora):
+            raise ValueError("quantize_base keeps the base frozen: set lora_dim and only_optimize_lora as well")
+        if self.bottleneck_dim and self.lora_dim:
+            raise ValueError("bottleneck_dim and lora_dim are two kinds of adapters: give one")
         parts = self.data_split.split(",")
         if len(parts) != 3 or not all(x.strip().replace(".", "", 1).isdigit() for x in parts):
             raise ValueError(f"data_split is {self.data_split!r}: give three numbers, as 2,4,4")
@@ -135,13 +145,15 @@ def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, 
     options: dict[str, Any] = {}
     for key, value in merged.items():
         name = ALIASES.get(key, key)
+        if name in SWITCHES:
+            name, value = "dropout", 0.0 if value else None
         if name in REFUSED:
             if value not in REFUSED[name]:
                 raise ValueError(f"{name} is not supported yet: leave it out")
         elif name in known:
             if name == "data_path":
                 value = (value,) if isinstance(value, str) else tuple(value)
-            if key != name and options.get(name, value) != value:
+            if key in ALIASES and options.get(name, value) != value:
                 raise ValueError(
                     f"{key} is {value!r} and {name} {options[name]!r}, which are one option: give one value"
                 )

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thalweg.adapt.quantized_weight import quantize_linears
 from thalweg.checkpoint.filesystem import FileSystem, remove_tree
 from thalweg.data.batches import to_device
 from thalweg.engine import Engine, initialize
 from thalweg.parallel_dims import control_group
+from thalweg.rlhf.adapters import add_bottleneck_adapters
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.losses import token_logprobs
 from thalweg.rlhf.rollout import Rollout
@@ -93,9 +95,14 @@ def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
                 module.attention_dropout = config.dropout
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    if config.bottleneck_dim:
+        add_bottleneck_adapters(model, config.bottleneck_dim)
     if not config.lora_dim:
         return model
     from peft import LoraConfig, get_peft_model
+
+    if config.quantize_base and not quantize_linears(model, config.quantize_base):  # type: ignore[arg-type]
+        raise ValueError(f"quantize_base: {type(model).__name__} has no nn.Linear that it could be in few bits")
 
     heads = {"lm_head", "embed_out", "value_head", "score"}
     targets = [

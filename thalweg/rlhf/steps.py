@@ -66,18 +66,31 @@ def run_step(step: Step, config: RLHFConfig) -> Path:
 
 
 def run_all(source: Any, algorithm: Step, **flags: Any) -> Path:
-    """Run SFT, the reward model where ``algorithm`` asks for one, and ``algorithm``; a run that died goes on."""
+    """Run SFT, the reward model where ``algorithm`` asks for one, and ``algorithm``; a run that died goes on.
+
+    ``actor_model`` and ``reward_model`` among the flags are DeepSpeed-Chat's: what SFT and the reward model begin with.
+    """
+    begins = {
+        "sft": ("model_name_or_path", flags.pop("actor_model", "")),
+        "reward": ("reward_model_name_or_path", flags.pop("reward_model", "")),
+    }
     final = load_rlhf_config(source, algorithm, **flags)
     has_reward = final.reward_function or final.reward_model_name_or_path or final.critic_model_name_or_path
     needs_reward_model = algorithm != "dpo" and not has_reward
     steps: list[Step] = ["sft", *(("reward",) if needs_reward_model else ()), algorithm]
-    return [run_step(step, load_rlhf_config(source, step, **flags)) for step in steps][-1]
+    for step in steps:
+        config, (option, begin) = load_rlhf_config(source, step, **flags), begins.get(step, ("", ""))
+        model = run_step(step, replace(config, **{option: begin}) if begin else config)
+    return model
 
 
 def _find_model(step: Step, config: RLHFConfig) -> str:
     """Where a step's model begins: what its options name, or an earlier step's result."""
     sft = Path(config.output_dir) / "sft" / "model"
-    named = config.actor_model_name_or_path if step in ("ppo", "grpo") else ""
+    named = {
+        "ppo": config.actor_model_name_or_path, "grpo": config.actor_model_name_or_path,
+        "reward": config.reward_model_name_or_path,
+    }.get(step, "")  # fmt: skip
     path = named or (str(sft) if step != "sft" and sft.is_dir() else config.model_name_or_path)
     if not path:
         raise ValueError(f"{step} has no model to begin with: set model_name_or_path")
@@ -231,6 +244,7 @@ def _train_policy(
         trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, ema=ema, pretraining=pretraining)
     else:
         trainer = GRPOTrainer(*arguments, ema=ema, pretraining=pretraining)
+    engines.callback(trainer.hybrid.close)
     start = trainer.resume(folder / "checkpoint")
     run_log = RunLog(folder, start)
     for iteration in range(start + 1, iterations + 1):

@@ -8,13 +8,14 @@ The picture, for each generation phase::
                                                                            KV cache
 
 The skeleton is the plain model without values, a tensor of no memory in the place of each parameter.  It is described
-as any model is (``infer/models``), and a runner is built from that description, which reads one linear layer after the
-other.  A layer that is read is the bucket: its weights are there until the next one is read, gathered with their ZeRO
-unit as in a forward pass.  So beyond the shards and the inference engine's own weights there is at most one unit and
-one bucket.
+as any model is (``infer/models``), and a runner reads one linear layer of that description after the other.  A layer
+that is read is the bucket: its weights are there until the next one is read.  So beyond the shards and the inference
+engine's own weights there is at most one bucket.
 
-Phases: :meth:`HybridEngine.generation` gathers, builds, yields the inference engine, and drops its weights and KV cache
-before training goes on.  Nothing of the actor changes: LoRA is merged into the bucket, so there is nothing to unmerge.
+Phases: the first :meth:`HybridEngine.generation` builds the inference engine.  At its end the engine sleeps: the memory
+of its weights, KV cache and activations goes back to the system, its program and its addresses stay.  The next phase
+describes the skeleton anew and wakes it with that.  Nothing of the actor changes: LoRA is merged into the bucket, so
+there is nothing to unmerge.
 
 Invariants: every rank reads the same layers in the same order, so the gathers meet; from then on a rank generates by
 itself, without collectives, so unequal lengths (or no prompts at all) cannot make another one wait for ever.
@@ -23,9 +24,10 @@ itself, without collectives, so unequal lengths (or no prompts at all) cannot ma
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +39,14 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.loader.load import load_engine
 from thalweg.infer.models import build_decoder_spec
-from thalweg.infer.models.spec import DecoderSpec, LinearSpec, UnsupportedModelError
+from thalweg.infer.models.spec import (
+    DecoderSpec,
+    LinearSpec,
+    UnsupportedModelError,
+    list_linears,
+    list_tensors,
+    map_linears,
+)
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners.base import ModelInput, QuerySpan
 from thalweg.parallel_dims import control_group
@@ -71,19 +80,39 @@ class HybridEngine:
         self.actor, self.tokenizer = actor, tokenizer
         config = config or EngineConfig(dtype=dtype)
         self.config = replace(config, device=str(actor.device)) if config.device == "auto" else config
+        if self.config.weight_offload:
+            raise ValueError("weight_offload: a rollout's weights are new each time and stay in memory; leave it out")
         self.weights = ActorWeights(actor, _WEIGHT_DTYPES[dtype], torch.device(self.config.device))
         self._is_verified = False
         self.runner = runner
+        self._core: LLMEngine | None = None
 
     @contextmanager
     def generation(self) -> Iterator[LLMEngine]:
         """Yield an inference engine of the actor's weights as they are now; collective, at its beginning alone."""
-        core = self._load()
+        core, self._core = self._core, None
+        core = self._load() if core is None else self._wake_up(core)
         try:
             yield core
         finally:
-            core.close()
+            core.sleep()
             self.weights.release()
+        self._core = core
+
+    def close(self) -> None:
+        """Drop the inference engine, in a process that will not generate any more."""
+        if self._core is not None:
+            self._core.close()
+        self._core = None
+
+    def _wake_up(self, core: LLMEngine) -> LLMEngine:
+        with self.weights.reading():
+            if self.runner == "transformers":
+                self.weights.gather_all()
+                core.wake_up()
+            else:
+                core.wake_up(self.weights.describe())
+        return core
 
     def _load(self) -> LLMEngine:
         with self.weights.reading():
@@ -146,7 +175,7 @@ class ActorWeights:
     def __init__(self, engine: Engine, dtype: torch.dtype, device: torch.device) -> None:
         actor = engine.module
         self.dtype, self._sharded = dtype, engine.sharded_model
-        self._read: Callable[[str], Tensor] | None = None
+        self._read: Callable[[Mapping[str, Tensor]], None] | None = None
         self._tensors: dict[str, nn.Parameter] = {}
         memo: dict[int, Any] = {}
         for name, param in actor.named_parameters():
@@ -154,12 +183,35 @@ class ActorWeights:
             empty = nn.Parameter(torch.empty(param.shape, dtype=kind, device=device), requires_grad=False)
             self._tensors[name] = memo[id(param)] = empty
         skeleton: Any = copy.deepcopy(actor, memo).eval()
+        self._quantized = self._replace_quantized(skeleton)
         self._adapters = _remove_adapters(skeleton)
         self.skeleton: Any = skeleton.get_base_model() if hasattr(skeleton, "peft_config") else skeleton
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._bucket: tuple[nn.Module, ...] = ()
-        self._bucketed = self._find_bucketed()
+        # The memory of all buckets, one after the other.
+        self._bucket_memory, self._bucket_bytes = torch.empty(0, dtype=dtype, device=device), 0
+        self._bucketed: set[str] = set()
+        self._lay_out_buckets()
         self.release()
+
+    def _replace_quantized(self, skeleton: nn.Module) -> dict[str, tuple[list[str], Any]]:
+        """Put plain linear layers where the actor's hold their weights in few bits; returns, by the name of each, the
+        parameters that it is made of, and what makes it."""
+        names = {id(tensor): name for name, tensor in self._tensors.items()}
+        found: dict[str, tuple[list[str], Any]] = {}
+        for path, module in list(skeleton.named_modules()):
+            parts: Any = getattr(module, "parametrizations", {})
+            if "weight" not in parts or not isinstance(module, nn.Linear):
+                continue
+            originals = [tensor for key, tensor in parts["weight"].named_parameters() if key.startswith("original")]
+            plain = nn.Linear(module.in_features, module.out_features, bias=False, device=originals[0].device)
+            plain.weight = nn.Parameter(plain.weight.detach().to(self.dtype), requires_grad=False)
+            plain.bias = module.bias
+            owner, _, key = path.rpartition(".")
+            setattr(skeleton.get_submodule(owner), key, plain)
+            found[f"{path}.weight"] = [names[id(tensor)] for tensor in originals], parts["weight"][0]
+            self._tensors[f"{path}.weight"] = plain.weight
+        return found
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -168,36 +220,30 @@ class ActorWeights:
             try:
                 yield
             finally:
-                self._read = None
-                self._release_bucket()
+                self._read, self._bucket = None, ()
+                _free(self._bucket_memory)
 
     def describe(self) -> DecoderSpec:
         """Gather what an engine reads where it lies, and describe the model; its linear layers gather themselves as
         they are read.  Collective."""
-        for name in self._tensors:
-            if name not in self._bucketed:
-                self._gather(name)
+        self._gather(name for name in self._whole_names() if name not in self._bucketed)
         # A transposed view can only be made of a tensor that has memory, though nobody looks at it.
         transposed: list[Any] = [m for m in self.skeleton.modules() if type(m).__name__ == "Conv1D"]
         for module in transposed:
-            _allocate(module.weight)
-        spec = _map_linears(build_decoder_spec(self.skeleton), self._on_demand)
-        for module in transposed:
-            _free(module.weight)
+            self._allocate(module.weight)
+        spec = map_linears(build_decoder_spec(self.skeleton), self._on_demand)
+        _free(self._bucket_memory)
         return spec
 
     def gather_all(self) -> None:
         """Gather every weight, for a runner that is the model's own code; collective."""
-        for name in self._tensors:
-            self._gather(name)
+        for name in self._bucketed:  # all of them at once need memory of their own
+            tensor = self._tensors[name]
+            tensor.data = torch.empty_like(tensor)
+        self._bucketed = set()
+        self._gather(self._whole_names())
         for base_layer in self._adapters:
             self._merge(base_layer)
-
-    def _release_bucket(self) -> None:
-        """Give the memory of the bucket back."""
-        for module in self._bucket:
-            _free(module.weight)
-        self._bucket = ()
 
     def release(self) -> None:
         """Give all memory back."""
@@ -205,23 +251,28 @@ class ActorWeights:
             _free(tensor)
         self._bucket = ()
 
-    def _find_bucketed(self) -> set[str]:
-        """Names of the weights that only linear layers read: they need not be there but for that.  What the
-        description shows elsewhere as well (an embedding that is the head) stays."""
+    def _lay_out_buckets(self) -> None:
+        """Find the weights that only linear layers read: they need not be there but for that, and lie where all buckets
+        do.  What the description shows elsewhere as well (an embedding that is the head) stays, and so does what two
+        layers read in other company."""
         try:
             spec = build_decoder_spec(self.skeleton)
         except UnsupportedModelError:
-            return set()
-        read_in_place = {_storage(tensor) for tensor in _list_tensors(spec)}
-        layers: list[LinearSpec] = []
-
-        def collect(layer: LinearSpec) -> LinearSpec:
-            layers.append(layer)
-            return layer
-
-        _map_linears(spec, collect)
-        weights: list[Any] = [module.weight for layer in layers for module in layer.modules]
-        return {self._names[id(weight)] for weight in weights if _storage(weight) not in read_in_place}
+            return
+        read_in_place = {_storage(tensor) for tensor in list_tensors(spec)}
+        buckets = dict.fromkeys(layer.modules for layer in list_linears(spec))
+        counts = Counter(id(module.weight) for modules in buckets for module in modules)
+        for modules in buckets:
+            weights: list[Any] = [module.weight for module in modules]
+            if any(_storage(weight) in read_in_place or counts[id(weight)] > 1 for weight in weights):
+                continue
+            offset = 0
+            for weight in weights:
+                own = torch.empty(0, dtype=weight.dtype, device=weight.device)
+                weight.data = own.set_(self._bucket_memory.untyped_storage(), offset, weight.shape)
+                offset += weight.numel()
+                self._bucketed.add(self._names[id(weight)])
+            self._bucket_bytes = max(self._bucket_bytes, offset * self.dtype.itemsize)
 
     def _on_demand(self, layer: LinearSpec) -> LinearSpec:
         if any(self._names[id(module.weight)] in self._bucketed for module in layer.modules):
@@ -235,18 +286,34 @@ class ActorWeights:
         """Make these modules the bucket; collective unless they are."""
         if modules == self._bucket:
             return
-        self._release_bucket()
         self._bucket = modules
+        self._gather(self._names[id(module.weight)] for module in modules)
         for module in modules:
-            self._gather(self._names[id(module.weight)])
             self._merge(module)
 
-    @torch.no_grad()
-    def _gather(self, name: str) -> None:
+    def _whole_names(self) -> list[str]:
+        """Names of all tensors but those that quantised weights are made of."""
+        inner = {each for names, _ in self._quantized.values() for each in names}
+        return [name for name in self._tensors if name not in inner]
+
+    def _gather(self, names: Iterable[str]) -> None:
         assert self._read is not None, "weights are read within reading()"
-        tensor = self._tensors[name]
-        _allocate(tensor)
-        tensor.copy_(self._read(name))
+        outs = {name: self._allocate(self._tensors[name]).detach() for name in names}
+        self._read({name: out for name, out in outs.items() if name not in self._quantized})
+        for name in self._quantized.keys() & outs.keys():
+            inner_names, rebuild = self._quantized[name]
+            inner = {each: torch.empty_like(self._tensors[each]) for each in inner_names}
+            self._read(inner)
+            outs[name].copy_(rebuild(*inner.values()).dequantize())
+
+    def _allocate(self, tensor: Any) -> Tensor:
+        """Give a tensor memory, unless it has some."""
+        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+        if _storage(tensor) == _storage(self._bucket_memory):
+            nbytes = self._bucket_bytes
+        if storage.size() < nbytes:
+            storage.resize_(nbytes)
+        return tensor
 
     @torch.no_grad()
     def _merge(self, base_layer: nn.Module) -> None:
@@ -304,40 +371,8 @@ def _remove_adapters(skeleton: nn.Module) -> dict[nn.Module, Any]:
     return adapters
 
 
-def _map_linears(part: Any, change: Callable[[LinearSpec], LinearSpec]) -> Any:
-    """A description with its linear layers changed; a part in which none is stays the same object."""
-    if isinstance(part, LinearSpec):
-        return change(part)
-    if isinstance(part, list | tuple):
-        items = [_map_linears(item, change) for item in part]
-        return items if any(new is not old for new, old in zip(items, part, strict=True)) else part
-    if not is_dataclass(part) or isinstance(part, type):
-        return part
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    changed = {key: new for key, value in values.items() if (new := _map_linears(value, change)) is not value}
-    return replace(part, **changed) if changed else part
-
-
-def _list_tensors(part: Any) -> Iterator[Tensor]:
-    """The tensors of a description but for the weights of its linear layers."""
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, LinearSpec):
-        yield from _list_tensors(part.bias)
-    elif isinstance(part, Sequence) and not isinstance(part, str):
-        for item in part:
-            yield from _list_tensors(item)
-    elif is_dataclass(part) and not isinstance(part, type):
-        for field in fields(part):
-            yield from _list_tensors(getattr(part, field.name))
-
-
 def _storage(tensor: Any) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _allocate(tensor: Any) -> None:
-    tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def _free(tensor: Any) -> None:

@@ -84,6 +84,14 @@ class EvictableMemory:
         if stop > start and self._evict_advice is not None:
             _madvise(self._memory, self._evict_advice, start, stop - start)
 
+    def release(self) -> None:
+        """Let the system take all pages when it needs them; the memory then reads as zeros, until that as it was.
+
+        Where it needs none, what is written next finds its pages at hand: clearing them anew took longer than filling
+        them.
+        """
+        _madvise(self._memory, getattr(mmap, "MADV_FREE", self._evict_advice), 0, self.num_bytes)
+
     def populate(self, offset: int, nbytes: int) -> None:
         """Let pages come that hold the range, as if each were written to; what they hold stays.
 
@@ -144,6 +152,16 @@ class PagePrefaulter:
         start, self._prefaulted_bytes = self._prefaulted_bytes, stop
         if stop - start >= HUGE_PAGE:  # less comes quickly enough by itself
             threading.Thread(target=self._memory.populate, args=(start, stop - start), daemon=True).start()
+
+
+def release_pages(tensor: Tensor) -> None:
+    """:meth:`EvictableMemory.release` of the pages that lie wholly within a tensor's memory, in a heap or mapped."""
+    storage = tensor.untyped_storage()
+    start, stop = round_up(storage.data_ptr()), (storage.data_ptr() + storage.nbytes()) // PAGE * PAGE
+    if stop > start and sys.platform.startswith("linux"):
+        call = ctypes.CDLL(None, use_errno=True).madvise
+        call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+        call(start, stop - start, mmap.MADV_FREE)
 
 
 def mremap(source: int, target: int, nbytes: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -57,6 +58,33 @@ def all_gather_full(param: DTensor) -> Tensor:
     if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         full = full.clone()  # one rank, or replicated: writes must not reach the shard
     return full
+
+
+@torch.no_grad()
+def all_gather_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy parameters whole into tensors of their shapes, in these tensors' dtypes, all at the same time; collective.
+
+    Rows that all ranks have as many of are received where they are to be.
+    """
+    pending = []
+    for param, out in pairs:
+        if not isinstance(param, DTensor):
+            out.copy_(param)
+            continue
+        mesh, local = param.device_mesh, param.to_local()
+        axes = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
+        if (
+            len(axes) != 1
+            or type(param.placements[axes[0]]) is not Shard
+            or len(out) != len(local) * mesh.size(axes[0])
+        ):
+            out.copy_(all_gather_full(param))
+            continue
+        local = local.to(out.device, out.dtype).contiguous()
+        flat = [x.view(-1).view(torch.uint8) for x in (out, local)]
+        pending.append(dist.all_gather_into_tensor(*flat, group=mesh.get_group(axes[0]), async_op=True))
+    for work in pending:
+        work.wait()
 
 
 @torch.no_grad()

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
@@ -33,7 +32,7 @@ from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
-from thalweg.zero.full_state_dict import all_gather_full
+from thalweg.zero.full_state_dict import all_gather_into
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
 from thalweg.zero.meshes import build_mics_mesh, count_ranks_of_a_host, make_layout_fn, single_rank_mesh
@@ -267,9 +266,11 @@ class ShardedModel:
             storage.sync()
 
     @contextmanager
-    def read_whole(self) -> Iterator[Callable[[str], Tensor]]:
-        """Yield a function that returns a parameter by its name: whole, in the compute dtype, to be read until one of
-        another unit is asked for.  One unit is gathered at a time, as a forward pass does it.
+    def read_whole(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+        """Yield a function that copies parameters, whole and as a forward pass sees them, into tensors of their shapes.
+
+        Over links they are gathered by themselves, straight into these tensors; where their values are those of a
+        gather in few bits, or rest on a disk, a unit at a time.
 
         Every rank asks for the same parameters in the same order; collective.
         """
@@ -282,20 +283,29 @@ class ShardedModel:
             for module, key in param.locations
         }
         gathered: list[private_api.FSDPGroupHandle] = []
+        zero = self.options.zero
+        rounds = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
 
-        def read(name: str) -> Tensor:
-            if name not in located:  # a scalar, or an expert's
-                param = self.module.get_parameter(name)
-                return all_gather_full(param) if isinstance(param, DTensor) else param.detach()
-            storage, group, param = located[name]
-            if group.is_sharded:
-                while gathered:
-                    gathered.pop().to_sharded()
-                storage.unshard(group)
-                gathered.append(group)
-            whole = param.unsharded_param
-            assert whole is not None
-            return whole.detach()
+        @torch.no_grad()
+        def read(outs: Mapping[str, Tensor]) -> None:
+            alone: list[tuple[Tensor, Tensor]] = []
+            for name, out in outs.items():
+                if name not in located:  # a scalar, or an expert's
+                    alone.append((self.module.get_parameter(name), out))
+                    continue
+                storage, group, param = located[name]
+                if group.is_sharded and isinstance(storage, FSDPStorage) and not rounds:
+                    alone.append((param.sharded_param, out))
+                    continue
+                if group.is_sharded:
+                    while gathered:
+                        gathered.pop().to_sharded()
+                    storage.unshard(group)
+                    gathered.append(group)
+                whole = param.unsharded_param
+                assert whole is not None
+                out.copy_(whole)
+            all_gather_into(alone)
 
         for storage in self._storages:
             storage.before_forward()

@@ -1,10 +1,16 @@
-"""`thalweg demo`: the whole of Thalweg on an embedded default, with nothing to download.
+"""Train a GPT on the source text of Python's standard library: tokenizer, ZeRO, checkpoint, reload at world size 1, a
+sample. No download; about two minutes on two cores.
 
-standard library's sources -> tokenizer -> blocks          this process, corpus.py
-GPT on N ranks, ZeRO stage S -> checkpoint                  worker.py train, by the launcher
-checkpoint -> world size 1 -> the same loss, a sample       worker.py reload, a fresh process
-metrics.jsonl -> loss.png, summary.json                     this process
+examples:
+  thalweg demo
+  thalweg demo --steps 40 --stage 2 --out /tmp/demo
+  thalweg demo --json | python -m json.tool
 """
+
+# standard library's sources -> tokenizer -> blocks          this process, corpus.py
+# GPT on N ranks, ZeRO stage S -> checkpoint                  worker.py train, by the launcher
+# checkpoint -> world size 1 -> the same loss, a sample       worker.py reload, a fresh process
+# metrics.jsonl -> loss.png, summary.json                     this process
 
 from __future__ import annotations
 
@@ -22,16 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.cli.demo.settings import DemoSettings
-
-DESCRIPTION = (
-    "Train a GPT on the source text of Python's standard library: tokenizer, ZeRO, "
-    "checkpoint, reload at world size 1, a sample. No download; about two minutes on two cores."
-)
-EXAMPLES = """examples:
-  thalweg demo
-  thalweg demo --steps 40 --stage 2 --out /tmp/demo
-  thalweg demo --json | python -m json.tool
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -212,21 +212,26 @@ class SharedMemoryArena:
                 continue
             next_check = now + 0.05
             nap = min(nap * 1.5, 1e-3)
-            self._check_peer(rank, operation, now - start)
+            failure = self._find_failure(rank, operation, now - start)
+            # A peer may have come and then left while this rank slept: it stores the one before the other.
+            if failure and cells[index] < value:
+                raise CommError(failure)
 
-    def _check_peer(self, rank: int, operation: str, waited_seconds: float) -> None:
+    def _find_failure(self, rank: int, operation: str, waited_seconds: float) -> str:
+        """Why a peer will not come, or an empty text."""
         pid = self.read(rank, PID)
         if self.read(rank, CLOSED):
-            raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} has closed its engine")
+            return f"rank {self.rank} waits in {operation}, but rank {rank} has closed its engine"
         if not is_process_alive(pid):
-            raise CommError(f"rank {self.rank} waits in {operation}, but rank {rank} (process {pid}) has died")
+            return f"rank {self.rank} waits in {operation}, but rank {rank} (process {pid}) has died"
         if waited_seconds > self.timeout:
-            raise CommError(
+            return (
                 f"rank {self.rank} waited {waited_seconds:.0f} s in {operation} for rank {rank}, which has done "
                 f"{self.read(rank, BARRIER_COUNT)} barriers and {self.read(rank, DEPOSITED)} reductions; "
                 f"this rank {self._num_barriers} and {self.read(self.rank, DEPOSITED)}. "
                 "Some ranks took another branch, or one of them is stuck: see its traceback."
             )
+        return ""
 
 
 _ORDER_ROWS = 1 << 10  # as far as the host may run ahead of a peer's

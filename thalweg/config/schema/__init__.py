@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
 
-from thalweg.config.schema import parallel, training, zero
+from thalweg.config.schema import data, parallel, training, zero
 from thalweg.config.schema.base import (
     AUTO,
     UNSET,
@@ -37,6 +37,7 @@ from thalweg.config.schema.base import (
     to_jsonable,
     unsupported,
 )
+from thalweg.config.schema.compression import CompressionTraining, Eigenvalue, QuantizeTraining
 from thalweg.config.schema.unsupported import UNREAD_BLOCKS
 from thalweg.config.schema.zero import ONLY_ALL_GATHER
 
@@ -100,6 +101,11 @@ class Config(UNREAD_BLOCKS):
     sparse_attention: training.SparseAttention | None = None
     progressive_layer_drop: training.ProgressiveLayerDropConfig = training.ProgressiveLayerDropConfig()
     tiling: training.Tiling = training.Tiling()
+    curriculum_learning: data.CurriculumLearning = data.CurriculumLearning()
+    data_efficiency: data.DataEfficiency = data.DataEfficiency()
+    compression_training: CompressionTraining = CompressionTraining()  # type: ignore[valid-type]
+    quantize_training: QuantizeTraining = QuantizeTraining()  # type: ignore[valid-type]
+    eigenvalue: Eigenvalue = Eigenvalue()  # type: ignore[valid-type]
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()
     datastates_ckpt: Literal[False] | AnyDict = unsupported(False, "remove it")

@@ -84,27 +84,10 @@ def _off(hint: str = "") -> Any:
     return unsupported(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}")
 
 
-_Q_TYPE, _ROUNDING, _L1 = ("symmetric", "asymmetric"), ("nearest", "stochastic"), ("l1", "topk")
-_SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
-_EIGENVALUE = {"verbose": False, "max_iter": 100, "tol": 1e-2, "stability": 1e-6, "gas_boundary_resolution": 1}
-_EIGENVALUE |= {"layer_name": "bert.encoder.layer", "layer_num": 0}
-_MIXED = block(enabled=False, quantize_change_ratio=0.001)
-_GROUP_PARAMS = ("start_bits", "target_bits", "quantization_period", "bits", "dense_ratio", "num_heads")
-_GROUP = block(params=block(**dict.fromkeys(_GROUP_PARAMS)), modules=["*"], related_modules=None)
-_DIFFICULTY = ("total_curriculum_step", "difficulty_step", "root_degree", "difficulty", "max_step")
-_DIFFICULTY_SCHEDULE = block(**dict.fromkeys(_DIFFICULTY))
-
-
-def _technique(**shared: Any) -> type[Section]:
-    """A technique of compression: what its groups share, and the groups by name."""
-    parameters = block(enabled=_off(), schedule_offset=0, schedule_offset_end=None, **shared)
-    return block(shared_parameters=parameters, different_groups=dict[str, _GROUP])  # type: ignore[valid-type]
-
-
 # fmt: off
 UNREAD_BLOCKS = block({
     "weight_quantization": _absent(block(
-        enabled=unsupported(True, _REMOVE_BLOCK, on=bool), num_bits=8, q_type=_Q_TYPE, q_groups=1,
+        enabled=unsupported(True, _REMOVE_BLOCK, on=bool), num_bits=8, q_type=("symmetric", "asymmetric"), q_groups=1,
         quantized_initialization={}, post_init_quant={})),
     }, base=Section,
     aio=ignored(
@@ -130,53 +113,6 @@ UNREAD_BLOCKS = block({
     hybrid_engine=block(
         enabled=_off(), max_out_tokens=512, inference_tp_size=1, release_inference_cache=False, pin_parameters=True,
         tp_gather_partition_size=8, enable_cuda_graph=False),
-    data_efficiency=block(
-        enabled=_off(), seed=1234,
-        data_sampling=block(
-            enabled=False, num_epochs=1000, num_workers=0, pin_memory=False,
-            curriculum_learning=block(
-                enabled=False, data_cluster_path=None,
-                curriculum_metrics=dict[str, block(  # type: ignore[misc]
-                    index_to_sample_path=None, index_to_metric_path=None, difficulty_type=("value", "percentile"),
-                    clustering_type=("single_cluster", "schedule_based"), min_difficulty=None, max_difficulty=None,
-                    schedule_type=(None, *_SCHEDULES), schedule_config=_DIFFICULTY_SCHEDULE)]),
-            dynamic_batching=block(
-                enabled=False, metrics_path=None, lr_scaling_method=("linear", "sqrt", "none"), min_batch_size=1,
-                max_batch_size=None, sequence_picking_order="dataloader", max_tokens=None, samples_per_batch=None,
-                verbose=False)),
-        data_routing=block(
-            enabled=False,
-            random_ltd=block(
-                enabled=False, total_layer_num=None, random_ltd_layer_num=None, random_ltd_layer_id=[],
-                model_mask_name=None, model_type=(None, "decoder", "encoder"), micro_batch_size=None,
-                global_batch_size=None, hidden_state_order=("batch_seq_dim", "seq_batch_dim"),
-                random_ltd_schedule=block(
-                    min_value=None, max_value=None, schedule_type=("fixed_linear",),
-                    schedule_config=block(require_steps=None, seq_per_step=None)),
-                layer_token_lr_schedule=block(
-                    enabled=False, total_layer_tokens=None, warmup_type=None, warmup_layer_tokens=None)))),
-    curriculum_learning=block(
-        enabled=_off(), curriculum_type="seqlen", min_difficulty=None, max_difficulty=None, schedule_type=_SCHEDULES,
-        schedule_config=_DIFFICULTY_SCHEDULE),
-    eigenvalue=block(enabled=_off(), **_EIGENVALUE),
-    quantize_training=block(
-        enabled=_off(), quantize_verbose=False, quantizer_kernel=False, quantize_type=_Q_TYPE, quantize_groups=1,
-        quantize_bits=block(start_bits=16, target_bits=16),
-        quantize_schedule=block(quantize_period=100, schedule_offset=100),
-        quantize_algo=block(q_type=_Q_TYPE, rounding=_ROUNDING), fp16_mixed_quantize=_MIXED,
-        eigenvalue=block(enabled=False, **_EIGENVALUE)),
-    compression_training=block(
-        weight_quantization=_technique(
-            quantizer_kernel=False, quantize_groups=1, quantize_verbose=False, quantization_type=_Q_TYPE,
-            rounding=_ROUNDING, quantize_weight_in_forward=False, fp16_mixed_quantize=_MIXED),
-        activation_quantization=_technique(quantization_type=_Q_TYPE, range_calibration=("dynamic", "static")),
-        sparse_pruning=_technique(
-            method=(*_L1, "snip_momentum"), block_pattern="4x1", schedule_offset_stride=1, dense_ratio=0.1,
-            excluded_modules=[]),
-        row_pruning=_technique(method=_L1), head_pruning=_technique(method=_L1[::-1], num_heads=None),
-        channel_pruning=_technique(method=_L1),
-        layer_reduction=block(
-            enabled=_off(), keep_number_layer=None, module_name_prefix=None, teacher_layer=[], other_module_name=[])),
     elasticity=block(
         enabled=_off("a checkpoint loads at another world size without it"), max_train_batch_size=2000,
         micro_batch_sizes=[2, 4, 6], min_gpus=1, max_gpus=10000, min_time=0, version=0.2, prefer_larger_batch=True,

@@ -20,6 +20,7 @@ from thalweg.infer import types as infer_types
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
 from thalweg.infer.engine.sampler import SampledRow, SampledToken, sample, sample_token, token_logprobs
 from thalweg.infer.engine.scheduler import BlockPool, Proposer, Scheduler, SchedulerOutput, Sequence
+from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.spec_decode.ngram import NgramProposer
 from thalweg.infer.types import EngineStats, FinishReason, ModelMetadata, Request, RequestOutput, TokenLogprob
@@ -327,11 +328,24 @@ class LLMEngine:
             scheduler.release_slot(slot)
             pool.release(blocks)
 
-    def close(self) -> None:
-        """Drop everything that is queued, and free the weights and the cache."""
+    def sleep(self) -> None:
+        """Drop everything that is queued and cached, and give back the memory of the weights and the cache."""
+        self._abort_all()
+        self._block_pool.forget()
+        self.runner.sleep()
+
+    def wake_up(self, spec: DecoderSpec | None = None) -> None:
+        """Go on after :meth:`sleep` with new weights: a like description's, or without one the live model's."""
+        self.runner.wake_up(spec)
+
+    def _abort_all(self) -> None:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._kept_outputs = []
+
+    def close(self) -> None:
+        """Drop everything that is queued, and free the weights and the cache."""
+        self._abort_all()
         self._proposer.close()
         self.runner.close()
 

@@ -192,6 +192,13 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def forget(self) -> None:
+        """Nothing is held, and no block holds a prefix any more."""
+        assert self.num_used == 0, "blocks are held"
+        self._free += self._evictable
+        for table in (self._evictable, self._block_by_key, self._key_by_block):
+            table.clear()
+
     def find_prefix(
         self, tokens: AbstractSequence[int], root_key: Hashable, require_full: bool = False
     ) -> tuple[list[int], int]:

@@ -8,8 +8,8 @@ weights are (outputs, inputs); queries, keys and values are stacked in one, gate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -250,6 +250,47 @@ class DecoderSpec:
     position_embeddings: Tensor | None = None
     logit_softcap: float = 0.0
     encoder: EncoderSpec | None = None
+
+
+def map_linears(part: Any, change: Callable[[LinearSpec], LinearSpec]) -> Any:
+    """Return a description with its linear layers changed; a part in which none is stays the same object."""
+    if isinstance(part, LinearSpec):
+        return change(part)
+    if isinstance(part, list | tuple):
+        items = [map_linears(item, change) for item in part]
+        return items if any(new is not old for new, old in zip(items, part, strict=True)) else part
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    changed = {key: new for key, value in values.items() if (new := map_linears(value, change)) is not value}
+    return replace(part, **changed) if changed else part
+
+
+def list_linears(part: Any) -> list[LinearSpec]:
+    """Return a description's linear layers, in an order that its structure alone gives."""
+    layers: list[LinearSpec] = []
+
+    def collect(layer: LinearSpec) -> LinearSpec:
+        layers.append(layer)
+        return layer
+
+    map_linears(part, collect)
+    return layers
+
+
+def list_tensors(part: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a description but for the weights of its linear layers, in an order that its structure alone
+    gives."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, LinearSpec):
+        yield from list_tensors(part.bias)
+    elif isinstance(part, Sequence) and not isinstance(part, str):
+        for item in part:
+            yield from list_tensors(item)
+    elif is_dataclass(part) and not isinstance(part, type):
+        for field in fields(part):
+            yield from list_tensors(getattr(part, field.name))
 
 
 def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) -> int:

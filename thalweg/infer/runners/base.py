@@ -173,6 +173,15 @@ class ModelRunner(BaseRunner):
         """Like ``run`` with all rows, but return the last hidden states, fp32 (tokens, width)."""
         raise NotImplementedError
 
+    def sleep(self) -> None:
+        """Give back the memory of the weights and the cache, and keep everything else until :meth:`wake_up`."""
+        raise NotImplementedError
+
+    def wake_up(self, spec: DecoderSpec | None) -> None:
+        """Take new weights, from a description of the same structure (None: those of the live model that the request
+        had); the cache is empty."""
+        raise NotImplementedError
+
 
 UNDESCRIBED = "the model is not described"
 BLOCK_SIZE = 16  # positions of a KV block

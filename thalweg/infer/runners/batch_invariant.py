@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, QuerySpan
 
 
@@ -60,6 +61,14 @@ class BatchInvariantRunner(ModelRunner):
     def free_slot(self, slot: int) -> None:
         """Drop what the slot's sequence keeps."""
         self.inner.free_slot(slot)
+
+    def sleep(self) -> None:
+        """Give the memory back."""
+        self.inner.sleep()
+
+    def wake_up(self, spec: DecoderSpec | None) -> None:
+        """Take new weights."""
+        self.inner.wake_up(spec)
 
     def close(self) -> None:
         """Free the weights and the cache."""

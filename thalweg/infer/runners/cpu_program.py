@@ -84,7 +84,8 @@ class ProgramBuilder:
         self.max_tokens, self.kv_cache_dtype = max_tokens, kv_cache_dtype
         self.kernels = cpu_kernels.KernelSet()
         self._made: dict[tuple[Any, ...], Any] = {}
-        self.refs: list[Any] = [comm, block_tables, self._made]
+        self.workspace: list[Tensor] = []  # what a step leaves behind in it nobody reads
+        self.refs: list[Any] = [comm, block_tables, self._made, self.workspace]
         self.weights, self.weight_bytes = weights, 0
         self.inputs = [torch.zeros(max_tokens, dtype=torch.int64) for _ in range(4)]
         _, self.positions, self.table_offsets, self.logit_rows = self.inputs
@@ -92,7 +93,8 @@ class ProgramBuilder:
         self.counts = torch.zeros(2, dtype=torch.int64)
         self.count_address = self.counts.data_ptr()  # the address of how many rows there are
         self.tables_address = block_tables.ctypes.data
-        self.x = self.embedded = torch.zeros(max_tokens, request.spec.hidden_size)
+        self.vectors: list[tuple[Tensor, Tensor]] = []  # a description's vector, and where kernels read it
+        self.x = self.embedded = self.allocate_workspace(max_tokens, request.spec.hidden_size)
         self.current_segment: list[cpu_kernels.Instruction] = []
         self.segments = [self.current_segment]
         self.num_matmuls = 0  # in the current segment
@@ -102,6 +104,21 @@ class ProgramBuilder:
         """Keep a tensor as long as the programs live."""
         self.refs.append(tensor)
         return tensor
+
+    def allocate_workspace(self, *shape: int) -> Tensor:
+        """Return zeros whose memory may be given back between steps: they are zeros again then."""
+        self.workspace.append(torch.zeros(shape))
+        return self.workspace[-1]
+
+    def reload(self, old: DecoderSpec, new: DecoderSpec) -> None:
+        """Put the weights of a description of the same structure where those of the program's own are."""
+        for layer, replacement in zip(specs.list_linears(old), specs.list_linears(new), strict=True):
+            self.weights.refill(layer, replacement)
+        replacements = dict(zip(map(id, specs.list_tensors(old)), specs.list_tensors(new), strict=True))
+        for number, (vector, copy) in enumerate(self.vectors):
+            replacement = replacements[id(vector)]
+            copy[: len(replacement)] = replacement
+            self.vectors[number] = replacement, copy
 
     def _make_once(self, *key: Any, make: Callable[[], Any]) -> Any:
         """Return what layers share, which is made for the first of them and lives as long as the programs."""
@@ -118,6 +135,7 @@ class ProgramBuilder:
         out = torch.zeros(cpu_kernels.round_up(size, 32))
         if values is not None:
             out[: len(values)] = values
+            self.vectors.append((values, out))
         return self.keep_alive(out)
 
     def operand_buffer(self, width: int, weight_format: str, label: str) -> cpu_kernels.ActivationBuffer:
@@ -125,7 +143,9 @@ class ProgramBuilder:
 
         def make() -> cpu_kernels.ActivationBuffer:
             y = cpu_kernels.allocate_rows(self.max_tokens, width)
-            return cpu_kernels.ActivationBuffer(self.max_tokens, width, kind, y)
+            rows = cpu_kernels.ActivationBuffer(self.max_tokens, width, kind, y)
+            self.workspace += [rows.y, rows.operand]
+            return rows
 
         kind = self.kernels.isa.operand_kind(weight_format)
         return self._make_once("operand", width, kind, label, make=make)
@@ -133,7 +153,7 @@ class ProgramBuilder:
     def buffer(self, label: str, columns: int) -> Tensor:
         """Return the fp32 buffer of that name, its columns padded to whole panels."""
         shape = self.max_tokens, cpu_kernels.round_up(columns, 32)
-        return self._make_once("buffer", columns, label, make=lambda: torch.zeros(shape))
+        return self._make_once("buffer", columns, label, make=lambda: self.allocate_workspace(*shape))
 
     def norm_and_quantize(
         self, norm: NormSpec | None, x: Tensor, weight_format: str, label: str = ""
@@ -176,7 +196,8 @@ class ProgramBuilder:
             self.num_matmuls += 1
             self.weight_bytes += packed.nbytes
             outputs = packed.stop - packed.start
-            bias = None if layer.bias is None else layer.bias[packed.start : packed.stop]
+            is_whole = outputs == layer.out_features
+            bias = layer.bias if layer.bias is None or is_whole else layer.bias[packed.start : packed.stop]
             panels = cpu_kernels.round_up(outputs, 32) // cpu_kernels.WEIGHT_FORMATS[weight_format].panel_columns
             columns = out[:, packed.start :]
             self.emit_call(
@@ -312,7 +333,7 @@ class ProgramBuilder:
         keys, values, stripe = region
         width = shape.num_heads * shape.head_dim
         # The kernel writes heads one after the other, rows unpadded.
-        out = self._make_once("attended", width, make=lambda: torch.zeros(self.max_tokens, width))
+        out = self._make_once("attended", width, make=lambda: self.allocate_workspace(self.max_tokens, width))
         self.emit_call(
             self.kernels.paged_attention(shape),
             queries, queries.stride(0) * 4, self.count_address, self.positions, tables_address, keys, values, out,

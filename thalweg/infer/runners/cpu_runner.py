@@ -31,7 +31,7 @@ from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, Ru
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.packed_weights import InMemoryWeights, lm_head_format
 from thalweg.ops import cpu_kernels
-from thalweg.storage_io.evictable_memory import PagePrefaulter
+from thalweg.storage_io.evictable_memory import PagePrefaulter, release_pages
 
 
 class CpuRunner(ModelRunner):
@@ -67,9 +67,10 @@ class CpuRunner(ModelRunner):
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
         self._has_lora, self._max_num_batched_tokens = request.lora is not None, request.config.max_num_batched_tokens
         self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
-        self._embed = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
+        self._embed: Tensor = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
         self._position_embeddings = None if decoder.position_embeddings is None else decoder.position_embeddings.float()
-        program = _DecoderProgram(request, self)
+        self._spec, self._program = decoder, _DecoderProgram(request, self)
+        program = self._program
         self._embedded, self._logits = program.embedded, program.logits
         self._tokens, self._positions = program.inputs[:2]
         # numpy views of the same memory: cheaper to fill, item by item
@@ -194,6 +195,23 @@ class CpuRunner(ModelRunner):
             x = x.float() + self._position_embeddings[self._positions[:count]]
         self._embedded[:count] = x
 
+    def sleep(self) -> None:
+        """Give back the pages of weights, cache and activations; the program and its addresses stay."""
+        self._weights.sleep()
+        self._program.kv_memory.release()
+        for tensor in self._program.workspace:
+            release_pages(tensor)
+        self._embed, self._position_embeddings = torch.empty(0), None
+
+    @torch.inference_mode()
+    def wake_up(self, spec: DecoderSpec | None) -> None:
+        """Pack new weights where the old ones were."""
+        assert spec is not None and self._encoder is None, "a causal model's description"
+        self._embed = spec.embed.to(self._embed_dtype)
+        self._position_embeddings = None if spec.position_embeddings is None else spec.position_embeddings.float()
+        self._program.reload(self._spec, spec)
+        self._spec = spec
+
     def close(self) -> None:
         """Drop the weights and the cache."""
         if "_weights" in self.__dict__:
@@ -214,8 +232,8 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         self.encoder_inputs = [self.keep_alive(torch.zeros(max_tokens, dtype=torch.int64)) for _ in range(2)]
         # Each token's encoder prompt: its table as an offset in bytes, and its last position.
         self._encoder_table_offsets, self._encoder_last_positions = self.encoder_inputs
-        memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
-        self.page_warmer = PagePrefaulter(memory, chunk_bytes=self.kv_regions[0][2])
+        self.kv_memory, self.kv_regions = self.allocate_kv(runner.num_blocks, [x.attention for x in d.layers])
+        self.page_warmer = PagePrefaulter(self.kv_memory, chunk_bytes=self.kv_regions[0][2])
         if d.embed_norm is not None:
             self.norm_into(d.embed_norm, self.x, self.x)
         has_head = runner.comm is None or runner.comm.is_last_stage
@@ -224,7 +242,7 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
         self.out, self.body, self.head = self.x, self.segments, [[]]
         self.segments, self.current_segment, self.num_matmuls = self.head, self.head[0], 0
         if self.comm is None:
-            self.logits = self.keep_alive(torch.empty(max_tokens, cpu_kernels.round_up(d.vocab_size, 32)))
+            self.logits = self.allocate_workspace(max_tokens, cpu_kernels.round_up(d.vocab_size, 32))
         else:
             self.logits = self.comm.logits
         if not has_head:
@@ -260,8 +278,8 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
 
         Returns their queries; every later call works on these rows alone.
         """
-        queries = self.keep_alive(torch.zeros(self.max_tokens, cpu_kernels.round_up(width, 16)))
-        x = self.keep_alive(torch.zeros_like(self.x))
+        queries = self.allocate_workspace(self.max_tokens, cpu_kernels.round_up(width, 16))
+        x = self.allocate_workspace(*self.x.shape)
         self.count_address += 8
         self._gather_rows(qkv, queries, 4 * width)
         self._gather_rows(self.x, x, 4 * self.x.shape[1])

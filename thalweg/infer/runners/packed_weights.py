@@ -59,6 +59,14 @@ class WeightStore:
     def skip(self, first_segment: int) -> None:
         """The segments from ``first_segment`` on do not run in this step."""
 
+    def refill(self, layer: LinearSpec, new: LinearSpec) -> None:
+        """Pack another layer's weights where a layer's are."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Give the memory back until all layers have been refilled."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Free the memory."""
 
@@ -120,14 +128,17 @@ def lay_out(layer: LinearSpec, weight_format: str, offset: int) -> tuple[dict[st
 
 
 def iter_packed_pieces(
-    layer: LinearSpec, weight_format: str, offsets: Mapping[str, int]
+    layer: LinearSpec,
+    weight_format: str,
+    offsets: Mapping[str, int],
+    buffers: tuple[cpu_kernels.PackingBuffer, cpu_kernels.PackingBuffer] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Pack a layer whose parts begin at ``offsets``: yield its bytes piece by piece, each with its own offset.
 
     What is yielded is overwritten by the next block.
     """
     cursors, shape = dict(offsets), (layer.out_features, layer.in_features)
-    for block in cpu_kernels.iter_packed_blocks(shape, layer.copy_rows, weight_format):
+    for block in cpu_kernels.iter_packed_blocks(shape, layer.copy_rows, weight_format, buffers):
         for name, piece in block.items():
             yield cursors[name], piece
             cursors[name] += piece.numel()
@@ -141,13 +152,29 @@ class InMemoryWeights(WeightStore):
         self._memory = EvictableMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
         self._offset = 0
+        self._places: dict[int, tuple[str, dict[str, int]]] = {}
+        self._buffers = cpu_kernels.PackingBuffer(), cpu_kernels.PackingBuffer()
 
     def pack(self, layer: LinearSpec, weight_format: str) -> Iterator[PackedWeight]:
         """Pack into the memory, in one range."""
         offsets, self._offset = lay_out(layer, weight_format, self._offset)
-        for at, piece in iter_packed_pieces(layer, weight_format, offsets):
-            self._bytes[at : at + piece.numel()] = piece
+        self._places[id(layer)] = weight_format, offsets
+        self._fill(layer, weight_format, offsets)
         yield PackedWeight.at(self._bytes.data_ptr(), offsets, layer, weight_format, 0, False)
+
+    def _fill(self, layer: LinearSpec, weight_format: str, offsets: dict[str, int]) -> None:
+        for at, piece in iter_packed_pieces(layer, weight_format, offsets, self._buffers):
+            self._bytes[at : at + piece.numel()] = piece
+
+    def refill(self, layer: LinearSpec, new: LinearSpec) -> None:
+        """Pack another layer's weights where a layer's are."""
+        place = self._places.pop(id(layer))
+        self._fill(new, *place)
+        self._places[id(new)] = place
+
+    def sleep(self) -> None:
+        """Give the pages back until all layers have been refilled."""
+        self._memory.release()
 
     def close(self) -> None:
         """Drop the memory."""

@@ -570,9 +570,8 @@ class TorchRunner(TorchLayers, ModelRunner):
     def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
         super().__init__(request, dtype, cache_weights)
         assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
-        self.decoder = request.spec
-        if self._packs:
-            self.decoder = quantize_experts(request.spec, request.weight_format, self.device, self.dtype)
+        self._weight_format = request.weight_format
+        self._take_decoder(request.spec)
         self.comm, self.num_slots = request.comm, request.num_slots
         self._kv_cache_dtype = request.kv_cache_dtype if dtype is None else "auto"
         # As of the last step that changed them: a token in the middle of a block goes on in the last one.
@@ -582,6 +581,10 @@ class TorchRunner(TorchLayers, ModelRunner):
         else:
             self._warm_up(min(request.config.max_num_batched_tokens, self.max_length))
             self._allocate_cache(request.num_blocks())
+
+    def _take_decoder(self, spec: DecoderSpec) -> None:
+        packs = self._packs
+        self.decoder = quantize_experts(spec, self._weight_format, self.device, self.dtype) if packs else spec
 
     def _allocate_cache(self, num_blocks: int) -> None:
         self._keys, self._values = [], []
@@ -750,6 +753,19 @@ class TorchRunner(TorchLayers, ModelRunner):
         """Drop the weights and the cache."""
         super().close()
         self._keys, self._values = [], []
+
+    def sleep(self) -> None:
+        """Drop the weights and the cache."""
+        self.close()
+
+    @torch.inference_mode()
+    def wake_up(self, spec: DecoderSpec | None) -> None:
+        """Bring new weights to where they are used, all of them now: a caller's may be gone at their first use."""
+        assert spec is not None, "a described model"
+        self._take_decoder(spec)
+        for layer in specs.list_linears(self.decoder):
+            self._linears[id(layer)] = self._make_linear(layer)
+        self._allocate_cache(self.num_blocks)
 
 
 class TorchEncoder(TorchLayers, EncoderRunner):

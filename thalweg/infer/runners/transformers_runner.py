@@ -60,7 +60,7 @@ class TransformersRunner(ModelRunner):
         blocks_per_slot = -(-request.max_model_len // self.block_size)
         self.num_slots = request.num_slots
         self.num_blocks = self.num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
-        self._model: Any = _placed(request)
+        self._request, self._model = request, _placed(request)
         model = self._model
         self._is_recurrent = bool(getattr(model, "_is_stateful", False))
         parameters = inspect.signature(model.forward).parameters
@@ -154,11 +154,20 @@ class TransformersRunner(ModelRunner):
         self._slot_states.pop(slot, None)
         self._encoder_outputs.pop(slot, None)
 
-    def close(self) -> None:
-        """Drop the model and the caches."""
+    def sleep(self) -> None:
+        """Drop the caches, and the model where it is a copy."""
         self._slot_states.clear()
         self._encoder_outputs.clear()
         self._model = None
+
+    def wake_up(self, spec: DecoderSpec | None) -> None:
+        """Take the live model as it is now."""
+        self._model = _placed(self._request)
+
+    def close(self) -> None:
+        """Drop the model and the caches."""
+        self.sleep()
+        self.__dict__.pop("_request", None)
 
 
 class TransformersEncoder(EncoderRunner):

@@ -9,9 +9,9 @@ and the backward pass of one block needs of the others only the final ``out`` an
 
 Shapes: q, out (B, H, Tq, D), k and v (B, H / repeat, Tk, D), of which each serves ``repeat`` query heads, lse
 (B, H, Tq) in fp32 (fp64 for fp64), -inf for a query without keys, whose output is 0; ``mask`` (B or 1, H or 1, Tq, Tk),
-true for what is attended, or a number that is added to the scores.  torch's flash kernels do the work where they take
-the case, the plain formula, in tiles of query rows, elsewhere and as the reference.  Only the CPU's kernel needs keys
-repeated for each query head.
+true for what is attended, or added to the scores.  torch's flash kernels do the work where they take the case, the
+plain formula, in tiles of query rows, elsewhere and as the reference.  Only the CPU's kernel needs keys repeated for
+each query head.
 """
 
 from __future__ import annotations

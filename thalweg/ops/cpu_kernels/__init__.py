@@ -13,7 +13,13 @@ if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
     from thalweg.ops.cpu_kernels.assembler import ActivationBuffer, Instruction, KernelSet, allocate_rows, build_program
     from thalweg.ops.cpu_kernels.isa import ISAS, SELECT_ISA, Isa, select_isa, supported_isas
     from thalweg.ops.cpu_kernels.kv_layout import BLOCK_SIZE, BLOCKS_PER_STRIPE, KV_DTYPE_BYTES, AttentionShape
-    from thalweg.ops.cpu_kernels.packing import WEIGHT_FORMATS, iter_packed_blocks, packed_nbytes, round_up
+    from thalweg.ops.cpu_kernels.packing import (
+        WEIGHT_FORMATS,
+        PackingBuffer,
+        iter_packed_blocks,
+        packed_nbytes,
+        round_up,
+    )
     from thalweg.ops.cpu_kernels.program import MAX_THREADS, Program, ThreadTuner, openmp_available
 
     _HAVE_LLVMLITE = True
@@ -23,8 +29,9 @@ else:
 
 __all__ = [
     "BLOCKS_PER_STRIPE", "BLOCK_SIZE", "ISAS", "KV_DTYPE_BYTES", "MAX_THREADS", "WEIGHT_FORMATS", "ActivationBuffer",
-    "AttentionShape", "Instruction", "Isa", "KernelSet", "Program", "ThreadTuner", "allocate_rows", "build_program",
-    "host_isa", "iter_packed_blocks", "packed_nbytes", "round_up", "supported_isas", "unsupported_reason",
+    "AttentionShape", "Instruction", "Isa", "KernelSet", "PackingBuffer", "Program", "ThreadTuner", "allocate_rows",
+    "build_program", "host_isa", "iter_packed_blocks", "packed_nbytes", "round_up", "supported_isas",
+    "unsupported_reason",
 ]  # fmt: skip
 
 

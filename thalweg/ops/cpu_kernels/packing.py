@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-_BLOCK_BYTES = 8 << 20  # of a weight in fp32 that is packed at once
+_BLOCK_BYTES = 1 << 20  # of a weight in fp32 that is packed at once
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,29 @@ def packed_nbytes(out_features: int, in_features: int, weight_format: str) -> di
     return {"weight": {"fp32": 4 * elements, "bf16": 2 * elements, "int4": elements * 5 // 8}[weight_format]}
 
 
+class PackingBuffer:
+    """Memory for one tensor after the other, mapped for it, which grows where it must."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def as_tensor(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor over the memory, whose earlier ones are not used any more."""
+        if self._memory is None or len(self._memory) < count * dtype.itemsize:
+            self._memory = mmap.mmap(-1, count * dtype.itemsize)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count)
+
+
 def iter_packed_blocks(
-    shape: Sequence[int], copy_rows: Callable[[int, int, Tensor], object], weight_format: str
+    shape: Sequence[int],
+    copy_rows: Callable[[int, int, Tensor], object],
+    weight_format: str,
+    buffers: tuple[PackingBuffer, PackingBuffer] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the bytes (flat uint8) of each part of a packed weight (N, K), block by block of its outputs.
 
     ``copy_rows(start, stop, out)`` copies rows of the weight.  What is yielded is overwritten by the next block.
+    ``buffers``: used for one weight after the other, whose pages come once.
 
     The blocks lie in memory mapped for them, not on the heap: there each small thing that a caller keeps
     between two blocks splits the hole that the first one left, so that the second one needs new memory.
@@ -76,7 +93,7 @@ def iter_packed_blocks(
     max_bytes = _BLOCK_BYTES // (8 if weight_format == "int4" else 1)  # of which a 32nd goes to the heap several times
     step = min(max(max_bytes // (4 * kp) // 32, 1) * 32, round_up(n, 32))
     dtype = torch.bfloat16 if weight_format == "bf16" else torch.float32
-    full_buffer, packed_buffer = _MmapBuffer(4 * step * kp), _MmapBuffer(4 * step * kp)
+    full_buffer, packed_buffer = buffers or (PackingBuffer(), PackingBuffer())
     for start in range(0, round_up(n, 32), step):
         rows = min(step, round_up(n, 32) - start)
         full = full_buffer.as_tensor(rows * kp, dtype).view(rows, kp)
@@ -87,17 +104,7 @@ def iter_packed_blocks(
         yield _pack_block(full, weight_format, packed_buffer)
 
 
-class _MmapBuffer:
-    """Memory for one tensor after the other, given back to the system when the last of them is gone."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory = mmap.mmap(-1, nbytes)
-
-    def as_tensor(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(self._memory, dtype=dtype, count=count)
-
-
-def _pack_block(full: Tensor, weight_format: str, buffer: _MmapBuffer) -> dict[str, Tensor]:
+def _pack_block(full: Tensor, weight_format: str, buffer: PackingBuffer) -> dict[str, Tensor]:
     columns, (n, kp) = WEIGHT_FORMATS[weight_format].panel_columns, full.shape
     if weight_format == "int4":
         return {"weight": _pack_int4(full, buffer)}
@@ -143,7 +150,7 @@ def _to_nibbles(groups: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> N
     out.div_(scale[..., None]).round_().clamp_(0, 15)
 
 
-def _pack_int4(full: Tensor, buffer: _MmapBuffer) -> Tensor:
+def _pack_int4(full: Tensor, buffer: PackingBuffer) -> Tensor:
     n, kp = full.shape
     panels, groups = n // 16, kp // GROUP_SIZE
     nibbles, scale, offset = quantize_int4(full, buffer.as_tensor(n * kp, torch.float32))

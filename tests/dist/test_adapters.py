@@ -1,0 +1,246 @@
+"""Row 45 of PAIN_POINTS.md as people meet it: LoRA beside a base in few bits, PEFT's own classes, every stage and tier.
+
+The reference is a plain loop of one process over the whole batch; adapters are then saved in PEFT's layout and loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.marks import nightly
+from tests.unit.infer_models import tiny_decoder
+from thalweg.adapt.quantized_weight import QuantizedWeight, quantize_linears
+
+REUSE_RANKS = True
+
+LR, STEPS = 1e-2, 3
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+PLACES: dict[str, dict[str, Any]] = {
+    "stage 3": {"stage": 3},
+    "stage 2": {"stage": 2},
+    "host": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "nvme": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+}
+
+
+def make_model(weight_format: str | None = "nf4", **lora: Any) -> Any:
+    import peft
+
+    model = tiny_decoder("llama")
+    if weight_format is not None:
+        assert len(quantize_linears(model, weight_format)) == 7 * model.config.num_hidden_layers  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM", **lora)
+    return peft.get_peft_model(model, config)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(2, 131, (4, 12), generator=torch.Generator().manual_seed(step))
+
+
+def train_plain(model: Any, lr: float = LR) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A loop of one process: its losses, and the adapters at its end."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        loss = model(input_ids=batch(step), labels=batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _train(rank: int, world: int, weight_format: str, place: str, folder: str) -> dict[str, Any]:
+    import thalweg
+
+    zero = {
+        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
+        for key, value in PLACES[place].items()
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 4 // world, "zero_optimization": zero, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+    }  # fmt: skip
+    model = make_model(weight_format)
+    engine, *_ = thalweg.initialize(model=model, config=config)
+    losses = []
+    for step in range(STEPS):
+        ids = batch(step).chunk(world)[rank]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    state = engine.state_dict()
+    if rank == 0:
+        model.save_pretrained(f"{folder}/adapter", state_dict=state)
+    held = sum(
+        p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes
+        for name, p in engine.module.named_parameters()
+        if ".original" in name
+    )
+    engine.close()
+    return {"losses": losses, "lora": {k: v for k, v in state.items() if "lora_" in k}, "held": held}
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "place"),
+    [("nf4", "stage 3"), ("nf4", "host"), *(nightly("int8", p) for p in PLACES), nightly("nf4", "nvme"),
+     nightly("nf4", "stage 2")],
+)  # fmt: skip
+def test_row45_adapters_on_a_sharded_base_in_few_bits_train_as_in_one_process(
+    weight_format: str, place: str, tmp_path: Path
+) -> None:
+    losses, lora = train_plain(make_model(weight_format))
+    results = run_ranks(_train, 2, weight_format, place, str(tmp_path))
+    mean = torch.tensor([found["losses"] for found in results]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-5)
+    assert results[0]["lora"].keys() == lora.keys()
+
+    def gap(other: dict[str, torch.Tensor]) -> float:
+        return max(float((results[0]["lora"][name] - other[name]).abs().max()) for name in other)
+
+    # AdamW's first steps go by the sign of a gradient: what is nearly none may go either way.
+    assert gap(lora) < 1e-4 < 1e-3 < gap(train_plain(make_model(weight_format), lr=1.2 * LR)[1])
+    model = make_model(weight_format)
+    weights = [m.weight for m in model.modules() if isinstance(getattr(m, "weight", None), QuantizedWeight)]
+    whole = sum(w.codes.nbytes + w.scales.nbytes for w in weights)
+    if place == "stage 3":  # each rank's part of the codes; a row that two ranks cannot share is padded
+        assert all(found["held"] <= whole / 2 * 1.02 for found in results)
+    _check_saved(tmp_path / "adapter", results[0]["lora"], weight_format)
+
+
+def _check_saved(folder: Path, lora: dict[str, torch.Tensor], weight_format: str) -> None:
+    """Row 11: PEFT loads the files beside a base made anew, with the same logits."""
+    import peft
+
+    base = tiny_decoder("llama")
+    quantize_linears(base, weight_format)  # type: ignore[arg-type]
+    loaded, trained = peft.PeftModel.from_pretrained(base, folder).eval(), make_model(weight_format).eval()
+    plain = trained(input_ids=batch(9)).logits
+    trained.load_state_dict(lora, strict=False)
+    with torch.no_grad():
+        want, got = trained(input_ids=batch(9)).logits, loaded(input_ids=batch(9)).logits
+    assert torch.equal(got, want) and not torch.equal(want, plain)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "ia3": {},
+    "prefix": {},
+    "bottleneck": {},
+}
+
+
+def make_adapted(kind: str) -> Any:
+    import peft
+
+    from thalweg.rlhf.adapters import add_bottleneck_adapters
+
+    if kind in ("dora", "rslora"):
+        return make_model(None, **KINDS[kind])
+    model = tiny_decoder("llama")
+    torch.manual_seed(1)
+    if kind == "bottleneck":
+        add_bottleneck_adapters(model, 4)
+        return model
+    if kind == "ia3":
+        modules = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+        return peft.get_peft_model(model, peft.IA3Config(task_type="CAUSAL_LM", **modules))
+    return peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def _train_kinds(rank: int, world: int, stage: int, kinds: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    import thalweg
+
+    found = {}
+    for kind in kinds:
+        config = {
+            "train_micro_batch_size_per_gpu": 4 // world, "zero_optimization": {"stage": stage}, "log_level": "error",
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        }  # fmt: skip
+        model = make_adapted(kind)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        engine, *_ = thalweg.initialize(model=model, config=config)
+        for step in range(STEPS):
+            ids = batch(step).chunk(world)[rank]
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        found[kind] = {name: value for name, value in engine.state_dict().items() if name in trained}
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [nightly(0), nightly(1), nightly(2), 3])
+def test_peft_s_other_kinds_and_bottlenecks_train_as_in_one_process(stage: int) -> None:
+    for kind, got in run_ranks(_train_kinds, 2, stage, list(KINDS))[0].items():
+        want, other = train_plain(make_adapted(kind))[1], train_plain(make_adapted(kind), lr=1.2 * LR)[1]
+        assert got.keys() == want.keys()
+
+        def gap(reference: dict[str, torch.Tensor], got: dict[str, torch.Tensor] = got) -> float:
+            return max(float((got[name] - reference[name]).abs().mean()) for name in reference)
+
+        assert gap(want) < 1e-5 < 1e-4 < gap(other), (kind, gap(want), gap(other))
+
+
+def _two_adapters(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Two adapters, the second trained after the first; then the base is thawed; losses by step."""
+    import thalweg
+
+    model = make_model(None)
+    losses = []
+    torch.manual_seed(2)
+    model.add_adapter("second", model.peft_config["default"])
+    if world == 1:
+        engine, optimizer = None, torch.optim.AdamW(_lora(model, "default"), lr=LR, weight_decay=0.0)
+    else:
+        config = {
+            "train_micro_batch_size_per_gpu": 4 // world, "zero_optimization": {"stage": 3}, "log_level": "error",
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        }  # fmt: skip
+        engine, optimizer, *_ = thalweg.initialize(model=model, model_parameters=_lora(model, "default"), config=config)
+    for step in range(6):
+        if step == 2:
+            model.set_adapter("second")
+            optimizer.add_param_group({"params": _lora(model, "second")})
+        if step == 4:
+            base = [p for name, p in model.named_parameters() if name.endswith("o_proj.weight")]
+            for p in base:
+                p.requires_grad_(True)
+            optimizer.add_param_group({"params": base})
+        ids = batch(step).chunk(world)[rank]
+        loss = (engine or model)(input_ids=ids, labels=ids).loss
+        if engine is None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    state = engine.state_dict() if engine is not None else dict(model.state_dict())
+    if engine is not None:
+        engine.close()
+    return {key: value for key, value in state.items() if "lora_B" in key or "o_proj" in key}, losses
+
+
+def _lora(model: Any, adapter: str) -> list[torch.nn.Parameter]:
+    return [p for name, p in model.named_parameters() if f".{adapter}." in name]
+
+
+def test_row45_several_adapters_one_after_the_other_and_a_base_that_thaws() -> None:
+    want, losses = run_ranks(_two_adapters, 1)[0]
+    results = run_ranks(_two_adapters, 2)
+    mean = torch.tensor([found for _, found in results]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-4, atol=1e-4)
+    got = results[0][0]
+    assert got.keys() == want.keys()
+    assert max(float((got[name] - want[name]).abs().mean()) for name in want) < 1e-5
+    for adapter in ("default", "second"):
+        assert all(value.abs().max() > 0 for name, value in want.items() if f".{adapter}." in name)

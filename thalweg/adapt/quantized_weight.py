@@ -1,0 +1,177 @@
+"""Frozen weights in few bits: NF4 (QLoRA: Dettmers et al. 2023, section 3) and int8, in plain torch.
+
+A weight (N, K) is codes and scales::
+
+    nf4    two codes a byte, (N, K / 2) uint8; a scale for each block of 64 inputs, bf16: 4.25 bits a number
+    int8   (N, K) int8; a scale for each output, fp32
+
+A code of four bits stands for one of sixteen quantiles of a normal distribution.  Blocks lie within a row, so rows, and
+columns in whole blocks, can be cut off without a look at the numbers.  Not taken over from QLoRA: its second
+quantisation, of the scales, whose blocks of blocks go across rows (0.12 bits a number).
+
+To modules and PEFT such a weight is a tensor of its shape and dtype: ``F.linear`` turns it into numbers for the time of
+a product, again in the backward pass, and every other operator sees the numbers.  ZeRO cuts what is inside
+(``zero/quantized_params.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+WeightFormat = Literal["nf4", "int8"]
+BLOCK = 64
+_MIN_BLOCK = 16
+_CHUNK = 1 << 22  # numbers that are quantised at once
+_OFFSET = 0.9677083  # the largest quantile that QLoRA takes: as far from 1 as the sixteen of both halves ask for
+
+
+@lru_cache
+def nf4_values() -> tuple[float, ...]:
+    """The sixteen numbers, -1 to 1: quantiles of a normal distribution, eight of each half, 0 among them."""
+
+    def half(count: int) -> Tensor:
+        return torch.special.ndtri(torch.linspace(_OFFSET, 0.5, count, dtype=torch.float64)[:-1])
+
+    values = torch.cat([-half(8), torch.zeros(1, dtype=torch.float64), half(9)]).sort().values
+    return tuple((values / values.abs().max()).tolist())
+
+
+class QuantizedWeight(Tensor):
+    """A frozen weight (N, K) that shows ``dtype``, and holds ``codes`` and ``scales``."""
+
+    codes: Tensor
+    scales: Tensor
+    weight_format: WeightFormat
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, weight_format: WeightFormat, dtype: torch.dtype) -> QuantizedWeight:
+        shape = len(codes), codes.shape[1] * (2 if weight_format == "nf4" else 1)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, scales: Tensor, weight_format: WeightFormat, dtype: torch.dtype) -> None:
+        self.codes, self.scales, self.weight_format = codes, scales, weight_format
+
+    @classmethod
+    def quantize(cls, weight: Tensor, weight_format: WeightFormat) -> QuantizedWeight:
+        """Return the weight (N, K) in few bits, to the nearest code."""
+        size = _block_size(weight.shape[1]) if weight_format == "nf4" else weight.shape[1]
+        rows = max(_CHUNK // weight.shape[1], 1)
+        parts = [_quantize_rows(part, weight_format, size) for part in weight.detach().split(rows)]
+        return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)), weight_format, weight.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """Return the numbers, by default in the dtype that it shows."""
+        dtype = dtype or self.dtype
+        if self.weight_format == "int8":
+            return self.codes.to(dtype) * self.scales.to(dtype)
+        values = torch.tensor(nf4_values(), dtype=dtype, device=self.codes.device)
+        pairs = torch.cartesian_prod(values, values)  # of each byte
+        numbers = pairs.index_select(0, self.codes.flatten().int()).view(*self.scales.shape, -1)
+        return numbers.mul_(self.scales.to(dtype)[..., None]).view(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scales"], (self.weight_format, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, *_: Any) -> QuantizedWeight:
+        return cls(inner["codes"], inner["scales"], *context)
+
+    def _map(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedWeight:
+        return QuantizedWeight(change(self.codes), change(self.scales), self.weight_format, dtype or self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and isinstance(args[1], QuantizedWeight):
+            return _Linear.apply(*args, *(kwargs or {}).values())
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        weight = args[0]
+        if func in (aten.detach.default, aten.alias.default):
+            return weight._map(lambda t: t)
+        if func is aten.clone.default:
+            return weight._map(torch.clone)
+        if func is aten._to_copy.default:
+            device = kwargs.get("device", weight.device)
+            return weight._map(lambda t: t.to(device, copy=True), kwargs.get("dtype"))
+        if func is aten.slice.Tensor:
+            return weight._slice(*args[1:])
+        numbers = lambda x: x.dequantize() if isinstance(x, QuantizedWeight) else x
+        return func(*pytree.tree_map(numbers, args), **pytree.tree_map(numbers, kwargs))
+
+    def _slice(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> QuantizedWeight:
+        start, end, _ = slice(start, end).indices(self.shape[dim])
+        if dim % 2 == 0:
+            return self._map(lambda t: t[start:end:step])
+
+        def columns(t: Tensor) -> Tensor:
+            if t.shape[1] == 1:  # a scale of the whole row
+                return t
+            per = self.shape[1] // t.shape[1]
+            if start % per or end % per or step != 1:
+                raise ValueError(f"columns {start} to {end} are not whole blocks of {per}, which have a scale each")
+            return t[:, start // per : end // per]
+
+        return self._map(columns)
+
+
+class _Linear(torch.autograd.Function):
+    """The product with a weight whose numbers are there for its time alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        ctx.weight = weight.detach()
+        return F.linear(x, weight.dequantize(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        needs_x, _, needs_bias = (*ctx.needs_input_grad, False)[:3]
+        grad_x = grad @ ctx.weight.dequantize(grad.dtype) if needs_x else None
+        return grad_x, None, *([grad.flatten(0, -2).sum(0) if needs_bias else None] * (len(ctx.needs_input_grad) - 2))
+
+
+def quantize_linears(model: nn.Module, weight_format: WeightFormat, skip: Iterable[str] = ()) -> list[str]:
+    """Freeze a model and put its linear layers' weights in few bits, but for the head's, those whose names end as
+    ``skip`` says, and those too narrow for a block; returns their names.
+
+    Adapters go on it after that, as they would on the plain model.
+    """
+    model.requires_grad_(False)
+    heads: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    names = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or module is heads or name.endswith(tuple(skip)):
+            continue
+        if weight_format == "nf4" and _block_size(module.in_features) < _MIN_BLOCK:
+            continue
+        weight = QuantizedWeight.quantize(module.weight, weight_format)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        names.append(name)
+    return names
+
+
+def _block_size(width: int) -> int:
+    return math.gcd(width, BLOCK)
+
+
+def _quantize_rows(weight: Tensor, weight_format: WeightFormat, size: int) -> tuple[Tensor, Tensor]:
+    blocks = weight.float().unflatten(1, (-1, size))
+    scale = blocks.abs().amax(2).clamp_(min=1e-30)
+    if weight_format == "int8":
+        scale /= 127
+        return (blocks / scale[..., None]).round_().flatten(1).to(torch.int8), scale
+    scale = scale.bfloat16()
+    values = torch.tensor(nf4_values(), device=weight.device)
+    codes = torch.bucketize(blocks / scale.float()[..., None], (values[1:] + values[:-1]) / 2, out_int32=True)
+    high, low = codes.flatten(1).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    return high << 4 | low, scale
