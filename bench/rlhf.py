@@ -171,20 +171,29 @@ def _run_job(python: str, side: str, method: str, folder: Path, steps: int) -> l
 
 
 def measure_memory(width: int, num_layers: int) -> dict[str, Any]:
-    """Bytes above the shards at the peak of a sync, what of it the inference engine owns, and the largest bucket."""
+    """MiB that a second sync rises above the shards, what the inference engine then owns, and how far the peak is above
+    what was there when all that it reads in place had been gathered (its packed weights' pages are then at hand)."""
     actor = make_actor(width, num_layers)
     options = EngineConfig(dtype="fp32", max_num_seqs=1, max_model_len=32, max_num_batched_tokens=16)
     hybrid = HybridEngine(actor, options)
     with hybrid.generation():
         pass
     train(actor)
-    rest = _resident()
+    rest, described, describe = _resident(), 0, hybrid.weights.describe
+
+    def marking_describe() -> Any:
+        nonlocal described
+        spec = describe()
+        described = _status("VmRSS")
+        return spec
+
+    hybrid.weights.describe = marking_describe  # type: ignore[method-assign]
     Path("/proc/self/clear_refs").write_text("5")
     with hybrid.generation() as core:
         peak, own = _peak(), _resident()
         assert core.runner.num_blocks
     layer = sum(p.numel() * 4 for p in actor.module.transformer.h[0].parameters())
-    mib = {"above_rest": peak - rest, "own": own - rest, "beyond_own": peak - own}
+    mib = {"own": own - rest, "above_described": peak - described, "bucket": hybrid.weights._bucket_bytes}
     return {name: value / 2**20 for name, value in mib.items()} | {
         "layer": layer / 2**20,
         "model": sum(p.numel() for p in actor.module.parameters()) * 4 / 2**20,
@@ -193,7 +202,9 @@ def measure_memory(width: int, num_layers: int) -> dict[str, Any]:
 
 
 def _resident() -> int:
-    return _status("VmRSS")
+    """Without what the system may take at any time."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return _status("VmRSS") - next(int(line.split()[1]) for line in lines if line.startswith("LazyFree")) * 1024
 
 
 def _peak() -> int:
