@@ -87,7 +87,7 @@ def measure(steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=50)
     add_output_options(parser, NAME, "20 steps")
     args = parser.parse_args()
     run = measure(20 if args.quick else args.steps)
