@@ -31,7 +31,7 @@ from thalweg.nn.transformer import GPT, GPTConfig
 
 NAME, TITLE = "layer_drop", "Progressive layer drop"
 VOCABULARY, LENGTH, ROWS, LAYERS, PIECE = 1024, 128, 8, 12, 25
-DROP = {"enabled": True, "theta": 0.5, "gamma": 0.02}
+DROP = {"enabled": True, "theta": 0.4, "gamma": 0.1}
 
 
 def sample(tokens: np.ndarray, seed: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def measure(steps: int) -> dict[str, Any]:
         with torch.no_grad():
             losses[name] = sum(float(engine(*sample(held_out, 10_000 + i))) for i in range(40)) / 40
         engine.close()
-    case = f"layer drop, {LAYERS} x 96, {steps} steps of {ROWS * LENGTH} tokens, theta 0.5, gamma 0.02"
+    case = f"layer drop, {LAYERS} x 96, {steps} steps of {ROWS * LENGTH} tokens, theta 0.4, gamma 0.1"
     rows = [
         compare(case, "all layers", "CPU s", seconds["dropped"], seconds["all layers"]),
         compare(case, "all layers", "held-out loss, nats", losses["dropped"], losses["all layers"]),
@@ -87,7 +87,7 @@ def measure(steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=50)
     add_output_options(parser, NAME, "20 steps")
     args = parser.parse_args()
     run = measure(20 if args.quick else args.steps)

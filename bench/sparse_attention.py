@@ -210,7 +210,7 @@ def train(section: dict[str, Any] | None, args: argparse.Namespace, text: np.nda
     seconds = time.perf_counter() - begin
     engine.eval()
     with torch.no_grad():
-        loss = sum(float(engine(*sample(held_out, 10_000 + i))) for i in range(8)) / 8
+        loss = sum(float(engine(*sample(held_out, 10_000 + i))) for i in range(4)) / 4
     engine.close()
     return loss, seconds
 
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--short", type=int, default=4096, help="tokens of the formula in the memory part")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="2,048 tokens, 2 rounds, no quality")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -144,7 +144,8 @@ def _dropping_forward(
             if shape.num_items is None:  # a resumed run may drop a layer before it has seen what one returns
                 with torch.no_grad(), torch.random.fork_rng():
                     shape.learn(inner(self, *args, **kwargs))
-            return shape.wrap(hidden)
+            # A copy: what FSDP2 hands in is a view, which the next layer must not change in place.
+            return shape.wrap(hidden.clone())
         output = inner(self, *args, **kwargs)
         shape.learn(output)
         if drop.keep_probabilities[number] == 1.0:
