@@ -141,7 +141,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def make_adapted(kind: str) -> Any:
     import peft
 
-    from thalweg.rlhf.adapters import add_bottleneck_adapters
+    from thalweg.rlhf.bottleneck import add_bottleneck_adapters
 
     if kind in ("dora", "rslora"):
         return make_model(None, **KINDS[kind])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.infer_models import tiny_decoder
-from thalweg.rlhf.adapters import add_bottleneck_adapters, load_bottleneck_adapters, save_bottleneck_adapters
+from thalweg.rlhf.bottleneck import add_bottleneck_adapters, load_bottleneck_adapters, save_bottleneck_adapters
 
 IDS = torch.tensor([[5, 9, 100, 7, 3]])
 

@@ -17,7 +17,7 @@ from thalweg.checkpoint.filesystem import FileSystem, remove_tree
 from thalweg.data.batches import to_device
 from thalweg.engine import Engine, initialize
 from thalweg.parallel_dims import control_group
-from thalweg.rlhf.adapters import add_bottleneck_adapters
+from thalweg.rlhf.bottleneck import add_bottleneck_adapters
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.losses import token_logprobs
 from thalweg.rlhf.rollout import Rollout
