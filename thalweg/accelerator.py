@@ -17,6 +17,7 @@ from torch.utils._triton import has_triton
 
 from thalweg.device import communication_backend, current_accelerator, pick_device
 from thalweg.utils.env import read_rank_info
+from thalweg.utils.host import resident_bytes
 
 
 class Accelerator:
@@ -168,13 +169,15 @@ class Accelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes that tensors hold; of the processor, what this process holds."""
-        return _host_bytes("VmRSS") if self._type == "cpu" else torch.accelerator.memory_allocated(device_index)
+        return resident_bytes() if self._type == "cpu" else torch.accelerator.memory_allocated(device_index)
 
     memory_reserved = memory_cached = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most that :meth:`memory_allocated` was."""
-        return _host_bytes("VmHWM") if self._type == "cpu" else torch.accelerator.max_memory_allocated(device_index)
+        return (
+            resident_bytes(peak=True) if self._type == "cpu" else torch.accelerator.max_memory_allocated(device_index)
+        )
 
     max_memory_reserved = max_memory_cached = max_memory_allocated
 
@@ -216,12 +219,6 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _host_bytes(key: str) -> int:
-    from thalweg.observe.flops import resident_mib
-
-    return int(resident_mib(peak=key == "VmHWM") * 2**20)
 
 
 @cache

@@ -204,15 +204,9 @@ def parallelize(
     window = AccumulationWindow(
         config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
     )
-    apply_progressive_layer_drop(model, config.progressive_layer_drop, config.seed, lambda: window.num_steps)
-    apply_random_ltd(
-        model,
-        config.data_efficiency.random_ltd,
-        config.data_efficiency.seed,
-        meshes.dp.get_local_rank(),
-        lambda: window.num_steps,
-    )
     curricula = apply_curriculum_seqlen(model, config, lambda: window.num_steps)
+    apply_progressive_layer_drop(model, config.progressive_layer_drop, config.seed, lambda: window.num_steps)
+    apply_random_ltd(model, config.data_efficiency, meshes.dp.get_local_rank(), lambda: window.num_steps)
     _choose_cpu_kernels(model, meshes, config, device)
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)

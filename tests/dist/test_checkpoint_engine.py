@@ -63,7 +63,7 @@ def fingerprint(engine) -> dict[str, str]:
     for name, tensor in entries:
         whole = tensor.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        found[name] = hashlib.sha256(whole.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        found[name] = hashlib.sha256(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
     return {**found, "lr": repr(engine.get_lr()), "steps": repr(engine.global_steps)}
 
 

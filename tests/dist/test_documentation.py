@@ -25,7 +25,10 @@ def _run_page(rank: int, world: int, page: str, folder: str) -> int:
 
 @pytest.mark.parametrize(
     ("page", "at_least"),
-    [("engine.md", 1), ("parameters.md", 7), ("checkpoints.md", 4), ("rlhf.md", 4), ("attention.md", 3)],
+    [
+        *(("engine.md", 1), ("parameters.md", 7), ("checkpoints.md", 4), ("rlhf.md", 4)),
+        *(("attention.md", 3), ("data.md", 5)),
+    ],
 )
 def test_the_python_of_a_page_runs(page: str, at_least: int, tmp_path: Path) -> None:
     assert min(run_ranks(_run_page, 2, page, str(tmp_path))) >= at_least

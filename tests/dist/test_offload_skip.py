@@ -106,7 +106,8 @@ def _without_room(rank, world):
                 patch.setattr(policy.SwapFile, "extend_if_free", lambda self, needed, free: False)
             engine = start(tiny_gpt(), folder)
             tentative = inspect.step_strategy(engine)._double_buffered
-            assert (tentative is not None) == room
+            on_cpu = engine.device.type == "cpu"  # a device's gradients arrive too late for an update in the pass
+            assert (tentative is not None) == (room and on_cpu)
             engine.close()
             results.append(_train(rank, world, folder, ("nvme", "nvme"), "block", (1,)))
     return _same(*results)
@@ -139,7 +140,8 @@ def test_gradients_that_the_user_drops_have_changed_nothing(world):
 
 
 def _on_the_host(rank, world):
-    """In place, a gradient that overflows under a finite loss leaves out what comes after it, and says so."""
+    """In place, a gradient that overflows under a finite loss leaves out what comes after it, and says so.  A device's
+    gradients arrive when the pass is over: all are left out."""
     lines = []
 
     class Keep(logging.Handler):
@@ -159,7 +161,7 @@ def _on_the_host(rank, world):
         names = [name for name, _ in engine.module.named_parameters()]
         after = [full_tensor(p) for p in engine.module.parameters()]
         changed = {name for name, a, b in zip(names, before, after, strict=True) if not torch.equal(a, b)}
-        skipped = engine.skipped_steps
+        skipped, on_cpu = engine.skipped_steps, engine.device.type == "cpu"
         engine.close()
         waits = start(tiny_gpt(), folder, "none", "cpu", gradient_clipping=1e9)
         assert waits.config.gradient_clipping == 1e9
@@ -168,14 +170,15 @@ def _on_the_host(rank, world):
         waits.step()
         same = bitwise_equal([full_tensor(p) for p in waits.module.parameters()], before)
         waits.close()
-    return skipped, changed, lines, same
+    return skipped, changed, lines, same, on_cpu
 
 
 @pytest.mark.parametrize("world", [nightly(1), 2])
 def test_on_the_host_what_came_before_is_updated_and_named(world):
     ranks = run_ranks(_on_the_host, world)
-    assert any("blocks.1" in line and "kept their values" in line for line in ranks[0][2])
-    for skipped, changed, _, same in ranks:
+    on_cpu = ranks[0][4]
+    assert any("blocks.1" in line and "kept their values" in line for line in ranks[0][2]) == on_cpu
+    for skipped, changed, _, same, _ in ranks:
         assert skipped == 1
-        assert changed and all(name.startswith("blocks.2.") for name in changed)
+        assert bool(changed) == on_cpu and all(name.startswith("blocks.2.") for name in changed)
         assert same  # with clipping the whole step is left out

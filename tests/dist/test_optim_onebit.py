@@ -447,6 +447,25 @@ def test_without_compression_the_ledger_counts_fp32() -> None:
         assert kinds == {"all_reduce wire"} and sent >= 4 * numel
 
 
+def _reductions_of_a_window(rank: int, world: int, name: str, stage: int) -> set[int]:
+    """How often each module's gradients (and the momentum) are reduced in a window of three micro-batches."""
+    place(rank, APART)
+    engine = make_engine(name, stage, gradient_accumulation_steps=3)
+    train(engine, rank, world, 0, FREEZE + 1, 3)
+    engine.ledger.reset()
+    train(engine, rank, world, FREEZE + 1, FREEZE + 2, 3)
+    return {entry.num_calls for entry in engine.ledger.entries() if entry.kind in ("all_reduce", "reduce_scatter")}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "calls"),
+    [("AdamW", 0, 1), ("AdamW", 1, 1), ("AdamW", 2, 3), ("OneBitAdam", 0, 1), ("OneBitAdam", 2, 1)],
+)
+def test_a_window_reduces_once_where_the_stage_allows_it(name: str, stage: int, calls: int) -> None:
+    """Stage 2 keeps shards of gradients alone, so each micro-batch is reduced; momentum never is before the step."""
+    assert run_ranks(_reductions_of_a_window, 2, name, stage) == [{calls}] * 2
+
+
 def _on_one_host(rank: int, world: int, stage: int) -> tuple[bool, int]:
     """Sharded over the ranks of one host nothing travels, so nothing is rounded: Adam with its variance held."""
     os.environ["THALWEG_HOST"] = "one"

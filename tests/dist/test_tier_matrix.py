@@ -82,11 +82,12 @@ class Cell:
             return "zero_optimization.stage to be 1, 2 or 3"
         return None
 
-    def gradients(self, dtype: str) -> str:
-        """Where gradients should be between the backward pass and the step."""
+    def gradients(self, dtype: str, on_cpu: bool) -> str:
+        """Where gradients should be between the backward pass and the step; a device's arrive on the host too late to
+        be used up."""
         if self.state == "nvme":
-            return "used up" if self.params == "nvme" and not self.keeps_gradients else "nvme"
-        if self.state == "cpu" and not self.keeps_gradients and dtype != "fp16":
+            return "used up" if self.params == "nvme" and not self.keeps_gradients and on_cpu else "nvme"
+        if self.state == "cpu" and not self.keeps_gradients and dtype != "fp16" and on_cpu:
             return "used up"
         return "memory"
 
@@ -127,7 +128,7 @@ def _train(cell, dtype, rank, world, folder):
 
     engine = thalweg.initialize(model=Small(), config=cell.config(dtype, folder))[0]
     swaps = {inspect.optimizer_swap_file(engine), inspect.swap_file(engine)} - {None}
-    losses, wrong, saved = [], [], 0
+    losses, wrong, saved, on_cpu = [], [], 0, engine.device.type == "cpu"
     save = NvmeActivationOffloader.save
 
     def counting(self, tensor):
@@ -144,7 +145,7 @@ def _train(cell, dtype, rank, world, folder):
             inspect.wait_for_updates(engine)  # updates that another thread makes
             grads = [p.grad for p in engine.module.parameters()]
             found = {"used up" if grad is None else _place(swaps, grad) for grad in grads} - {None}
-            if found != {cell.gradients(dtype)}:
+            if found != {cell.gradients(dtype, on_cpu)}:
                 wrong.append(f"gradients are in {found}")
             engine.step()
             losses.append(loss.item())
@@ -153,7 +154,8 @@ def _train(cell, dtype, rank, world, folder):
     if {_place(swaps, m) for m in moments} - {None} != {"nvme" if cell.state == "nvme" else "memory"}:
         wrong.append("state is elsewhere")
     masters = {_place(swaps, get_shard(p)) for p in engine.module.parameters()} - {None}
-    below = cell.state == "nvme" and dtype != "fp32"  # fp32 masters go with the state
+    # fp32 masters go with the state, unless a device gathers from them.
+    below = cell.state == "nvme" and dtype != "fp32" and on_cpu
     if masters != {"nvme" if cell.params == "nvme" or below else "memory"}:
         wrong.append(f"parameters are in {masters}")
     if (saved > 0) != (cell.activations == "nvme"):

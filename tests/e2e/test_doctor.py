@@ -16,6 +16,7 @@ import pytest
 import thalweg
 from thalweg.cli import available_commands, doctor, main
 from thalweg.ops import cpu_kernels
+from thalweg.utils import host
 
 THALWEG = [sys.executable, "-m", "thalweg"]
 
@@ -54,6 +55,17 @@ def test_doctor_sees_the_environment(monkeypatch: pytest.MonkeyPatch, environ: d
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert doctor._check_processor().status == ("warn" if environ else "ok")
+
+
+def test_doctor_sees_what_a_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a limit what is used counts, and of nested ones the tightest, as the plan counts them."""
+    limits = [(64 << 30, 1 << 30)]
+    monkeypatch.setattr(host, "_cgroup_limits", lambda: limits)
+    monkeypatch.setattr(host, "read_fields", lambda path: {"MemAvailable": f"{32 << 20} kB"})
+    assert doctor._check_memory().status == "ok"
+    limits.append((4 << 30, 3 << 30))
+    found = doctor._check_memory()
+    assert found.status == "warn" and found.found.startswith("1.0 GiB available")
 
 
 def test_doctor_names_the_kernels_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,15 @@ def test_wheel_is_pure_python(wheel: Path) -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "thalweg").rglob("*.py")}
     assert sources <= packaged, "a file is missing from the wheel"
     programs = {name for name in packaged if name.startswith("thalweg/cli/bin/")}
-    assert {Path(name).suffix for name in packaged - programs} <= {".py", ".typed", ".html", ".jsonl", ".yaml"}
+    assert {Path(name).suffix for name in packaged - programs} <= {
+        ".py",
+        ".typed",
+        ".html",
+        ".svg",
+        ".jsonl",
+        ".yaml",
+        ".csv",
+    }
     with zipfile.ZipFile(wheel) as archive:
         assert all(archive.getinfo(name).external_attr >> 16 & 0o111 for name in programs) and len(programs) == 4
     assert "thalweg/serve/page.html" in packaged

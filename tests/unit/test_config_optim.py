@@ -14,8 +14,7 @@ from thalweg.config.schema.optimizer import OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS, SCHEDULES, UNUSABLE_SCHEDULES
 from thalweg.optim import build_lr_scheduler, build_optimizer
 
-COMPRESSED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-BUILT = [name for name in OPTIMIZERS if name not in COMPRESSED]
+BUILT = list(OPTIMIZERS)
 
 
 def torch_classes(module: Any, base: type, others: tuple[str, ...]) -> set[str]:

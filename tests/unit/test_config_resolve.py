@@ -246,10 +246,7 @@ def test_what_huggingface_hands_over() -> None:
     assert AUTO not in str(config.optimizer)
 
 
-SWITCHED_ON_BY_PRESENCE = (
-    "sparse_attention.",
-    "weight_quantization.",
-)
+SWITCHED_ON_BY_PRESENCE = ("weight_quantization.",)
 
 
 @pytest.mark.parametrize("path", [path for path, _ in list_options(Config)])
@@ -303,6 +300,8 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
     ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
     ({"activation_checkpointing": {"every": 2}}, "activation_checkpointing.every"),
+    ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
+    ({"optimizer": {"type": "ZeroOneAdam"}, "tensor_parallel": {"autotp_size": 2}}, "optimizer.type"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
     ({"optimizer": {"type": "Adam", "params": {"capturable": True}}}, "optimizer.params.capturable"),
     ({"optimizer": {"type": "Adam", "params": {"differentiable": True}}}, "optimizer.params.differentiable"),
@@ -356,6 +355,13 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"tiling": {"mlp": 2}, "tensor_parallel": {}, "sequence_parallel_size": 2}, "tiling.mlp"),
     ({"tiling": {"mlp_modules": ["x"]}}, "tiling.mlp_modules"),
+    ({"sparse_attention": {"mode": "bigbird"}, "sequence_parallel_size": 2}, "sparse_attention.mode"),
+    ({"sparse_attention": {"mode": "fixed"}, "compile": {"enabled": True}}, "sparse_attention.mode"),
+    (
+        {"sparse_attention": {"different_layout_per_head": True}, "tensor_parallel": {"autotp_size": 2}},
+        "sparse_attention.different_layout_per_head",
+    ),
+    ({"progressive_layer_drop": {"enabled": True}, "pipeline": {"stages": 2}}, "progressive_layer_drop.enabled"),
     ({"tiling": {"head": "x"}}, "tiling.head"),
     (
         {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0}}},
@@ -470,7 +476,6 @@ def test_optimisers_at_every_stage(name: str, stage: int) -> None:
 ON: dict[str, Any] = {
     "zero_optimization.zenflow": ({}, {}),
     "tensor_parallel.partition_config.layer_specs": ([{"patterns": ["q"]}], {}),
-    "optimizer.type": ("OneBitAdam", {}),
     "activation_checkpointing.offload": ("cpu", {"activation_checkpointing": {"policy": "full"}}),
     "datastates_ckpt": ({"x": 1}, {}),
     "health.heartbeat_seconds": (1, {}),

@@ -31,6 +31,7 @@ from typing import Literal
 
 import thalweg
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
+from thalweg.utils.host import available_host_memory, read_fields
 from thalweg.utils.versions import python_version_problem, torch_version_problem
 
 _MIB, _GIB = 2**20, 2**30
@@ -127,14 +128,8 @@ def _check_processor() -> CheckResult:
 
 
 def _check_cpu_features() -> CheckResult:
-    flags: set[str] = set()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                flags = set(line.partition(":")[2].split())
-                break
-    except OSError:
-        pass
+    cpu = read_fields("/proc/cpuinfo")
+    flags = set(cpu.get("flags", cpu.get("Features", "")).split())
     found = [flag for flag in _CPU_FLAGS if flag in flags]
     if not found:
         return CheckResult("processor features", "ok", f"{platform.machine()}, nothing known of its vector units")
@@ -154,19 +149,11 @@ def _check_cpu_kernels() -> CheckResult:
 
 
 def _check_memory() -> CheckResult:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        table = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        total, available = table["MemTotal"], table["MemAvailable"]
-    except (OSError, KeyError, ValueError):
+    available = available_host_memory()
+    if available is None:
         return CheckResult("memory", "ok", "unknown on this system")
-    found = f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}"
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        found += f", cgroup limit {limit / _GIB:.1f} GiB"
-        available = min(available, limit)
-    except (OSError, ValueError):
-        pass
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = f"{available / _GIB:.1f} GiB available to this process, of the machine's {total / _GIB:.1f}"
     if available < 2 * _GIB:
         return CheckResult("memory", "warn", found, "two ranks of a small model want 2 GiB: end other programs")
     return CheckResult("memory", "ok", found)

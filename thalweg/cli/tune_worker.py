@@ -17,10 +17,10 @@ def main(folder: Path) -> int:
     import torch.distributed as dist
 
     import thalweg
-    from thalweg.observe.flops import resident_mib
     from thalweg.plan.inputs.input_spec import infer_input_spec
     from thalweg.plan.inputs.model_loader import build_cpu_model
     from thalweg.plan.trace.step import scalar_loss
+    from thalweg.utils.host import resident_bytes
 
     job = json.loads((folder / "job.json").read_text())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -40,7 +40,7 @@ def main(folder: Path) -> int:
             engine.backward(scalar_loss(engine(**input_spec.make_random()[1])))
             engine.step()
         best = min(best, time.perf_counter() - start)
-    report = {"seconds": best, "peak_bytes": int(resident_mib(peak=True) * 2**20)}
+    report = {"seconds": best, "peak_bytes": resident_bytes(peak=True)}
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     return 0

@@ -7,10 +7,11 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from thalweg.utils.host import boot_id
 
 LinkBytes = tuple[int, int]  # bytes that leave this rank: to ranks of its own host, to other hosts
 
@@ -20,8 +21,7 @@ def get_host_key() -> int:
     namespace.  ``THALWEG_HOST`` replaces it, to keep ranks of one machine apart."""
     host_name = os.environ.get("THALWEG_HOST")
     if host_name is None:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        host_name = f"{boot.read_text() if boot.exists() else platform.node()} {_process_namespace()}"
+        host_name = f"{boot_id() or platform.node()} {_process_namespace()}"
     return int.from_bytes(hashlib.blake2b(host_name.encode(), digest_size=7).digest(), "little")
 
 

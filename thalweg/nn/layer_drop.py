@@ -83,7 +83,11 @@ def apply_progressive_layer_drop(
 
         replace_forward(model, forward_with_theta)
         return
-    layers = _find_layers(model)
+    layers = find_layers(
+        model,
+        "progressive_layer_drop",
+        "let forward() take progressive_layer_drop and pld_theta and drop by itself, or ",
+    )
     drop = ProgressiveLayerDrop(section.theta, section.gamma, len(layers), seed or 0)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +102,12 @@ def apply_progressive_layer_drop(
         replace_forward(layer, _dropping_forward(type(layer).forward, drop, number, shape))
 
 
-def _find_layers(model: nn.Module) -> nn.ModuleList:
+def find_layers(model: nn.Module, feature: str, cure: str = "") -> nn.ModuleList:
+    """The layers of a model: its largest list of alike modules.
+
+    Raises:
+        ValueError: the model is an encoder-decoder, or has none.
+    """
     lists = [
         module
         for module in model.modules()
@@ -106,9 +115,8 @@ def _find_layers(model: nn.Module) -> nn.ModuleList:
     ]
     if not lists or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"progressive_layer_drop does not know the layers of {type(model).__name__}: it drops those of one "
-            "ModuleList of alike layers; let forward() take progressive_layer_drop and pld_theta and drop by itself, "
-            "or set progressive_layer_drop.enabled to false"
+            f"{feature} does not know the layers of {type(model).__name__}: it takes those of one ModuleList of alike "
+            f"layers; {cure}set {feature}.enabled to false"
         )
     return max(lists, key=num_parameters)
 

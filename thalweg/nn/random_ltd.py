@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.config.schema.data import RandomLTD
+from thalweg.config.schema.data import DataEfficiency, RandomLTD
 from thalweg.device import copy_to_device
 from thalweg.nn.curriculum import rising_value, token_dims
-from thalweg.ops.dynamic_subclass import original_class
+from thalweg.nn.layer_drop import find_layers
 from thalweg.parallel.tensor.layers import replace_forward
 from thalweg.utils.trees import map_tensors
-from thalweg.zero.units import num_parameters
 
 
 class TokenDraw:
@@ -66,44 +65,30 @@ def take_tokens(tensor: Tensor, index_BK: Tensor, dim: int) -> Tensor:
     return tensor.expand(shape).gather(dim, index)
 
 
-def apply_random_ltd(
-    model: nn.Module, section: RandomLTD | None, seed: int, dp_rank: int, global_step: Callable[[], int]
-) -> None:
-    """Let the layers that ``section`` names see a part of the tokens; comes after activation checkpointing, before
-    sharding.  ``global_step`` tells how many updates there have been.
+def apply_random_ltd(model: nn.Module, config: DataEfficiency, dp_rank: int, global_step: Callable[[], int]) -> None:
+    """Let the layers that ``config.random_ltd`` names see a part of the tokens.
+
+    Comes after activation checkpointing, before sharding.  ``global_step`` tells how many updates there have been.
 
     Raises:
         ValueError: the model has no list of layers, or not these.
     """
+    section = config.random_ltd
     if section is None:
         return
-    layers = _find_layers(model)
+    layers = find_layers(model, "random_ltd")
     wrong = [number for number in section.random_ltd_layer_id if number >= len(layers)]
     if wrong or section.total_layer_num not in (None, len(layers)):
         raise ValueError(
             f"random_ltd: {type(model).__name__} has {len(layers)} layers, 0 to {len(layers) - 1}; the config has "
             f"total_layer_num {section.total_layer_num} and random_ltd_layer_id {list(section.random_ltd_layer_id)}"
         )
-    draw = TokenDraw(section, seed, dp_rank, global_step)
+    draw = TokenDraw(section, config.seed, dp_rank, global_step)
     model.register_forward_pre_hook(lambda module, args: draw.begin_forward() if module.training else None)
     sequence_first = section.hidden_state_order == "seq_batch_dim"
     for number in section.random_ltd_layer_id:
         inner = type(layers[number]).forward
         replace_forward(layers[number], _route_tokens(inner, draw, number, sequence_first))
-
-
-def _find_layers(model: nn.Module) -> nn.ModuleList:
-    lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({original_class(m) for m in module}) == 1
-    ]
-    if not lists or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"random_ltd does not know the layers of {type(model).__name__}: it takes those of one ModuleList of alike "
-            "layers; set data_efficiency.data_routing.random_ltd.enabled to false"
-        )
-    return max(lists, key=num_parameters)
 
 
 def _route_tokens(inner: Callable[..., Any], draw: TokenDraw, number: int, sequence_first: bool) -> Callable[..., Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from thalweg.utils.host import resident_bytes
 
 
 class _ModelSize(Protocol):
@@ -35,17 +36,8 @@ def flops_per_token(model_size: _ModelSize, sequence_length: int | None = None) 
 
 
 def resident_mib(*, peak: bool = False) -> float:
-    """Return this process's resident memory in MiB, or its highest so far; 0.0 where unknown.
-
-    Read from ``/proc``: ``getrusage`` reports a parent's peak as the child's after a fork.
-    """
-    key = "VmHWM:" if peak else "VmRSS:"
-    status = Path("/proc/self/status")
-    if status.exists():
-        for row in status.read_text().splitlines():
-            if row.startswith(key):
-                return int(row.split()[1]) / 1024
-    return 0.0
+    """Return this process's resident memory in MiB, or its highest so far; 0.0 where unknown."""
+    return resident_bytes(peak=peak) / 2**20
 
 
 def peak_memory_mib(device: torch.device) -> float:

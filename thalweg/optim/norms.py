@@ -92,12 +92,7 @@ def square_sums(pieces: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each piece, fp64 of shape [len(pieces)]; all on one device."""
     if pieces[0].device.type != "cpu":
         return _fp64_norms(pieces).square()
-    sums = []
-    for piece in pieces:
-        full, rest = compute_row_norms(piece)
-        norms = [*full, *(torch.linalg.vector_norm(r).reshape(1) for r in rest if r.numel())]
-        sums.append(torch.cat(norms).double().square().sum() if norms else piece.new_zeros((), dtype=torch.float64))
-    return torch.stack(sums)
+    return torch.stack([_fast_square_sum([piece], compute_row_norms) for piece in pieces])
 
 
 def _accurate_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor], RowNorms]) -> Tensor:

@@ -10,7 +10,6 @@ from torch import nn
 
 from thalweg.config import Config
 from thalweg.config.schema.base import replace_by_path
-from thalweg.observe.flops import resident_mib
 from thalweg.plan.comm_volume import estimate_comm_volume
 from thalweg.plan.extrapolate import (
     align_segments,
@@ -33,6 +32,7 @@ from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_t
 from thalweg.plan.trace.fake_groups import supports_tp
 from thalweg.plan.trace.step import trace_step
 from thalweg.utils.formatting import format_bytes
+from thalweg.utils.host import resident_bytes
 from thalweg.utils.log import get_logger
 from thalweg.zero.options import build_shard_options, get_model_size
 
@@ -213,6 +213,5 @@ def _process_bytes(meta_model: MetaModel, cluster: Cluster) -> int:
     """What a rank holds without the model: on a processor what this process does, on a device what libraries take."""
     if cluster.device != "cpu":
         return CONTEXT_BYTES + library_bytes([cluster.world_size])
-    resident = int(resident_mib() * 2**20)
     own = sum(parameter.nbytes for parameter in meta_model.model.parameters()) if meta_model.is_materialized else 0
-    return max(0, resident - own)
+    return max(0, resident_bytes() - own)

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
-from thalweg.observe.flops import resident_mib
 from thalweg.optim import build_optimizer
 from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import MetaModel
@@ -39,6 +38,7 @@ from thalweg.plan.search.search import suggest
 from thalweg.plan.spec.run_spec import RunSpec, get_tp_size, run_spec_from_config, unmodelled_options, with_optimizer
 from thalweg.plan.trace.step import build_param_specs, resident_params, shard_bytes
 from thalweg.utils.formatting import format_bytes
+from thalweg.utils.host import resident_bytes
 from thalweg.utils.log import get_logger
 from thalweg.zero.options import build_shard_options, get_model_size
 from thalweg.zero.storage.nvme import shards_on_host
@@ -74,7 +74,7 @@ class Preflight:
         config = with_optimizer(config, optimizer)
         self._config, self._device = config, device
         self._topology = get_topology(mesh, device, get_tp_size(config))
-        self._resident_bytes = int(resident_mib() * 2**20)
+        self._resident_bytes = resident_bytes()
         # Where shards, gradients and optimizer state lie between two steps.
         on_host = shards_on_host(config.zero_optimization, device.type == "cpu")
         self._state_device = torch.device("cpu") if on_host else device

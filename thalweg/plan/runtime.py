@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
-from thalweg.observe.flops import resident_mib
 from thalweg.plan.inputs.input_spec import infer_input_spec
 from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
 from thalweg.plan.planner import Planner
 from thalweg.plan.search.search import auto_keys, choose_auto_values, with_auto_values
-from thalweg.plan.spec.cluster import Cluster, accelerator_cluster, available_host_memory, local_cluster
+from thalweg.plan.spec.cluster import Cluster, accelerator_cluster, local_cluster
 from thalweg.plan.spec.config_changes import choose_max_in_cpu
 from thalweg.plan.spec.devices import library_bytes, local_device
 from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
 from thalweg.utils.formatting import parse_bytes
+from thalweg.utils.host import available_host_memory, resident_bytes
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -60,7 +60,7 @@ def fill_auto_for_job(
 
 def _choose_resident(config: Config, mesh: DeviceMesh, device: torch.device) -> tuple[dict[str, Any], str]:
     topology = get_topology(mesh, device, get_tp_size(config))
-    on_host = find_memory_limit(config, torch.device("cpu"), topology.ranks_per_node, int(resident_mib() * 2**20))
+    on_host = find_memory_limit(config, torch.device("cpu"), topology.ranks_per_node, resident_bytes())
     return choose_max_in_cpu(config, None if on_host is None else on_host // topology.ranks_per_node), _RESIDENT_REASON
 
 
@@ -70,11 +70,8 @@ def _choose_for_job(
     meta_model, topology = try_meta_copy(model), get_topology(mesh, device, get_tp_size(config))
     if meta_model is None:
         return {}, ""
-    resident_bytes, num_local_ranks = (
-        int(resident_mib() * 2**20),
-        topology.ranks_per_node if device.type == "cpu" else 1,
-    )
-    limit = find_memory_limit(config, device, num_local_ranks, resident_bytes)
+    num_local_ranks = topology.ranks_per_node if device.type == "cpu" else 1
+    limit = find_memory_limit(config, device, num_local_ranks, resident_bytes())
     cluster = build_job_cluster(topology, device, limit, config)
     process_bytes = measure_process_bytes(model, device, [mesh.size(), get_tp_size(config)])
     planner = Planner(meta_model, cluster, None, None, process_bytes)
@@ -102,7 +99,7 @@ def measure_process_bytes(model: nn.Module, device: torch.device, group_sizes: l
     if device.type != "cpu":
         return library_bytes(group_sizes or [])
     model_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    return max(0, int(resident_mib() * 2**20) - model_bytes)
+    return max(0, resident_bytes() - model_bytes)
 
 
 def find_memory_limit(config: Config, device: torch.device, num_local_ranks: int, resident_bytes: int) -> int | None:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from thalweg.observe.html import render_page
+
 _METRICS, _REPORT = "metrics.jsonl", "report.html"
 _WIDTH, _HEIGHT, _PAD = 460, 180, 40
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; color: #222; }
-figure { display: inline-block; margin: .5em; } figcaption { font-weight: 600; }
-svg text { font: 11px system-ui, sans-serif; fill: #555; } polyline { fill: none; stroke: #3b6fb6; stroke-width: 1.5; }
-td, th { padding: .3em .8em; text-align: left; vertical-align: top; } tr:nth-child(even) { background: #f5f5f5; }
-pre { margin: 0; white-space: pre-wrap; }
-"""
 
 
 class RunLog:
@@ -63,26 +57,15 @@ def _parse(line: str) -> dict[str, Any] | None:
 def render_report(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The page of a run's lines."""
     names = list(dict.fromkeys(key for row in rows for key in row if key not in ("step", "samples")))
-    figures = "".join(_curve(name, [(row["step"], row[name]) for row in rows if name in row]) for name in names)
+    curves = [_curve(name, [(row["step"], row[name]) for row in rows if name in row]) for name in names]
     sampled = [row for row in rows if row.get("samples")]
     chosen = [sampled[0], sampled[-1]] if len(sampled) > 1 else sampled
-    cells = "".join(
-        f"<tr><td>{row['step']}</td><td><pre>{escape(s['prompt'])}</pre></td><td><pre>{escape(s['response'])}</pre></td>"
-        f"<td>{s['reward']:.3g}</td></tr>"
-        for row in chosen
-        for s in row["samples"]
-    )
-    table = f"<h2>Samples</h2><table><tr><th>step<th>prompt<th>response<th>reward</tr>{cells}</table>" if cells else ""
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head>
-<body><h1>{escape(title)}</h1>
-{figures}
-{table}
-</body></html>
-"""
+    samples = [(row["step"], sample) for row in chosen for sample in row["samples"]]
+    size = {"width": _WIDTH, "height": _HEIGHT, "pad": _PAD}
+    return render_page("rlhf.html", title=title, curves=curves, samples=samples, **size)
 
 
-def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
+def _curve(name: str, points: Sequence[tuple[int, float]]) -> dict[str, Any]:
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = min(ys), max(ys)
     x_span, y_span = max(xs[-1] - xs[0], 1), (high - low) or 1.0
@@ -92,9 +75,4 @@ def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
         return f"{left:.1f},{_HEIGHT - _PAD / 2 - (y - low) / y_span * (_HEIGHT - _PAD):.1f}"
 
     line = " ".join(place(x, y) for x, y in points)
-    return (
-        f'<figure><figcaption>{escape(name)}: {ys[-1]:.4g}</figcaption><svg width="{_WIDTH}" height="{_HEIGHT}">'
-        f'<polyline points="{line}"/><text x="0" y="14">{high:.3g}</text>'
-        f'<text x="0" y="{_HEIGHT - _PAD // 2}">{low:.3g}</text>'
-        f'<text x="{_WIDTH - _PAD}" y="{_HEIGHT - 4}">{xs[-1]}</text></svg></figure>'
-    )
+    return {"name": name, "last": ys[-1], "points": line, "high": high, "low": low, "step": xs[-1]}

@@ -20,6 +20,7 @@ from typing import Any
 
 from thalweg.study.prepare import load_tokenizer, read_json, write_json
 from thalweg.utils.formatting import format_bytes, parse_bytes
+from thalweg.utils.host import resident_bytes
 from thalweg.utils.log import enable_console
 
 
@@ -66,7 +67,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def check_memory(spec: dict[str, Any], parameters: int) -> None:
     """Raise MemoryError where the plain weights cannot fit, before the system kills somebody."""
-    from thalweg.plan.spec.cluster import available_host_memory
+    from thalweg.utils.host import available_host_memory
 
     limit = spec["hardware"]["memory"]
     available = available_host_memory() if limit is None else parse_bytes(limit, "memory")
@@ -81,7 +82,7 @@ class ResourceMeter:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.imports = _status_bytes("VmRSS")
+        self.imports = resident_bytes()
         self.load_peak = 0
         self._energy: int | None = None
 
@@ -89,7 +90,7 @@ class ResourceMeter:
         """The load is over: the peak and the energy of the measurement begin here."""
         import torch
 
-        self.load_peak = _status_bytes("VmHWM")
+        self.load_peak = resident_bytes(peak=True)
         with suppress(OSError):  # without it, the peak is that of the whole process
             Path("/proc/self/clear_refs").write_text("5")
         if self.device != "cpu":
@@ -104,21 +105,14 @@ class ResourceMeter:
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         files = [file for file in disk_folder.rglob("*") if file.is_file()] if disk_folder.is_dir() else []
         return {
-            "host_peak": max(self.load_peak, _status_bytes("VmHWM")),
-            "host_run_peak": _status_bytes("VmHWM"),
+            "host_peak": max(self.load_peak, resident_bytes(peak=True)),
+            "host_run_peak": resident_bytes(peak=True),
             "host_imports": self.imports,
             "host_children_peak": children,
             "device_peak": torch.accelerator.max_memory_allocated() if self.device != "cpu" else None,
             "disk": sum(file.stat().st_size for file in files),
             "joules": None if None in (energy, self._energy) else (energy - self._energy) / 1e6,  # type: ignore
         }
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _energy_microjoules() -> int | None:

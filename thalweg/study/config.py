@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from thalweg.study.schemas import SCHEMAS
 
 STUDIES = Path(__file__).parent / "studies"
+PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
 Task = Literal["inference", "training"]
 
 
@@ -92,39 +94,6 @@ class StudyTechnique(_Section):
 KINDS: dict[str, Task] = {
     "hugging_face": "inference", "thalweg": "inference", "zero3": "inference",
     "torch_train": "training", "thalweg_train": "training",
-}  # fmt: skip
-_STAGE_3_OFFLOAD = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-# What a study may name without saying more.
-PRESETS: dict[str, dict[str, Any]] = {
-    "hugging face": {"kind": "hugging_face"},
-    "hugging face bf16": {"kind": "hugging_face", "options": {"dtype": "bfloat16"}},
-    "deepspeed stage 3 offload": {"kind": "zero3", "options": {"library": "deepspeed", "config": _STAGE_3_OFFLOAD}},
-    "thalweg stage 3 offload": {"kind": "zero3", "options": {"library": "thalweg", "config": _STAGE_3_OFFLOAD}},
-    "thalweg": {"kind": "thalweg"},
-    "thalweg bf16": {"kind": "thalweg", "options": {"dtype": "bf16"}},
-    "thalweg int8": {"kind": "thalweg", "options": {"quantization": "int8"}},
-    "thalweg int4": {"kind": "thalweg", "options": {"quantization": "int4"}},
-    "thalweg continuous batching": {"kind": "thalweg", "options": {"continuous": True}},
-    "thalweg zero-inference host": {"kind": "thalweg", "options": {"weight_offload": "cpu"}},
-    "thalweg zero-inference nvme": {"kind": "thalweg", "options": {"weight_offload": "nvme"}},
-    "thalweg tensor parallel 2": {"kind": "thalweg", "options": {"tensor_parallel_size": 2}},
-    "train pytorch": {"kind": "torch_train"},
-    "train lora": {"kind": "torch_train", "options": {"lora": {"r": 8, "lora_alpha": 16}}},
-    **{
-        f"train thalweg stage {stage}": {
-            "kind": "thalweg_train", "options": {"config": {"zero_optimization": {"stage": stage}}},
-        }
-        for stage in range(4)
-    },
-    "train thalweg bf16": {"kind": "thalweg_train", "options": {"config": {"bf16": {"enabled": True}}}},
-    "train thalweg optimizer on host": {
-        "kind": "thalweg_train",
-        "options": {"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
-    },
-    "train thalweg accumulation 4": {
-        "kind": "thalweg_train", "options": {"config": {"gradient_accumulation_steps": 4}},
-    },
-    "train thalweg checkpointing": {"kind": "thalweg_train", "options": {"activation_checkpointing": True}},
 }  # fmt: skip
 
 
@@ -210,8 +179,6 @@ def load_study(path: str | Path) -> StudyConfig:
 
     Raises ValueError with all problems at once, FileNotFoundError where there is no such file.
     """
-    import yaml
-
     file = Path(path)
     if not file.is_file():
         shipped = STUDIES / f"{file.name.removesuffix('.yaml')}.yaml"

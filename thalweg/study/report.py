@@ -11,10 +11,10 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from thalweg.observe.html import render_page
 from thalweg.study.prepare import write_json
 from thalweg.study.results import collect
 from thalweg.utils.formatting import format_bytes
@@ -36,6 +36,11 @@ class ReportFigure:
     title: str
     svg: bytes
 
+    @property
+    def data_url(self) -> str:
+        """The picture itself, for a page that needs no other file."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
+
 
 # ``## `` begins a heading, ``### `` a lesser one; another text is a paragraph.
 Block = str | ReportTable | ReportFigure
@@ -54,7 +59,8 @@ def write_report(folder: Path) -> dict[str, Any]:
             (folder / "figures").mkdir(exist_ok=True)
             (folder / "figures" / f"{block.name}.svg").write_bytes(block.svg)
     (folder / "report.md").write_text(to_markdown(blocks), encoding="utf-8")
-    (folder / "report.html").write_text(to_html(found["name"], blocks), encoding="utf-8")
+    page = render_page("study.html", name=found["name"], blocks=blocks, width="1280px")
+    (folder / "report.html").write_text(page, encoding="utf-8")
     return found
 
 
@@ -332,59 +338,3 @@ def to_markdown(blocks: Sequence[Block]) -> str:
         else:
             parts.append(block)
     return "\n\n".join(parts) + "\n"
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1280px; margin: 2em auto; padding: 0 1em; color: #222; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 1em 0; font-size: 13px; }
-td, th { padding: .25em .7em; text-align: left; vertical-align: top; } tr:nth-child(even) td { background: #f5f5f5; }
-th { cursor: pointer; border-bottom: 2px solid #999; white-space: nowrap; }
-th[aria-sort=ascending]::after { content: " \\25b2"; } th[aria-sort=descending]::after { content: " \\25bc"; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } img { max-width: 100%; }
-"""
-# A click sorts by a column: by numbers where its cells have them.
-_SCRIPT = """
-for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {
-  const table = head.closest("table"), body = table.tBodies[0], index = head.cellIndex;
-  const up = head.getAttribute("aria-sort") !== "ascending";
-  for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
-  head.setAttribute("aria-sort", up ? "ascending" : "descending");
-  const key = row => { const cell = row.cells[index];
-    return "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent; };
-  const compare = (a, b) => typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
-  [...body.rows].sort((a, b) => (up ? 1 : -1) * compare(key(a), key(b))).forEach(row => body.append(row));
-});
-"""
-
-
-def to_html(name: str, blocks: Sequence[Block]) -> str:
-    """Return the report as one page: style, script and figures are in it."""
-    parts = []
-    for block in blocks:
-        if isinstance(block, ReportTable):
-            head = "".join(f"<th scope=col>{escape(text)}</th>" for text in block.headers)
-            body = "\n".join(f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in block.rows)
-            parts.append(f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>")
-        elif isinstance(block, ReportFigure):
-            data = base64.b64encode(block.svg).decode()
-            title, source = escape(block.title), f"data:image/svg+xml;base64,{data}"
-            parts.append(f'<h3>{title}</h3><img alt="{title}" src="{source}">')
-        elif block.startswith("#"):
-            level, _, text = block.partition(" ")
-            parts.append(f"<h{len(level)}>{escape(text)}</h{len(level)}>")
-        else:
-            parts.append(f"<p>{escape(block)}</p>")
-    body = "\n".join(parts)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Study: {escape(name)}</title><style>{_STYLE}</style></head>
-<body>
-{body}
-<script>{_SCRIPT}</script></body></html>
-"""
-
-
-def _html_cell(cell: str | tuple[str, float]) -> str:
-    if isinstance(cell, str):
-        return f"<td>{escape(cell)}</td>"
-    return f'<td class=n data-value="{cell[1]!r}">{escape(cell[0])}</td>'

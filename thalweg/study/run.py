@@ -38,6 +38,7 @@ from thalweg.study.config import (
     slug,
 )
 from thalweg.study.prepare import read_json, write_json
+from thalweg.utils.host import read_fields
 
 
 @dataclass(frozen=True)
@@ -247,16 +248,9 @@ def _tail(log: Path) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Return where and with what a study runs: date, commit, versions, processor."""
-    model, features = platform.processor() or platform.machine(), []
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            model = value.strip()
-        if key.strip() == "flags":
-            known = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
-            features = [name for name in known if name in value.split()]
-            break
+    cpu = read_fields("/proc/cpuinfo")
+    model, flags = cpu.get("model name", platform.processor() or platform.machine()), cpu.get("flags", "").split()
+    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in flags]
     versions = {}
     for name in ("torch", "transformers", "datasets", "deepspeed", "torchmetrics"):
         try:

@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import (
@@ -31,8 +30,8 @@ from torch.distributed import (
 )
 
 from thalweg.utils.env import RankInfo, get_launcher_variables
+from thalweg.utils.host import boot_id
 
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _READ_TIMEOUT = 5.0  # seconds in which the others read what the first process found
 _WAIT_SLICE = 0.5  # seconds; torch waits in C++, where no signal is heard
 Card = dict[str, Any]
@@ -224,14 +223,10 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
 
 
 def _rank_card(info: RankInfo, hostname: str) -> Card:
-    try:
-        boot_id = _BOOT_ID_FILE.read_text().strip()
-    except OSError:
-        boot_id = ""
     return {
         "index": info.rank,
         "host": hostname,
-        "machine": f"{hostname} {boot_id}",  # two machines may bear one name
+        "machine": f"{hostname} {boot_id()}",  # two machines may bear one name
         "pid": os.getpid(),
         "world_size": info.world_size,
         "local_rank": info.local_rank,

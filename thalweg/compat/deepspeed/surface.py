@@ -185,6 +185,15 @@ SURFACE: dict[str, Names] = {
     "deepspeed.runtime.config": {
         FALLBACK: f"{_HERE}.config", "DeepSpeedConfigError": f"{_HERE}.config:DeepSpeedConfigError",
     },
+    "deepspeed.runtime.data_pipeline": {},
+    "deepspeed.runtime.data_pipeline.data_routing": {},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        name: f"{_HERE}.data_pipeline:{name}" for name in ("convert_to_random_ltd", "save_without_random_ltd")
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling": {},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
+        "DataAnalyzer": f"{_HERE}.data_pipeline:DeepSpeedDataAnalyzer"
+    },
     "deepspeed.runtime.engine": _ENGINE,
     "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
     "deepspeed.runtime.pipe": _PIPE,

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from thalweg.device import pin
 from thalweg.infer.offload.packed_file import PackedWeightsFile, default_weights_folder
-from thalweg.plan.spec.cluster import available_host_memory
 from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.storage_io.io_threads import IoFuture
+from thalweg.utils.host import available_host_memory
 
 _ALIGNMENT = 64
 _MEMORY_FRACTION = 0.25  # of the free memory, where nobody says how much

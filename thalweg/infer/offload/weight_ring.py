@@ -44,10 +44,11 @@ from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFil
 from thalweg.infer.runners import packed_weights
 from thalweg.infer.runners.packed_weights import PackedWeight, WeightStore, layer_linears, lm_head_format, packed_bytes
 from thalweg.ops import cpu_kernels
-from thalweg.plan.spec.cluster import available_host_memory, local_cluster
+from thalweg.plan.spec.cluster import local_cluster
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
+from thalweg.utils.host import available_host_memory
 
 _RING_SIZES = (4, 3, 2)
 _SAMPLED_OUTPUTS = 32  # of each layer of a file that is found; whole panels

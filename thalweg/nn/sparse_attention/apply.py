@@ -110,7 +110,7 @@ def _checking_forward(inner: Callable[..., Any], attention: _SparseModelAttentio
 # Models that call F.scaled_dot_product_attention
 
 
-class _SdpaInterceptor(TorchFunctionMode):
+class _SparseSdpaMode(TorchFunctionMode):
     def __init__(self, attention: _SparseModelAttention) -> None:
         super().__init__()
         self._attention = attention
@@ -145,7 +145,7 @@ def _read_whole(mask: Tensor) -> MaskMod:
 
 def _intercepting_forward(inner: Callable[..., Any], attention: _SparseModelAttention) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _SdpaInterceptor(attention):
+        with _SparseSdpaMode(attention):
             return inner(self, *args, **kwargs)
 
     return forward

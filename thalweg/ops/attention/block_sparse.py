@@ -1,13 +1,13 @@
 """Attention in which each block of queries reads only the blocks of keys that a layout keeps.
 
-The picture, with blocks of 16 tokens and tiles of two blocks of queries:
+The picture, tiles of two blocks of queries, causal:
 
-    layout (N, N) of a head      what a tile reads      structure            one call for all tiles of a structure
-    x . . . . .                  {0, 1}                 diagonal 0, 1        q_t (tiles, H, 2 * 16, D)
+    layout (N, N)      columns     what is hidden          one call for all tiles of a structure
+    x . . . . .        0 1         diagonals               q_t (tiles, H, 2 blocks, D)
     x x . . . .
-    x x x . . .                  {0, 1, 2, 3}           ...                  k_t (tiles, H, columns * 16, D), gathered
+    x x x . . .        0 1 2 3     row 3 of 1, diagonals   k_t (tiles, H, columns, D), gathered
     x . x x . .
-    x . . x x .                  {0, 3, 4, 5}           the same: grouped
+    x . . x x .        0 3 4 5     row 5 of 3, diagonals   alike: with the one before in one call
     x . . . x x
 
 The phases: plan once per layout (tiles, the columns that each reads, what of them is hidden), then for each group
@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,8 +83,8 @@ class BlockSparseAttention:
         shared = layout.shape[0] == 1 or layout.stride(0) == 0
         self.layout, self.block, self.length = (layout[:1] if shared else layout).bool(), block, length
         self._plans: dict[tuple[bool, torch.device], tuple[_HeadPlan, ...]] = {}
+        self._coarse: dict[tuple[bool, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
-    @torch.compiler.disable
     def __call__(
         self,
         q: Tensor,
@@ -103,7 +104,7 @@ class BlockSparseAttention:
         assert q.shape[2] == k.shape[2] == self.length and len(self.layout) in (1, q.shape[1])
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         if q.is_cuda:
-            return self.flex(torch.compile(_flex_attention()), q, k, v, causal, mask_mod, bias, scale)
+            return self.flex(_compiled_flex_attention(), q, k, v, causal, mask_mod, bias, scale)
         modifier = None if mask_mod is None and bias is None else _Modifier(mask_mod, bias, self.length)
         return _BlockSparse.apply(q, k, v, self._plan(causal, q.device), self.block, modifier, scale)
 
@@ -146,8 +147,13 @@ class BlockSparseAttention:
         """The same by FlexAttention, whose blocks are coarser: a mask of its own looks the layout up in them."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        layout, block = self.layout.to(q.device), self.block
-        size = math.lcm(block, _FLEX_BLOCK)
+        block, size = self.block, math.lcm(self.block, _FLEX_BLOCK)
+        if (causal, q.device) not in self._coarse:
+            self._coarse[causal, q.device] = (
+                self.layout.to(q.device),
+                *self._coarse_columns(size // block, causal, q.device),
+            )
+        layout, counts, columns = self._coarse[causal, q.device]
         last_head = len(layout) - 1
 
         def is_seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -160,18 +166,19 @@ class BlockSparseAttention:
             assert bias is not None
             return score + bias(b, h, q_idx, kv_idx)
 
-        factor = size // block
-        padded = F.pad(layout, (0, -layout.shape[1] % factor) * 2)
-        coarse = padded.unflatten(2, (-1, factor)).any(3).unflatten(1, (-1, factor)).any(2)
-        if causal:
-            coarse = coarse.tril()
-        counts = coarse.sum(-1, dtype=torch.int32)[None]
-        indices = torch.argsort(coarse.int(), dim=-1, descending=True, stable=True).int()[None]
         block_mask = BlockMask.from_kv_blocks(
-            counts, indices, BLOCK_SIZE=size, mask_mod=is_seen, seq_lengths=(self.length, self.length)
+            counts, columns, BLOCK_SIZE=size, mask_mod=is_seen, seq_lengths=(self.length, self.length)
         )
         options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         return flex_attention(q, k, v, None if bias is None else add_bias, block_mask, **options)
+
+    def _coarse_columns(self, factor: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of coarse rows, ``factor`` blocks each: how many coarse columns are read (1, H, n), and these first."""
+        padded = F.pad(self.layout, (0, -self.layout.shape[1] % factor) * 2)
+        coarse = padded.unflatten(2, (-1, factor)).any(3).unflatten(1, (-1, factor)).any(2)
+        coarse = (coarse.tril() if causal else coarse)[None].int()
+        columns = torch.argsort(coarse, dim=-1, descending=True, stable=True).int()
+        return coarse.sum(-1, dtype=torch.int32).to(device), columns.to(device)
 
     def _plan(self, causal: bool, device: torch.device) -> tuple[_HeadPlan, ...]:
         if (causal, device) not in self._plans:
@@ -194,10 +201,11 @@ class BlockSparseAttention:
         return self._plans[causal, device]
 
 
-def _flex_attention() -> Callable[..., Any]:
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention
+    return torch.compile(flex_attention)
 
 
 # The plan
@@ -316,7 +324,7 @@ def _from_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TileCall:
     """Some tiles of a group, or one sequence of the batch of them: what the kernels take."""
 
     tiles: Tensor
@@ -328,7 +336,7 @@ class _Part:
 
 def _iter_parts(
     plan: _HeadPlan, shape: torch.Size, kv_heads: int, block: int, modifier: _Modifier | None
-) -> Iterator[tuple[Tensor, Tensor, list[_Part]]]:
+) -> Iterator[tuple[Tensor, Tensor, list[_TileCall]]]:
     """Chunks of tiles, bounded in memory, and the calls that each takes; ``shape``: (B, H, T, D) of the queries."""
     batch, heads, _, width = shape
     for group in plan.groups:
@@ -337,7 +345,7 @@ def _iter_parts(
         hidden = _structure_mask(group, block, plan.tail)
         for tiles, columns in zip(group.tiles.split(at_once), group.columns.split(at_once), strict=True):
             if modifier is None:
-                yield tiles, columns, [_Part(tiles, columns, slice(None), slice(None), hidden)]
+                yield tiles, columns, [_TileCall(tiles, columns, slice(None), slice(None), hidden)]
                 continue
             within = torch.arange(plan.num_rows * block, device=tiles.device)
             rows = tiles[:, None] * plan.num_rows * block + within
@@ -347,7 +355,7 @@ def _iter_parts(
                 tiles,
                 columns,
                 [
-                    _Part(
+                    _TileCall(
                         tiles,
                         columns,
                         slice(b * heads, (b + 1) * heads),

@@ -29,6 +29,7 @@ import torch
 
 from thalweg.ops.linear.autotune import benchmark_kernels, select_fastest
 from thalweg.ops.linear.kernels import JIT_FALLBACKS, KERNELS, is_usable
+from thalweg.utils.host import read_fields
 
 BenchmarkFn = Callable[[str, torch.dtype, int, int, int], dict[str, float]]
 
@@ -42,12 +43,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def get_cpu_name() -> str:
     """Name the processor as exactly as the system tells: vendor, family, model, stepping, vector unit."""
     field_names = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in field_names:
-                fields[key.strip()] = value.strip()
+    fields = read_fields("/proc/cpuinfo")
     parts = [fields[key] for key in field_names if key in fields] or [platform.processor()]
     return " / ".join([platform.machine(), *parts, torch.backends.cpu.get_cpu_capability()])
 

@@ -447,8 +447,8 @@ class OneBitLamb(WarmupMixin, Lamb):
 
     def _observe_ratios(self, params: Sequence[Tensor], ratios: Sequence[float]) -> None:
         for param, ratio in zip(params, ratios, strict=True):
-            mean = self.state[param].get("trust_ratio", ratio)
-            self.state[param]["trust_ratio"] = self._coeff_beta * mean + (1 - self._coeff_beta) * ratio
+            mean = float(self.state[param].get("trust_ratio", ratio))
+            self.state[param]["trust_ratio"] = torch.tensor(self._coeff_beta * mean + (1 - self._coeff_beta) * ratio)
 
     def _compressed_update(self) -> None:
         params = self._fill_missing_grads()
@@ -458,8 +458,8 @@ class OneBitLamb(WarmupMixin, Lamb):
             states = [self.state[p] for p in params]
             for state, param, group in zip(states, params, groups, strict=True):
                 self._init_late(param, group)
-                state.setdefault("trust_ratio", 1.0)
-                state.setdefault("factor", 1.0)
+                state.setdefault("trust_ratio", torch.tensor(1.0))
+                state.setdefault("factor", torch.tensor(1.0))
                 if "exp_avg_sq_fresh" not in state:
                     state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
                 state["step"] += 1
@@ -487,8 +487,9 @@ class OneBitLamb(WarmupMixin, Lamb):
             all_reduce_tensors_(maxima, shard_groups, dist.ReduceOp.MAX)
             norms, quotients = sums.sqrt().tolist(), torch.cat(maxima).tolist()
             for i, (state, group) in enumerate(zip(states, groups, strict=True)):
-                state["factor"] = self._next_factor(state["factor"], quotients[i], *norms[i])
-                work[i].add_(updates[i], alpha=-float(group["lr"]) * state["trust_ratio"] * state["factor"])
+                factor = self._next_factor(float(state["factor"]), quotients[i], *norms[i])
+                state["factor"] = torch.tensor(factor)
+                work[i].add_(updates[i], alpha=-float(group["lr"]) * float(state["trust_ratio"]) * factor)
         self._end_step()
 
     def _next_factor(self, last: float, quotient: float, direction_norm: float, update_norm: float) -> float:
@@ -598,7 +599,7 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
         if updates_variance:
             self._plan_variance(step)
             for param, mean in zip(params, self._mean_variances(params), strict=True):
-                self.state[param]["mean_variance"] = mean
+                self.state[param]["mean_variance"] = torch.tensor(mean)
         if updates_variance or not meets_now:
             self._step_by_own_momentum(step)
         if meets_now:
@@ -665,7 +666,7 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
     @staticmethod
     def _variance_denominator(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         """An element without a gradient so far takes the mean variance of its parameter, as bits move it, too."""
-        variance, mean = to_local(state["exp_avg_sq"]), state.get("mean_variance", 0.0) or _STANDS_STILL
+        variance, mean = to_local(state["exp_avg_sq"]), float(state.get("mean_variance", 0.0)) or _STANDS_STILL
         return _denominator(group, variance.masked_fill(variance == 0, mean), group["num_variance_updates"])
 
 

@@ -17,6 +17,7 @@ from thalweg.ops.linear.kernels import KERNELS, REFERENCE, is_usable
 from thalweg.plan.spec.devices import Device, get_device, local_device
 from thalweg.plan.spec.run_spec import RankTopology
 from thalweg.utils.formatting import parse_bytes
+from thalweg.utils.host import available_host_memory
 
 
 @dataclass(frozen=True)
@@ -158,51 +159,6 @@ def get_disk_limit(cluster: Cluster, folder: str | None) -> int | None:
     target = Path(folder).expanduser().absolute()
     existing = next((one for one in (target, *target.parents) if one.exists()), Path("/"))
     return shutil.disk_usage(existing).free
-
-
-def available_host_memory() -> int | None:
-    """Bytes that this process and its kin may still use: MemAvailable, or less where a cgroup limits them."""
-    limits = []
-    for row in _read_text("/proc/meminfo").splitlines():
-        if row.startswith("MemAvailable:"):
-            limits.append(int(row.split()[1]) * 1024)
-    limits += [limit - used for limit, used in _cgroup_limits()]
-    return min(limits) if limits else None
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used) of this process' memory cgroup and those above it, versions 1 and 2."""
-    limits = []
-    for row in _read_text("/proc/self/cgroup").splitlines():
-        _, controllers, path = row.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        folder = root / path.lstrip("/")
-        for directory in [folder, *folder.parents]:
-            limit, used = _read_text(directory / names[0]).strip(), _read_text(directory / names[1]).strip()
-            if limit.isdigit() and used.isdigit() and int(limit) < 2**60:
-                limits.append((int(limit), int(used) - _reclaimable_bytes(directory)))
-            if directory == root:
-                break
-    return limits
-
-
-def _reclaimable_bytes(folder: Path) -> int:
-    """Page cache that the kernel drops before it kills."""
-    for row in _read_text(folder / "memory.stat").splitlines():
-        key, _, value = row.partition(" ")
-        if key in ("total_inactive_file", "inactive_file"):
-            return int(value)
-    return 0
-
-
-def _read_text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 @cache

@@ -7,11 +7,13 @@ that is: a job measures its device, a command line gets an error.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,85 +46,23 @@ class Device:
         return self.flops.get(key, self.flops["fp32"])
 
 
-# What the driver says of the memory (MiB: less than the nominal size, by what the firmware and ECC take); dense
-# teraFLOP/s in fp32, tf32, fp16 and bf16 (0: the device has no units for it); GB/s of memory, of links in one
-# direction, of the host's bus in one direction (PCIe 3, 4 and 5 with 16 lanes: 16, 32 and 64).
-_TABLE = """
-NVIDIA B200                      183359  75    1125   2250   2250   7700 900  64  NVIDIA HGX B200 data sheet
-NVIDIA H200                      143771  67    494.5  989    989    4800 450  64  NVIDIA H200 data sheet
-NVIDIA H100 80GB HBM3            81559   67    494.5  989    989    3350 450  64  NVIDIA H100 data sheet, SXM
-NVIDIA H100 NVL                  95830   60    417.5  835.5  835.5  3938 300  64  NVIDIA H100 NVL data sheet
-NVIDIA H100 PCIe                 81559   51.2  378    756    756    2039 300  64  NVIDIA H100 PCIe product brief
-NVIDIA GH200 480GB               97871   67    494    990    990    4000 450  450 NVIDIA GH200 data sheet
-NVIDIA H800                      81559   67    494.5  989    989    3350 200  64  NVIDIA H800 data sheet, SXM
-NVIDIA H20                       97871   44    74     148    148    4000 450  64  NVIDIA H20 data sheet
-NVIDIA A100-SXM4-80GB            81920   19.5  156    312    312    2039 300  32  NVIDIA A100 data sheet
-NVIDIA A100-SXM4-40GB            40960   19.5  156    312    312    1555 300  32  NVIDIA A100 data sheet
-NVIDIA A100 80GB PCIe            81920   19.5  156    312    312    1935 300  32  NVIDIA A100 data sheet
-NVIDIA A100-PCIE-40GB            40960   19.5  156    312    312    1555 300  32  NVIDIA A100 data sheet
-NVIDIA A800-SXM4-80GB            81920   19.5  156    312    312    2039 200  32  NVIDIA A800 data sheet
-NVIDIA A40                       46068   37.4  74.8   149.7  149.7  696  56   32  NVIDIA A40 data sheet
-NVIDIA A30                       24576   10.3  82     165    165    933  100  32  NVIDIA A30 data sheet
-NVIDIA A10                       23028   31.2  62.5   125    125    600  32   32  NVIDIA A10 data sheet
-NVIDIA A10G                      23028   35    35     70     70     600  32   32  NVIDIA A10G data sheet
-NVIDIA L40S                      46068   91.6  183    362    362    864  32   32  NVIDIA L40S data sheet
-NVIDIA L40                       46068   90.5  90.5   181    181    864  32   32  NVIDIA L40 data sheet
-NVIDIA L4                        23034   30.3  60     121    121    300  32   32  NVIDIA L4 data sheet
-NVIDIA RTX 6000 Ada Generation   49140   91.1  182.1  364.2  364.2  960  32   32  NVIDIA Ada architecture paper
-NVIDIA RTX A6000                 49140   38.7  77.4   154.8  154.8  768  56   32  NVIDIA RTX A6000 data sheet
-NVIDIA GeForce RTX 5090          32607   104.8 104.8  209.5  209.5  1792 64   64  NVIDIA Blackwell architecture paper
-NVIDIA GeForce RTX 4090          24564   82.6  82.6   165.2  165.2  1008 32   32  NVIDIA Ada architecture paper
-NVIDIA GeForce RTX 4080          16376   48.7  48.7   97.5   97.5   717  32   32  NVIDIA Ada architecture paper
-NVIDIA GeForce RTX 3090          24576   35.6  35.6   71     71     936  56   32  NVIDIA Ampere architecture paper
-NVIDIA GeForce RTX 3080          10240   29.8  29.8   59.5   59.5   760  32   32  NVIDIA Ampere architecture paper
-Tesla T4                         15360   8.1   0      65     0      320  16   16  NVIDIA T4 data sheet
-Tesla V100-SXM2-32GB             32768   15.7  0      125    0      900  150  16  NVIDIA V100 data sheet
-Tesla V100-SXM2-16GB             16384   15.7  0      125    0      900  150  16  NVIDIA V100 data sheet
-Tesla V100-PCIE-32GB             32768   14    0      112    0      900  16   16  NVIDIA V100 data sheet
-AMD Instinct MI300X              196592  163.4 653.7  1307.4 1307.4 5300 448  64  AMD Instinct MI300X data sheet
-AMD Instinct MI250X              65520   23.9  0      191.5  191.5  1638 250  36  AMD MI250X data sheet, one of two dies
-AMD Instinct MI210               65520   22.6  0      181    181    1638 150  32  AMD Instinct MI210 data sheet
-"""
-_NAME_WIDTH = 33
+def _read_table() -> Iterator[tuple[str, Device]]:
+    """Yield each device of ``devices.csv``, behind the name that people say for short ("" where they have none).
+
+    Its columns: what the driver says of the memory (MiB: less than the nominal size, by what firmware and ECC take);
+    dense teraFLOP/s by dtype (empty: the device has no units for it); GB/s of memory, of links in one direction, of
+    the host's bus in one direction (PCIe 3, 4 and 5 with 16 lanes: 16, 32 and 64); the data sheet.
+    """
+    with Path(__file__).with_name("devices.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            peaks = {key: float(row[key]) * _TERA for key in ("fp32", "tf32", "fp16", "bf16") if row[key]}
+            speeds = (float(row[key]) * _GIGA for key in ("memory", "links", "host"))
+            yield row["short"], Device(row["name"], int(row["MiB"]) * _MIB, peaks, *speeds, row["source"])
 
 
-def _parse(row: str) -> Device:
-    name, (*figures, source) = row[:_NAME_WIDTH].strip(), row[_NAME_WIDTH:].split(maxsplit=8)
-    memory, fp32, tf32, fp16, bf16, bandwidth, link, host = map(float, figures)
-    flops = {"fp32": fp32, "tf32": tf32, "fp16": fp16, "bf16": bf16}
-    peaks = {key: value * _TERA for key, value in flops.items() if value}
-    return Device(name, int(memory) * _MIB, peaks, bandwidth * _GIGA, link * _GIGA, host * _GIGA, source)
-
-
-DEVICES = {device.name: device for device in map(_parse, _TABLE.strip().splitlines())}
-# What people say for short.
-_SHORT_NAMES = {
-    "b200": "NVIDIA B200",
-    "h200": "NVIDIA H200",
-    "h100": "NVIDIA H100 80GB HBM3",
-    "h800": "NVIDIA H800",
-    "h20": "NVIDIA H20",
-    "gh200": "NVIDIA GH200 480GB",
-    "a100": "NVIDIA A100-SXM4-80GB",
-    "a40": "NVIDIA A40",
-    "a30": "NVIDIA A30",
-    "a10": "NVIDIA A10",
-    "a10g": "NVIDIA A10G",
-    "a6000": "NVIDIA RTX A6000",
-    "l40s": "NVIDIA L40S",
-    "l40": "NVIDIA L40",
-    "l4": "NVIDIA L4",
-    "rtx5090": "NVIDIA GeForce RTX 5090",
-    "rtx4090": "NVIDIA GeForce RTX 4090",
-    "rtx4080": "NVIDIA GeForce RTX 4080",
-    "rtx3090": "NVIDIA GeForce RTX 3090",
-    "rtx3080": "NVIDIA GeForce RTX 3080",
-    "t4": "Tesla T4",
-    "v100": "Tesla V100-SXM2-32GB",
-    "mi300x": "AMD Instinct MI300X",
-    "mi250x": "AMD Instinct MI250X",
-    "mi210": "AMD Instinct MI210",
-}
+_TABLE = list(_read_table())
+DEVICES = {device.name: device for _, device in _TABLE}
+_SHORT_NAMES = {short: device.name for short, device in _TABLE if short}
 
 
 def find_device(name: str) -> Device | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Iterator
+from typing import Any
 
-from thalweg.parallel.pipeline.schedules.schedule import Action
+from thalweg.observe.html import render_page
 from thalweg.parallel.pipeline.schedules.simulate import Timeline
 
 # Fill and text of each kind; a second stage on the same rank is drawn paler.
@@ -31,37 +32,19 @@ def timeline_to_svg(timeline: Timeline, width: int = 1100) -> str:
     """A self-contained picture: ranks downwards, time to the right, the bubble in the title."""
     schedule = timeline.schedule
     scale = (width - _LEFT - 10) / timeline.makespan
-    height = _TOP + _ROW * schedule.num_ranks + 10
     title = (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{schedule.num_micro_batches} micro-batches, bubble {timeline.bubble:.1%}"
     )
-    elements = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f"<title>{escape(title)}</title>",
-        f'<text x="{_LEFT}" y="16" font-size="13">{escape(title)}</text>',
-    ]
-    for rank, order in enumerate(schedule.orders):
-        y = _TOP + _ROW * rank
-        elements.append(f'<text x="4" y="{y + 17}">rank {rank}</text>')
-        elements.append(f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 10}" height="{_ROW - 3}" fill="#eeeeee"/>')
+
+    def boxes(rank: int) -> Iterator[tuple[Any, ...]]:
         first = schedule.stages_on_rank(rank)[:1]
-        elements += [_action_box(timeline, action, y, scale, is_pale=action.stage not in first) for action in order]
-    return "\n".join([*elements, "</svg>"]) + "\n"
+        for action in schedule.orders[rank]:
+            begin, end = timeline.intervals[action]
+            x, box_width = _LEFT + begin * scale, max(0.5, (end - begin) * scale - 0.6)
+            yield action, begin, end, x, box_width, _COLOURS[action.kind], 1.0 if action.stage in first else 0.6
 
-
-def _action_box(timeline: Timeline, action: Action, y: int, scale: float, is_pale: bool) -> str:
-    begin, end = timeline.intervals[action]
-    x, box_width = _LEFT + begin * scale, max(0.5, (end - begin) * scale - 0.6)
-    opacity = 0.6 if is_pale else 1.0
-    label = (
-        f'<text x="{x + box_width / 2:.1f}" y="{y + 15}" text-anchor="middle" fill="white">{action.micro}</text>'
-        if box_width > 12
-        else ""
-    )
-    return (
-        f"<g><title>{escape(f'{action} {begin:g} to {end:g}')}</title>"
-        f'<rect x="{x:.1f}" y="{y}" width="{box_width:.1f}" height="{_ROW - 3}" '
-        f'fill="{_COLOURS[action.kind]}" fill-opacity="{opacity}"/>{label}</g>'
-    )
+    rows = [(rank, _TOP + _ROW * rank, list(boxes(rank))) for rank in range(schedule.num_ranks)]
+    height, box_height = _TOP + _ROW * schedule.num_ranks + 10, _ROW - 3
+    page = {"title": title, "width": width, "height": height, "left": _LEFT, "box_height": box_height, "rows": rows}
+    return render_page("schedule.svg", **page)

@@ -1,0 +1,193 @@
+"""Curriculum learning and random-LTD against training on everything: the loss they reach, and for how much less.
+
+GPTs of one size learn the bytes of the Python standard library's sources, by the same optimizer and schedule of the
+learning rate, from the same samples in the same order, with several seeds.  What differs:
+
+    full         every token of every sequence in every layer
+    full, 60%    the same with 60% of the steps: what the budget alone comes to
+    curriculum   sequences cut short at first (`curriculum_learning`, fixed_linear), as many steps
+    random-LTD   the layers between first and last see some of the tokens (`random_ltd`), as many steps
+    both         the two together
+
+Held-out loss after the last step is over whole sequences through whole models.  Tokens are those that a layer sees,
+summed over layers, so both ways to save are counted alike; time is of the processor (one thread), which the load of
+the machine changes little.  A run gains where its loss is at most that of full training, for at most 60% of its tokens
+or time.
+
+    python bench/data_efficiency.py --write
+    python bench/data_efficiency.py --quick --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+from _peers import ROOT
+from _report import Row, compare, format_machine, make_result, markdown_table, rows_table, write_result
+
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+import torch
+
+import thalweg
+from thalweg.data.corpus import split_held_out, stdlib_documents
+from thalweg.data.packing import PackedDataset, concatenate_sequences
+from thalweg.nn.transformer import GPT, GPTConfig
+
+T, BATCH, LAYERS = 128, 8, 6
+BUDGET = 0.6
+
+
+def read_text() -> tuple[PackedDataset, PackedDataset]:
+    """Bytes in blocks of T: training and held-out."""
+    blocks = []
+    for documents in split_held_out(stdlib_documents(tests=False), 40):
+        stream, _ = concatenate_sequences([list(document.text.encode()) for document in documents], end_id=0)
+        blocks.append(PackedDataset(stream, T, tail="drop"))
+    return blocks[0], blocks[1]
+
+
+def features(steps: int) -> dict[str, dict[str, Any]]:
+    """The config of each way to save."""
+    pace = {"total_curriculum_step": int(0.95 * steps), "difficulty_step": 8}
+    curriculum = {
+        "curriculum_learning": {
+            "enabled": True, "min_difficulty": 16, "max_difficulty": T, "schedule_type": "fixed_linear",
+            "schedule_config": pace,
+        }
+    }  # fmt: skip
+
+    def routing(low: int, high: int) -> dict[str, Any]:
+        schedule = {"min_value": low, "max_value": high, "schedule_config": {"require_steps": steps, "seq_per_step": 8}}
+        ltd = {"enabled": True, "random_ltd_layer_id": list(range(1, LAYERS - 1)), "random_ltd_schedule": schedule}
+        return {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}}
+
+    return {
+        "full": {},
+        "full, 60%": {},
+        "curriculum": curriculum,
+        "random-LTD": routing(16, 88),
+        "both": {**curriculum, **routing(64, T)},
+    }
+
+
+def train(case: str, seed: int, steps: int, lr: float, text: tuple[PackedDataset, PackedDataset]) -> dict[str, Any]:
+    """One run: its tokens, seconds and held-out loss."""
+    own = features(steps)[case]
+    steps = int(BUDGET * steps) if case == "full, 60%" else steps
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(vocab_size=256, n_layer=LAYERS, n_head=4, n_embd=64, block_size=T))
+    num_seen = 0
+
+    def count(module: torch.nn.Module, args: Any) -> None:
+        nonlocal num_seen
+        num_seen += args[0].shape[0] * args[0].shape[1]
+
+    for block in model.blocks:
+        block.attention.register_forward_pre_hook(count)
+    schedule = {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20), "cos_min_ratio": 0.05}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
+        "gradient_clipping": 1.0,
+        "seed": seed,
+        "log_level": "error",
+    }
+    training, held_out = text
+    engine = thalweg.initialize(model=model, config={**config, **own}, training_data=training)[0]
+    batches = iter(engine.training_dataloader)
+    start = time.process_time()
+    for _ in range(steps):
+        batch = next(batches)
+        engine.backward(engine(batch["input_ids"], batch["labels"]))
+        engine.step()
+    seconds, tokens = time.process_time() - start, num_seen
+    engine.eval()
+    chosen = np.linspace(0, len(held_out) - 1, 256).astype(int)
+    rows = [held_out[int(index)] for index in chosen]
+    with torch.no_grad():
+        losses = [
+            float(engine(*(torch.stack([row[name] for row in rows[i : i + 32]]) for name in ("input_ids", "labels"))))
+            for i in range(0, 256, 32)
+        ]
+    engine.close()
+    found = {"seconds": round(seconds, 2), "loss": round(statistics.fmean(losses), 4)}
+    return {"case": case, "seed": seed, "steps": steps, "tokens": tokens, **found}
+
+
+def rows_of(runs: list[dict[str, Any]]) -> list[Row]:
+    """Each run against full training of its seed."""
+    rows: list[Row] = []
+    full = {run["seed"]: run for run in runs if run["case"] == "full"}
+    for run in runs:
+        if run["case"] != "full" and run["seed"] in full:
+            whole, case = full[run["seed"]], f"{run['case']}, seed {run['seed']}"
+            rows.append(compare(case, "full", "held-out loss", run["loss"], whole["loss"]))
+            rows.append(compare(case, "full", "layer tokens, M", run["tokens"] / 1e6, whole["tokens"] / 1e6))
+            rows.append(compare(case, "full", "CPU s", run["seconds"], whole["seconds"]))
+    return rows
+
+
+def render(data: dict[str, Any]) -> str:
+    """The table of runs, and of their comparison."""
+    runs = data["runs"]
+    full = {run["seed"]: run for run in runs if run["case"] == "full"}
+    cells = []
+    for run in runs:
+        whole = full[run["seed"]]
+        shares = [run[key] / whole[key] for key in ("tokens", "seconds")]
+        gained = run["loss"] <= whole["loss"] and min(shares) <= BUDGET
+        verdict = "" if run["case"].startswith("full") else "yes" if gained else "no"
+        cells.append(
+            [run["case"], run["seed"], run["steps"], f"{run['loss']:.4f}", f"{run['loss'] - whole['loss']:+.4f}",
+             *(f"{share:.0%}" for share in shares), verdict]
+        )  # fmt: skip
+    head = ["run", "seed", "steps", "held-out loss", "against full", "layer tokens", "CPU time", "gained"]
+    lines = [
+        "# Data efficiency",
+        f"{format_machine(data['machine'])}",
+        f"{data['date']}, commit {data['commit']}.",
+        f"GPT {LAYERS} x 64 on bytes of the standard library, {BATCH} sequences of {T} a step, AdamW, {data['lr']:g}, "
+        "one thread, beside other work. A run gained where its loss is at most that of full training of its seed, for "
+        "at most 60% of its tokens or time.",
+        markdown_table(head, cells),
+        rows_table(data["rows"]),
+    ]
+    return "\n\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, measure, print one object or the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--cases", nargs="+", default=list(features(1)), help="full training is always among them")
+    parser.add_argument("--quick", action="store_true", help="few steps and one seed, under a minute; not written")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--write", action="store_true", help="write results/data_efficiency.*, after each run")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.steps, args.seeds, args.write = 20, 1, False
+    torch.set_num_threads(1)
+    text, runs, data = read_text(), [], {}
+    for seed in range(args.seeds):
+        for case in dict.fromkeys(["full", *args.cases]):
+            runs.append(train(case, seed, args.steps, args.lr, text))
+            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+            data = make_result("data_efficiency", rows_of(runs), runs=runs, lr=args.lr)
+            if args.write:
+                write_result("data_efficiency", data, render(data))
+    print(json.dumps(data) if args.json else render(data))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
