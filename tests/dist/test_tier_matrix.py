@@ -262,4 +262,4 @@ def _wrong(rank, world):
 def test_negative_controls():
     for same, wrong in run_ranks(_wrong, 2):
         assert not same
-        assert len(wrong) >= 3
+        assert any("parameters are in" in one for one in wrong) and any("activations went" in one for one in wrong)
