@@ -377,13 +377,19 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"tiling": {"mlp": 2}, "tensor_parallel": {}, "sequence_parallel_size": 2}, "tiling.mlp"),
     ({"tiling": {"mlp_modules": ["x"]}}, "tiling.mlp_modules"),
-    ({"sparse_attention": {"mode": "bigbird"}, "sequence_parallel_size": 2}, "sparse_attention.mode"),
+    (
+        {"sparse_attention": {"mode": "bigbird"}, "tensor_parallel": {}, "sequence_parallel_size": 2},
+        "sparse_attention.mode",
+    ),
     ({"sparse_attention": {"mode": "fixed"}, "compile": {"enabled": True}}, "sparse_attention.mode"),
     (
         {"sparse_attention": {"different_layout_per_head": True}, "tensor_parallel": {"autotp_size": 2}},
         "sparse_attention.different_layout_per_head",
     ),
-    ({"progressive_layer_drop": {"enabled": True}, "pipeline": {"stages": 2}}, "progressive_layer_drop.enabled"),
+    (
+        {"progressive_layer_drop": {"enabled": True}, "tensor_parallel": {}, "pipeline": {"stages": 2}},
+        "progressive_layer_drop.enabled",
+    ),
     ({"tiling": {"head": "x"}}, "tiling.head"),
     (
         {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0}}},
