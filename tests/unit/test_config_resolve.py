@@ -390,6 +390,34 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
         {"progressive_layer_drop": {"enabled": True}, "tensor_parallel": {}, "pipeline": {"stages": 2}},
         "progressive_layer_drop.enabled",
     ),
+    (
+        {
+            "tensor_parallel": {},
+            "curriculum_learning": {
+                "enabled": True,
+                "min_difficulty": 8,
+                "max_difficulty": 64,
+                "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 8},
+            },
+            "sequence_parallel_size": 2,
+        },
+        "curriculum_learning.enabled",
+    ),
+    (
+        {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}, "compile": {"enabled": True}},
+        "data_efficiency.data_routing.random_ltd.enabled",
+    ),
+    (
+        {
+            "data_efficiency": {
+                "data_sampling": {
+                    "dynamic_batching": {"enabled": True, "max_tokens": 9},
+                    "curriculum_learning": {"enabled": True},
+                }
+            }
+        },
+        "data_efficiency.data_sampling.dynamic_batching.enabled",
+    ),
     ({"tiling": {"head": "x"}}, "tiling.head"),
     (
         {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0}}},
@@ -441,7 +469,8 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("source", "path"), BROKEN)
 def test_contradictions_are_refused(source: dict[str, Any], path: str) -> None:
-    assert only_problem(source, world_size=8 if "tensor_parallel" in source else 1).path == path
+    axes = {"tensor_parallel", "pipeline", "sequence_parallel_size"} & source.keys()
+    assert only_problem(source, world_size=8 if axes else 1).path == path
     with pytest.raises(ConfigError):
         load(source)
 
