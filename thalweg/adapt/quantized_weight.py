@@ -65,7 +65,8 @@ class QuantizedWeight(Tensor):
         size = _block_size(weight.shape[1]) if weight_format == "nf4" else weight.shape[1]
         rows = max(_CHUNK // weight.shape[1], 1)
         parts = [_quantize_rows(part, weight_format, size) for part in weight.detach().split(rows)]
-        return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)), weight_format, weight.dtype)
+        codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return cls(codes, scales, weight_format, weight.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """Return the numbers, by default in the dtype that it shows."""

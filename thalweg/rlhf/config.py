@@ -143,6 +143,7 @@ def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, 
     merged |= flags
     known = {each.name for each in fields(RLHFConfig)}
     options: dict[str, Any] = {}
+    value: Any
     for key, value in merged.items():
         name = ALIASES.get(key, key)
         if name in SWITCHES:

@@ -269,7 +269,7 @@ class ActorWeights:
             offset = 0
             for weight in weights:
                 own = torch.empty(0, dtype=weight.dtype, device=weight.device)
-                weight.data = own.set_(self._bucket_memory.untyped_storage(), offset, weight.shape)
+                weight.data = own.set_(self._bucket_memory.untyped_storage(), offset, weight.shape)  # type: ignore[call-overload]
                 offset += weight.numel()
                 self._bucketed.add(self._names[id(weight)])
             self._bucket_bytes = max(self._bucket_bytes, offset * self.dtype.itemsize)

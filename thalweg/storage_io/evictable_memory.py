@@ -90,7 +90,9 @@ class EvictableMemory:
         Where it needs none, what is written next finds its pages at hand: clearing them anew took longer than filling
         them.
         """
-        _madvise(self._memory, getattr(mmap, "MADV_FREE", self._evict_advice), 0, self.num_bytes)
+        advice = getattr(mmap, "MADV_FREE", self._evict_advice)
+        if advice is not None:
+            _madvise(self._memory, advice, 0, self.num_bytes)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Let pages come that hold the range, as if each were written to; what they hold stays.

@@ -60,7 +60,8 @@ class TransformersRunner(ModelRunner):
         blocks_per_slot = -(-request.max_model_len // self.block_size)
         self.num_slots = request.num_slots
         self.num_blocks = self.num_slots * blocks_per_slot  # a count for the scheduler: no memory stands behind them
-        self._request, self._model = request, _placed(request)
+        self._request = request
+        self._model: Any = _placed(request)  # None while the runner sleeps
         model = self._model
         self._is_recurrent = bool(getattr(model, "_is_stateful", False))
         parameters = inspect.signature(model.forward).parameters

@@ -193,8 +193,7 @@ def _register_attention_interface(attention: _SparseModelAttention) -> str:
     ) -> MaskMod | None:
         if use_vmap:
             raise ValueError("sparse_attention does not work with the masks that this model makes: remove the block")
-        is_padded = attention_mask is not None and not bool(attention_mask.all())
-        if is_padded:
+        if attention_mask is not None and not bool(attention_mask.all()):
             return and_masks(mask_function, padding_mask_function(attention_mask))
         return None if is_trivial_mask(kv_length, **kwargs) else mask_function
 

@@ -37,7 +37,8 @@ class SparseSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
-        self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
+        self.key_padding_mask_mode: MaskMode = key_padding_mask_mode
+        self.attn_mask_mode: MaskMode = attn_mask_mode
 
     def forward(
         self,

@@ -56,8 +56,8 @@ def _read_table() -> Iterator[tuple[str, Device]]:
     with Path(__file__).with_name("devices.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             peaks = {key: float(row[key]) * _TERA for key in ("fp32", "tf32", "fp16", "bf16") if row[key]}
-            speeds = (float(row[key]) * _GIGA for key in ("memory", "links", "host"))
-            yield row["short"], Device(row["name"], int(row["MiB"]) * _MIB, peaks, *speeds, row["source"])
+            memory, links, host = (float(row[key]) * _GIGA for key in ("memory", "links", "host"))
+            yield row["short"], Device(row["name"], int(row["MiB"]) * _MIB, peaks, memory, links, host, row["source"])
 
 
 _TABLE = list(_read_table())
