@@ -263,7 +263,7 @@ def all_reduce_tensors_(
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
         if not takes_tensors_of(group, flat.device):  # of offloaded pieces, in host memory
             group = control_group(group)
-        dist.all_reduce(flat, op, group)
+        dist.all_reduce(flat, op, group=group)
         totals = flat.split([tensor.numel() for tensor in chosen])
         foreach.copy_(chosen, [total.view_as(tensor) for tensor, total in zip(chosen, totals, strict=True)])
 
