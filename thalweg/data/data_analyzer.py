@@ -20,7 +20,6 @@ processes.  ``analysis.json`` says what was analysed; another dataset in the sam
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate
+
+from thalweg.utils.atomic_file import publish_file
 
 _VERSION = 1
 _MAX_PARTS = 1024
@@ -141,7 +142,7 @@ class DataAnalyzer:
             raise ValueError(f"{self.save_path} holds another analysis, {found}, not {about}: give another save_path")
         for name, _, _ in self._metrics:
             (self.save_path / name / "parts").mkdir(parents=True, exist_ok=True)
-        _publish(file, lambda target: target.write(json.dumps(about, indent=1).encode()))
+        publish_file(file, lambda target: target.write(json.dumps(about, indent=1).encode()))
         mine = range(self.worker_id, len(self._parts), self.num_workers)
         missing = [part for part in mine if not self._parts.is_done(part)]
         processes = self.num_threads if self.num_threads > 1 else 0
@@ -244,12 +245,5 @@ def _to_numpy_dtype(dtype: Any) -> np.dtype:
     return torch.empty(0, dtype=dtype).numpy().dtype if isinstance(dtype, torch.dtype) else np.dtype(dtype)
 
 
-def _publish(path: Path, write: Callable[[Any], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        write(file)
-    temporary.replace(path)
-
-
 def _publish_array(path: Path, array: np.ndarray) -> None:
-    _publish(path, lambda file: np.save(file, array, allow_pickle=False))
+    publish_file(path, lambda file: np.save(file, array, allow_pickle=False))

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from thalweg.utils.atomic_file import publish_file
+
 IGNORE_INDEX = -100
 
 
@@ -146,12 +148,7 @@ def concatenate_sequences(
 
 def save_tokens(path: str | Path, tokens: np.ndarray) -> None:
     """Write a stream as a plain ``.npy`` array, for :func:`open_tokens`."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
-        np.save(file, tokens, allow_pickle=False)
-    temporary.replace(path)
+    publish_file(Path(path), lambda file: np.save(file, tokens, allow_pickle=False))
 
 
 def open_tokens(path: str | Path) -> np.ndarray:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from thalweg.utils.atomic_file import publish_file
 
 END_TOKEN = "<|end|>"
 _MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
@@ -43,11 +44,7 @@ class BytePairTokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write the tokenizer as JSON, through a temporary name so that no reader sees half of it."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(self._tokenizer.to_str(), encoding="utf-8")
-        temporary.replace(path)
+        publish_file(Path(path), lambda file: file.write(self._tokenizer.to_str().encode()))
 
     @staticmethod
     def load(path: str | Path) -> BytePairTokenizer:

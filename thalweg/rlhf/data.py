@@ -178,6 +178,7 @@ class PromptSource:
         encoded = [(encode_prompt(tokenizer, example), example) for example in examples]
         self.items = [(prompt, example) for prompt, example in encoded if 0 < len(prompt) <= max_length]
         self.seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the prompts in its order
         if not self.items:
             raise ValueError(f"no prompt has 1 to {max_length} tokens: set max_prompt_seq_len")
 
@@ -187,8 +188,10 @@ class PromptSource:
         chosen = []
         for position in range(start, start + count):
             epoch, index = divmod(position, len(self.items))
-            draw = torch.Generator().manual_seed(self.seed + epoch)
-            chosen.append(self.items[int(torch.randperm(len(self.items), generator=draw)[index])])
+            if epoch != self._order[0]:
+                draw = torch.Generator().manual_seed(self.seed + epoch)
+                self._order = epoch, torch.randperm(len(self.items), generator=draw).tolist()
+            chosen.append(self.items[self._order[1][index]])
         return chosen
 
 

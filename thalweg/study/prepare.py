@@ -11,6 +11,7 @@ from typing import Any
 
 from thalweg.study.config import StudyConfig, StudyDataset, StudyModel, slug
 from thalweg.study.datasets import explore, load_rows, normalize
+from thalweg.utils.atomic_file import publish_file
 
 # The ids that T5 gives them; other families do not mind.
 _SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
@@ -18,10 +19,7 @@ _SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 
 def write_json(path: Path, value: Any) -> None:
     """Publish a file by rename: a reader, or the next run of the study, sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    publish_file(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
 
 
 def prepare(config: StudyConfig, folder: Path) -> None:

@@ -1,0 +1,17 @@
+"""Files that no reader sees half of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a file beside ``path``, whose folder is made, and give it that name when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        write(file)
+    temporary.replace(path)
