@@ -28,10 +28,14 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(weight_format: str | None = "nf4", **lora: Any) -> Any:
+# Whole blocks of 64 inputs for both of two tensor ranks, three of them for the MLP's.
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+
+
+def make_model(weight_format: str | None = "nf4", sizes: dict[str, int] | None = None, **lora: Any) -> Any:
     import peft
 
-    model = tiny_decoder("llama")
+    model = tiny_decoder("llama", **(sizes or {}))
     if weight_format is not None:
         assert len(quantize_linears(model, weight_format)) == 7 * model.config.num_hidden_layers  # type: ignore[arg-type]
     torch.manual_seed(1)
@@ -56,22 +60,27 @@ def train_plain(model: Any, lr: float = LR) -> tuple[list[float], dict[str, torc
     return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _train(rank: int, world: int, weight_format: str, place: str, folder: str) -> dict[str, Any]:
+def _train(
+    rank: int, world: int, weight_format: str, place: str, folder: str, tensor: int = 1, lr: float = LR
+) -> dict[str, Any]:
     import thalweg
+
+    data, sizes = world // tensor, WIDE if tensor > 1 else None
 
     zero = {
         key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
         for key, value in PLACES[place].items()
     }
     config = {
-        "train_micro_batch_size_per_gpu": 4 // world, "zero_optimization": zero, "log_level": "error",
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        "train_micro_batch_size_per_gpu": 4 // data, "zero_optimization": zero, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.0}},
+        "tensor_parallel": {"autotp_size": tensor},
     }  # fmt: skip
-    model = make_model(weight_format)
+    model = make_model(weight_format, sizes)
     engine, *_ = thalweg.initialize(model=model, config=config)
     losses = []
     for step in range(STEPS):
-        ids = batch(step).chunk(world)[rank]
+        ids = batch(step).chunk(data)[rank // tensor]
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
@@ -115,13 +124,38 @@ def test_row45_adapters_on_a_sharded_base_in_few_bits_train_as_in_one_process(
     _check_saved(tmp_path / "adapter", results[0]["lora"], weight_format)
 
 
-def _check_saved(folder: Path, lora: dict[str, torch.Tensor], weight_format: str) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "world", "place"),
+    [("nf4", 2, "host"), nightly("nf4", 4, "host"), nightly("nf4", 4, "stage 3"), nightly("int8", 4, "host"),
+     nightly("int8", 2, "stage 2")],
+)  # fmt: skip
+def test_row45_lora_on_a_base_in_few_bits_over_tensor_ranks_trains_as_in_one_process(
+    weight_format: str, world: int, place: str, tmp_path: Path
+) -> None:
+    losses, lora = train_plain(make_model(weight_format, WIDE))
+    results = run_ranks(_train, world, weight_format, place, str(tmp_path), 2)
+    mean = torch.tensor([found["losses"] for found in results]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-5)
+    assert results[0]["lora"].keys() == lora.keys()
+
+    def gap(other: dict[str, torch.Tensor]) -> float:
+        return max(float((results[0]["lora"][name] - other[name]).abs().max()) for name in other)
+
+    assert gap(lora) < 1e-4 < 1e-3 < gap(train_plain(make_model(weight_format, WIDE), lr=1.2 * LR)[1])
+    for found in results[1:]:
+        assert all(torch.equal(found["lora"][name], value) for name, value in results[0]["lora"].items())
+    _check_saved(tmp_path / "adapter", results[0]["lora"], weight_format, WIDE)
+
+
+def _check_saved(
+    folder: Path, lora: dict[str, torch.Tensor], weight_format: str, sizes: dict[str, int] | None = None
+) -> None:
     """Row 11: PEFT loads the files beside a base made anew, with the same logits."""
     import peft
 
-    base = tiny_decoder("llama")
+    base = tiny_decoder("llama", **(sizes or {}))
     quantize_linears(base, weight_format)  # type: ignore[arg-type]
-    loaded, trained = peft.PeftModel.from_pretrained(base, folder).eval(), make_model(weight_format).eval()
+    loaded, trained = peft.PeftModel.from_pretrained(base, folder).eval(), make_model(weight_format, sizes).eval()
     plain = trained(input_ids=batch(9)).logits
     trained.load_state_dict(lora, strict=False)
     with torch.no_grad():
