@@ -96,8 +96,8 @@ class QuantizedWeight(Tensor):
         for place in {place for rank in spans for span in rank for place in span}:
             if place % block:
                 raise ValueError(
-                    f"its {self.shape[1]} inputs would be cut at {place}, within {block} that share a scale: cut it over "
-                    "fewer ranks, quantise to int8, or leave it out (quantize_linears' skip)"
+                    f"its {self.shape[1]} inputs would be cut at {place}, within {block} that share a scale: cut it "
+                    "over fewer ranks, quantise to int8, or leave it out (quantize_linears' skip)"
                 )
 
         def scaled(inner: Tensor) -> Any:
