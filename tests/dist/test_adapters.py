@@ -167,7 +167,7 @@ def _build(family: str, **lora: Any) -> Any:
     model = tiny_decoder(name, **({"num_key_value_heads": 1} if one else {}))
     torch.manual_seed(1)
     lora = {"r": 4, "lora_alpha": 16, "target_modules": FAMILIES[family], "init_lora_weights": False} | lora
-    return peft.get_peft_model(model.train(), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    return peft.get_peft_model(model.train("lora_dropout" in lora), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
 
 
 def _train_cut(rank: int, world: int, family: str, lora: dict[str, Any]) -> dict[str, torch.Tensor]:
