@@ -315,6 +315,7 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
         "optimizer.params.state_dtype",
     ),
     ({"outer_optimizer": {}, "sequence_parallel_size": 2}, "sequence_parallel_size"),
+    ({"outer_optimizer": {}, "context_parallel_size": 2}, "context_parallel_size"),
     ({"outer_optimizer": {}, "tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
     ({"outer_optimizer": {}, "expert_parallel": {"autoep_size": 2}}, "expert_parallel.autoep_size"),
     ({"outer_optimizer": {}, "pipeline": {"stages": 2}}, "pipeline.stages"),
