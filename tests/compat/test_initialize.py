@@ -44,7 +44,12 @@ def test_a_config_that_says_nothing_clips_as_deepspeed_does() -> None:
 
 
 def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
-    from thalweg.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, DeepSpeedZeroConfig
+    from thalweg.compat.deepspeed.config import (
+        DeepSpeedConfig,
+        DeepSpeedConfigError,
+        DeepSpeedZeroConfig,
+        DeepSpeedZeroOffloadOptimizerConfig,
+    )
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -70,7 +75,8 @@ def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
     shown = DeepSpeedZeroConfig(leaf_module={"classes": "my.Class"}, offload_param={})
     found["leaf"], found["offload_param"] = shown.leaf_module.classes, shown.offload_param.device
     found["optimizer"] = shown.offload_optimizer
-    assert DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer.device == "cpu", "the older spelling"
+    older = DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer
+    assert older.device == "cpu" and isinstance(older, DeepSpeedZeroOffloadOptimizerConfig), "the older spelling"
     with engine.coalesce_grad_reduction():
         for factor in (1.0, 2.0):
             engine.backward(factor * (rank + 1) * engine(torch.ones(1, 2)).sum())
@@ -190,6 +196,8 @@ def _model_states(rank: int, world: int, folder: str) -> tuple[list[str], list[s
         states = torch.load(get_model_ckpt_name_for_rank(f"{folder}/{tag}", "00"))["module"]
         assert torch.equal(states["1.weight"], engine.state_dict()["1.weight"])
         found.append(sorted(states))
+    assert not Path(get_model_ckpt_name_for_rank(f"{folder}/all", "01")).exists(), "the first has the whole"
+    assert not Path(get_model_ckpt_name_for_rank(folder, "00")).exists(), "no checkpoint of one tag"
     torch.distributed.barrier()
     loads = engine.load_checkpoint(folder, "all")[0] is not None  # with that file in its folder
     engine.close()
@@ -199,11 +207,3 @@ def _model_states(rank: int, world: int, folder: str) -> tuple[list[str], list[s
 def test_a_file_of_the_models_states_is_made_when_its_name_is_asked_for(tmp_path: Path) -> None:
     whole = ["0.bias", "0.weight", "1.weight"]
     assert run_ranks(_model_states, 2, str(tmp_path)) == [(whole, ["1.weight"], True)] * 2
-
-
-def test_an_offload_section_says_whether_it_overlaps() -> None:
-    from thalweg.compat.deepspeed.config import DeepSpeedZeroOffloadOptimizerConfig as Section
-
-    assert [Section(**keys).pipeline for keys in ({}, {"pipeline_read": True}, {"pipeline_write": True})] == [
-        False, True, True,
-    ]  # fmt: skip

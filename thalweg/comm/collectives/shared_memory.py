@@ -205,7 +205,7 @@ class SharedMemoryArena:
             if cells[index] >= value:
                 return
         while cells[index] < value:
-            # By a sixteenth too late at worst; naps of one length wake 600 times in 50 ms, and take a fifth of a core.
+            # By a sixteenth too late at worst; naps of 20 us would wake some 600 times in 50 ms.
             time.sleep(min(max(2e-5, (time.monotonic() - start) / 16), 1e-3))
             waited = time.monotonic() - start
             if waited < next_check:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
+from thalweg.checkpoint.directory import MANIFEST
 from thalweg.utils.atomic_file import publish_file
 from thalweg.zero.whole_parameter import WholeParameter
 from thalweg.zero.whole_tensors import load_full_state_dict
@@ -31,10 +32,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> str:
     """The file of the model's states in the folder of one tag, for ``torch.load(file)["module"]``.
 
-    Thalweg's folders have safetensors: the file is made of them, in fp32, when its name is asked for.
+    Thalweg's folders have safetensors: the first rank's file is made of them, whole and in fp32, when it is asked for.
     """
     path = Path(base_folder) / f"mp_rank_{mp_rank_str}_model_states.pt"
-    if path.parent.is_dir() and not path.exists():
+    if int(mp_rank_str) == 0 and (path.parent / MANIFEST).is_file() and not path.exists():
         states = {"module": get_fp32_state_dict_from_zero_checkpoint(path.parents[1], path.parent.name)}
         publish_file(path, lambda file: torch.save(states, file))
     return str(path)
