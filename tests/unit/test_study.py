@@ -61,8 +61,9 @@ def test_all_problems_of_a_study_are_reported_at_once(tmp_path: Path) -> None:
     file.write_text("models: []\ndatasets: [{name: a, path: b, schema: nowhere}]\ntechniques: [faster]\nround: 2\n")
     with pytest.raises(ValueError) as error:
         load_study(file)
-    for part in ("models", "nowhere", "faster", "round:"):
+    for part in ("models: Tuple should have at least 1 item", "nowhere", "faster", "round:"):
         assert part in str(error.value)
+    assert str(error.value).count("at least 1 item") == 1, "the faulty dataset is no empty list"
 
 
 def test_studies_of_the_package_are_found_by_name_and_a_missing_one_is_not() -> None:
@@ -404,7 +405,7 @@ def test_the_page_needs_no_network_and_the_texts_agree(tmp_path: Path, quick: An
     page, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert page.count("<table>") == len(re.findall(r"^\| --- ", text, re.MULTILINE)) >= 7
-    for part in ("llama (random)", "4.00", "entailment 9", "times as long", "baseline to itself"):
+    for part in ("llama (random)", "4.00", "entailment 9", "times as long", "baseline to itself", "No energy"):
         assert part in page and part in text
     figures = re.findall(r"\]\((figures/\w+\.svg)\)", text)
     assert len(figures) == page.count("<img ") >= 3
@@ -467,6 +468,9 @@ def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_p
     assert other["losses"][2] != pytest.approx(baseline["losses"][2], rel=1e-3)
     assert baseline["losses"][2] < baseline["losses"][0], "the first batch again, after two steps"
     assert ours["plan"]["bytes"] > 0 and "the plan says" in ours["why"]
+    write_report(tmp_path)
+    header = next(line for line in (tmp_path / "report.md").read_text().splitlines() if "samples/s" in line)
+    assert "memory peak" in header and "plan: ms a step, a rank" in header
 
 
 def test_ranks_train_on_batches_of_their_own(tmp_path: Path, in_process: Any) -> None:

@@ -116,7 +116,7 @@ class StudyHardware(_Section):
     """
 
     device: str = "cpu"
-    ranks: int = Field(1, ge=1)
+    ranks: int = Field(default=1, ge=1)
     threads: int = Field(1, ge=1)
     planned: bool = False
     memory: int | str | None = None
@@ -209,6 +209,9 @@ def load_study(path: str | Path) -> StudyConfig:
     try:
         config = StudyConfig.model_validate({"name": file.stem, **tree})
     except ValidationError as error:
-        problems = ("/".join(map(str, one["loc"])) + f": {one['msg']}" for one in error.errors())
+        # pydantic counts what is left of a list once faulty entries are out: what is wrong is said already.
+        faulty = {one["loc"][0] for one in error.errors() if len(one["loc"]) > 1}
+        found = [one for one in error.errors() if one["type"] != "too_short" or one["loc"][0] not in faulty]
+        problems = ("/".join(map(str, one["loc"])) + f": {one['msg']}" for one in found)
         raise ValueError(f"{path}: " + "; ".join(problems)) from None
     return config
