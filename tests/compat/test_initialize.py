@@ -87,3 +87,83 @@ def test_a_config_is_read_as_deepspeed_reads_it() -> None:
             "offload": "none", "untested": True, "the user's own": True, "leaf": ["my.Class"],
             "offload_param": "none", "optimizer": None, "sum of two, mean over ranks": {4.5},
         }  # fmt: skip
+
+
+def _no_sync(rank: int, world: int) -> dict[str, Any]:
+    from thalweg.compat.deepspeed.tensor_access import safe_get_full_grad
+
+    found: dict[str, Any] = {}
+    for stage, dtype in ((0, None), (1, "fp16")):
+        sections = {dtype: {"enabled": True, "initial_scale_power": 4}} if dtype else {}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine = initialize(model=nn.Linear(2, 2), config=config | sections)[0]
+        weight = engine.module.weight
+        batch = torch.ones(1, 2, dtype=engine.get_data_types()[0])
+        with engine.no_sync():
+            engine.backward((rank + 1) * engine(batch).sum())
+            with pytest.raises(AssertionError, match="inside no_sync"):
+                engine.step()
+            with pytest.raises(AssertionError, match="reentry"), engine.no_sync():
+                pass
+            found[stage, "own"] = safe_get_full_grad(weight).unique().tolist()
+        engine.backward((rank + 1) * engine(batch).sum())
+        found[stage, "reduced"] = safe_get_full_grad(weight).unique().tolist()
+        engine.step()
+        found[stage, "after"] = safe_get_full_grad(weight)
+        engine.close()
+    return found
+
+
+def test_within_no_sync_a_gradient_is_this_ranks_and_no_step_is_taken() -> None:
+    for rank, found in enumerate(run_ranks(_no_sync, 2)):
+        assert found == {
+            (stage, key): value
+            for stage in (0, 1)
+            for key, value in {"own": [rank + 1.0], "reduced": [3.0], "after": None}.items()
+        }
+
+
+def _without_group(rank: int, world: int) -> None:
+    from thalweg.compat.deepspeed.arguments import init_distributed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    for call in (init_distributed, lambda **kw: initialize(model=nn.Linear(2, 2), config=config, **kw)):
+        with pytest.raises(ValueError, match="there is no process group"):
+            call(dist_init_required=False)
+    init_distributed()
+    engine = initialize(model=nn.Linear(2, 2), config=config, dist_init_required=False)[0]
+    engine.close()
+
+
+def test_a_process_group_that_the_program_says_it_made_must_be_there() -> None:
+    run_ranks(_without_group, 1, init=False)
+
+
+def _without_permissions(rank: int, world: int, folder: str) -> tuple[bool, bool]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    engine = initialize(model=nn.Linear(2, 2), config=config)[0]
+    engine.save_checkpoint(f"{folder}/plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "chmod", lambda *_: (_ for _ in ()).throw(PermissionError("not supported")))
+        patch.setattr("os.chmod", lambda *_, **__: (_ for _ in ()).throw(PermissionError("not supported")))
+        engine.save_checkpoint(f"{folder}/share")
+    engine.close()
+    scripts = [Path(folder) / name / "zero_to_fp32.py" for name in ("plain", "share")]
+    return scripts[0].stat().st_mode & 0o100 != 0, scripts[1].is_file()
+
+
+def test_a_checkpoint_is_written_where_files_have_no_permissions(tmp_path: Path) -> None:
+    """As on Azure's file shares, which refuse chmod."""
+    assert run_ranks(_without_permissions, 1, str(tmp_path)) == [(True, True)]
+
+
+def test_an_offload_section_says_whether_it_overlaps() -> None:
+    from thalweg.compat.deepspeed.config import DeepSpeedZeroOffloadOptimizerConfig as Section
+
+    assert [Section(**keys).pipeline for keys in ({}, {"pipeline_read": True}, {"pipeline_write": True})] == [
+        False, True, True,
+    ]  # fmt: skip

@@ -96,6 +96,37 @@ def test_parameters_at_stage_3_answer_as_deepspeeds_do() -> None:
         }  # fmt: skip
 
 
+def _deferred(rank: int, world: int) -> dict[str, Any]:
+    from thalweg.compat.deepspeed import param_views as views
+
+    outside = nn.Linear(3, 3)
+    with views.DeepSpeedInit():
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(70, 70))  # values of the second are not computed yet
+    small, large = net[0].weight, net[1].weight
+    with views.DeepSpeedGatheredParameters([small, large], modifier_rank=1):
+        gathered = [param.ds_status.name for param in (small, large)]
+        if rank == 1:
+            nn.init.constant_(large, 7.0)
+    views.MultipleAllGatherHandles([views.GatherHandle(), views.GatherHandle()]).wait(handle_dependency=False)
+    return {
+        "outside": hasattr(outside.weight, "ds_status"),
+        "status": [param.ds_status.name for param in net.parameters()],
+        "ids": len({param.ds_id for param in net.parameters()}),
+        "whole": [tuple(small.ds_shape), large.ds_numel],
+        "gathered": gathered,
+        "rows": small.ds_tensor.numel(),
+        "written": (large.ds_tensor.numel(), large.ds_tensor.unique().tolist()),
+    }
+
+
+def test_parameters_of_zero_init_answer_before_initialize() -> None:
+    for rank, found in enumerate(run_ranks(_deferred, 2)):
+        assert found == {
+            "outside": False, "status": ["NOT_AVAILABLE"] * 4, "ids": 4, "whole": [(3, 3), 4900],
+            "gathered": ["AVAILABLE"] * 2, "rows": 6 if rank == 0 else 3, "written": (2450, [7.0]),
+        }  # fmt: skip
+
+
 def _load_gathered(rank: int, world: int) -> list[float]:
     import thalweg
 
@@ -182,3 +213,19 @@ def test_sparse_routes_say_what_the_dense_gate_says() -> None:
                     rebuilt[token, expert, place] += weight
         torch.testing.assert_close(rebuilt, dense[1])
         assert torch.equal(counts, dense[3]) and 0 < int(dense[2].sum()) < 8
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_tokens_go_to_experts_and_back_by_sparse_routes(k: int) -> None:
+    """As by the products with the dense gate's masks, dropped choices among them."""
+    from thalweg.compat.deepspeed.gating import _route_slots, _sparse_decode, _sparse_encode, topkgating
+
+    tokens = torch.arange(8.0).view(4, 2)
+    dense = topkgating(LOGITS, k, 0.5, 0)
+    _, capacity, num_experts, experts, places, weights, _ = topkgating(LOGITS, k, 0.5, 0, sparse_routes=True)
+    slots = _route_slots(experts, places, num_experts, int(capacity))
+    buffers = _sparse_encode(tokens, slots, num_experts, int(capacity))
+    torch.testing.assert_close(buffers, torch.einsum("sec,sm->ecm", dense[2].float(), tokens))
+    back = _sparse_decode(buffers.flatten(0, 1) + 1, slots, weights, len(tokens))
+    torch.testing.assert_close(back, torch.einsum("sec,ecm->sm", dense[1], buffers + 1))
+    assert (experts < 0).any()

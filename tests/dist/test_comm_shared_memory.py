@@ -18,7 +18,14 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.comm import CommError, CommsLog
 from thalweg.comm.collectives import shared_memory
-from thalweg.comm.collectives.reducer import CHUNK_NUMEL, BufferPool, ReduceOptions, ReusableBuffer, sum_rows
+from thalweg.comm.collectives.reducer import (
+    CHUNK_NUMEL,
+    BufferPool,
+    ReduceOptions,
+    ReplicatedReducer,
+    ReusableBuffer,
+    sum_rows,
+)
 from thalweg.comm.collectives.shared_memory import (
     SharedMemoryArena,
     SharedMemoryReduceScatter,
@@ -188,6 +195,20 @@ def test_who_holds_a_lent_block_is_not_asked_of_reference_counts(monkeypatch):
         held = first.data_ptr(), first.untyped_storage()
         del first
         assert lender.allocate((1000,), torch.float32).data_ptr() != held[0]
+
+
+class _Kept(ReplicatedReducer):
+    def reduce(self, output):
+        pass
+
+
+@pytest.mark.parametrize("output_dtype", [None, torch.float32, torch.float64])
+def test_replicated_gradients_of_one_dtype_exist_once(output_dtype):
+    reducer, cpu = _Kept("m", ReduceOptions(output_dtype=output_dtype)), torch.device("cpu")
+    for _ in range(2):
+        given, reduced = (reducer.allocate((8,), dtype=torch.float32, device=cpu) for _ in range(2))
+        assert (given.data_ptr() == reduced.data_ptr()) == (output_dtype != torch.float64)
+        assert reduced.dtype == (output_dtype or torch.float32)
 
 
 def test_sums_are_in_rank_order():

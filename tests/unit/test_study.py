@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from thalweg.study import datasets as study_datasets
 from thalweg.study import run as study_run
 from thalweg.study.config import PRESETS, StudyConfig, StudyDataset, load_study
 from thalweg.study.datasets import explore, load_rows, normalize
-from thalweg.study.metrics import agreement, interval, ratio_interval, score
+from thalweg.study.metrics import agreement, estimate, interval, log_ratios, score
 from thalweg.study.report import write_report
 from thalweg.study.results import collect
 from thalweg.study.run import list_turns, run_study
@@ -196,13 +198,53 @@ def test_a_metric_without_its_library_is_none_and_others_are_there(monkeypatch: 
 
 def test_an_interval_holds_the_median_and_a_ratio_its_pairs() -> None:
     middle, low, high = interval([[1.0, 1.1, 0.9], [1.2, 1.0, 1.1]])
-    assert low <= middle <= high and middle == pytest.approx(1.05)
+    assert low is not None and high is not None and low < middle < high and middle == pytest.approx(math.sqrt(1.1))
     # The machine was three times as slow in the second round: pairs within a round do not see it.
     fast, slow = [[1.0, 1.01, 0.99], [3.0, 3.03, 2.97]], [[2.0, 2.02, 1.98], [6.0, 6.06, 5.94]]
-    ratio, low, high = ratio_interval(fast, slow)
-    assert ratio == pytest.approx(2.0) and 1.9 < low <= ratio <= high < 2.1
+    ratio, low, high = estimate(log_ratios(fast, slow))
+    assert (ratio, low, high) == pytest.approx((2.0, 2.0, 2.0))
     # The control: rounds that are not paired do.
-    assert ratio_interval(fast, slow[::-1])[2] > 5
+    assert (estimate(log_ratios(fast, slow[::-1]))[2] or 0) > 5
+
+
+def test_one_round_has_the_interval_of_the_null_comparisons_alone() -> None:
+    assert estimate([math.log(2.0)])[1:] == (None, None)
+    ratio, low, high = estimate([math.log(2.0)], [0.1, -0.1, 0.1, -0.1])
+    assert (ratio, low, high) == pytest.approx((2.0, 2 * math.exp(-0.2776), 2 * math.exp(0.2776)))
+    # Rounds that agree by chance are no surer than the null comparisons; rounds that differ more are less sure.
+    assert estimate([0.0, 0.0], [0.1, -0.1])[2] == pytest.approx(math.exp(0.4303 / math.sqrt(2)), rel=1e-3)
+    assert estimate([0.0, 2.0], [0.1, -0.1])[2] == estimate([0.0, 2.0])[2]
+
+
+def measure_null(generator: np.random.Generator, rounds: int) -> list[list[float]]:
+    """Seconds of two techniques that take equally long, and of a third one between them, on a machine that drifts, has
+    neighbours for a while and gives each process a speed of its own; by technique and round, a median of 3 turns."""
+    ticks = rounds * 9
+    slowness = np.cumsum(generator.normal(0, 0.02, ticks))
+    tick = 0
+    while (tick := tick + int(generator.exponential(25))) < ticks:
+        length = 1 + int(generator.exponential(6))
+        slowness[tick : tick + length] += generator.uniform(0.2, 1.2)
+        tick += length
+    turns = np.exp(slowness + np.abs(generator.normal(0, 0.05, ticks))).reshape(rounds, 3, 3)
+    seconds = np.median(turns, axis=2) * np.exp(generator.normal(0, 0.03, (rounds, 3)))
+    # The order rotates: in round r the technique at place p is (r + p) % 3.
+    return [[float(seconds[r, (which - r) % 3]) for r in range(rounds)] for which in (0, 2)]
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 6])
+def test_intervals_hold_the_truth_as_often_as_they_say(rounds: int) -> None:
+    generator, held, held_by_spread = np.random.default_rng(rounds), 0, 0
+    for _ in range(600):
+        groups = [measure_null(generator, rounds) for _ in range(3)]
+        logs = [log_ratios([[a] for a in ours], [[b] for b in other]) for ours, other in groups]
+        _, low, high = estimate(logs[0], [one for other in logs[1:] for one in other])
+        assert low is not None and high is not None
+        held += low <= 1 <= high
+        held_by_spread += min(logs[0]) <= 0 <= max(logs[0])
+    assert held >= 0.94 * 600
+    # The control: the extremes of the rounds, which a bootstrap of 3 rounds does not leave.
+    assert rounds == 6 or held_by_spread < 0.85 * 600
 
 
 # Turns

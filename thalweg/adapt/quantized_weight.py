@@ -17,7 +17,7 @@ a product, again in the backward pass, and every other operator sees the numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -78,6 +78,34 @@ class QuantizedWeight(Tensor):
         numbers = pairs.index_select(0, self.codes.flatten().int()).view(*self.scales.shape, -1)
         return numbers.mul_(self.scales.to(dtype)[..., None]).view(self.shape)
 
+    @property
+    def block(self) -> int:
+        """Numbers of a row that share a scale; 1 where a whole row does, which may be cut anywhere."""
+        return 1 if self.scales.shape[1] == 1 else self.shape[1] // self.scales.shape[1]
+
+    def byte_spans(self, dim: int, spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
+        """Return for the bytes of ``codes`` and of ``scales`` where they are cut if the weight is cut at ``spans`` (by
+        rank) of ``dim``: spans of the same dim; None for what each rank has whole.
+
+        Raises:
+            ValueError: a span begins or ends within numbers that share a scale.
+        """
+        if dim == 0:
+            return [spans, spans]
+        block = self.block
+        for place in {place for rank in spans for span in rank for place in span}:
+            if place % block:
+                raise ValueError(
+                    f"its {self.shape[1]} inputs would be cut at {place}, within {block} that share a scale: cut it "
+                    "over fewer ranks, quantise to int8, or leave it out (quantize_linears' skip)"
+                )
+
+        def scaled(inner: Tensor) -> Any:
+            per_byte = self.shape[1] // (inner.shape[1] * inner.itemsize)
+            return [[(start // per_byte, stop // per_byte) for start, stop in rank] for rank in spans]
+
+        return [scaled(self.codes), None if self.scales.shape[1] == 1 else scaled(self.scales)]
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "scales"], (self.weight_format, self.dtype)
 
@@ -105,6 +133,9 @@ class QuantizedWeight(Tensor):
         if func is aten._to_copy.default:
             device = kwargs.get("device", weight.device)
             return weight._map(lambda t: t.to(device, copy=True), kwargs.get("dtype"))
+        if func is aten.empty_like.default:
+            device = kwargs.get("device", weight.device)
+            return weight._map(lambda t: torch.empty_like(t, device=device), kwargs.get("dtype"))
         if func is aten.slice.Tensor:
             return weight._slice(*args[1:])
         numbers = lambda x: x.dequantize() if isinstance(x, QuantizedWeight) else x

@@ -50,11 +50,19 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
 
+    from thalweg.study.techniques import UnsupportedTechnique
+
     torch.set_num_threads(spec["hardware"]["threads"])
     torch.manual_seed(spec["seed"])
-    check_memory(spec, spec["model"]["shape"]["parameters"])
+    if spec["task"] == "inference" and spec["hardware"]["ranks"] > 1:
+        raise UnsupportedTechnique("ranks are of training; for inference name a technique such as tensor parallel 2")
     spec["rows"] = read_json(Path(spec["data"]))["rows"][: spec["dataset"]["samples"]]
-    meter = ResourceMeter(spec["hardware"]["device"])
+    if spec["hardware"]["planned"]:
+        from thalweg.study.training import plan_training
+
+        return plan_training(spec)
+    check_memory(spec, spec["model"]["shape"]["parameters"])
+    meter = ResourceMeter(spec["hardware"]["device"], max(1, spec["hardware"]["ranks"] - 1))
     if spec["task"] == "training":
         from thalweg.study.training import measure_training
 
@@ -72,7 +80,7 @@ def check_memory(spec: dict[str, Any], parameters: int) -> None:
     limit = spec["hardware"]["memory"]
     available = available_host_memory() if limit is None else parse_bytes(limit, "memory")
     # fp32 weights; in training their gradients and two moments beside them.
-    needed = parameters * (16 if spec["task"] == "training" else 4)
+    needed = parameters * (16 * spec["hardware"]["ranks"] if spec["task"] == "training" else 4)
     if available is not None and needed > available and not spec["technique"]["options"].get("weight_offload"):
         raise MemoryError(f"{format_bytes(needed)} of weights and states, {format_bytes(available)} of memory")
 
@@ -80,8 +88,8 @@ def check_memory(spec: dict[str, Any], parameters: int) -> None:
 class ResourceMeter:
     """Peak memory by tier, and energy where the machine tells it (Intel's RAPL counters)."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, num_children: int = 1) -> None:
+        self.device, self.num_children = device, num_children
         self.imports = resident_bytes()
         self.load_peak = 0
         self._energy: int | None = None
@@ -102,7 +110,8 @@ class ResourceMeter:
         import torch
 
         energy = _energy_microjoules()
-        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        # The largest child, for each of them: ranks are alike.
+        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 * self.num_children
         files = [file for file in disk_folder.rglob("*") if file.is_file()] if disk_folder.is_dir() else []
         return {
             "host_peak": max(self.load_peak, resident_bytes(peak=True)),

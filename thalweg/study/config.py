@@ -100,11 +100,16 @@ KINDS: dict[str, Task] = {
 class StudyHardware(_Section):
     """How much of the machine a cell gets, and what an hour of it costs.
 
-    ``memory``: bytes (or a size such as 8GiB) that a model's weights may take; by default what is free.
+    ``ranks``: processes of a training cell, each with a batch, a device and ``threads`` of its own.  ``memory``: bytes
+    (or a size such as 8GiB) that a model's weights may take; by default what is free.  ``planned``: the machine is not
+    here; its training cells are what ``thalweg.plan`` says for ``ranks`` of ``device`` (a name such as a100), each with
+    ``memory``, and are marked so.
     """
 
     device: str = "cpu"
-    threads: int = Field(1, ge=1)
+    ranks: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)
+    planned: bool = False
     memory: int | str | None = None
     price_per_hour: float | None = Field(default=None, ge=0)
     currency: str = "USD"

@@ -355,6 +355,7 @@ class ShardedModel:
     # Forward
 
     def _before_forward(self, *_: object) -> None:
+        self._collectives.memory.release()
         self._entered_sharded = all(group.is_sharded for group in self.groups)
         for storage in self._storages:
             storage.before_forward()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from pydantic import model_validator
 
 from thalweg.compat.deepspeed.logs import logger
 from thalweg.config import Config, ConfigError, load_config
@@ -20,7 +21,7 @@ from thalweg.config.schema.base import AUTO, list_options
 from thalweg.config.schema.training import BF16, FP16
 from thalweg.config.schema.zero import OffloadOptimizer, OffloadParam
 
-DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig = OffloadParam, OffloadOptimizer
+DeepSpeedZeroOffloadParamConfig = OffloadParam
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
@@ -73,6 +74,15 @@ def translate_config(tree: dict[str, Any]) -> dict[str, Any]:
             del zero[name]
             logger.warning("zero_optimization.%s does nothing at stage %d", name, stage)
     return tree
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer):
+    """The section ``offload_optimizer``, whose ``pipeline`` follows from ``pipeline_read`` and ``pipeline_write``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_pipeline(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        return keys | {"pipeline": bool(keys.get("pipeline_read") or keys.get("pipeline_write"))}
 
 
 class OffloadDeviceEnum(StrEnum):

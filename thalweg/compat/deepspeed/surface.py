@@ -18,11 +18,11 @@ _CONFIG = f"{_HERE}.config:DeepSpeedConfig"
 
 _ENGINE = names_in(f"{_HERE}.engine", "DeepSpeedEngine PipelineEngine")
 _ZERO: Names = {
-    "Init": f"{_HERE}.zero_params:DeepSpeedInit",
+    "Init": f"{_HERE}.param_views:DeepSpeedInit",
     "GatheredParameters": f"{_HERE}.param_views:DeepSpeedGatheredParameters",
     "register_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
     "unregister_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
-    "MiCS_Init": f"{_HERE}.zero_params:DeepSpeedInit",
+    "MiCS_Init": f"{_HERE}.param_views:DeepSpeedInit",
     "unwrap_model_for_generation": f"{_HERE}.param_views:unwrap_model_for_generation",
     "ZeroParamStatus": f"{_HERE}.zero_params:ZeroParamStatus",
     "TiledLinear": NotOffered('set "tiling" in the config'),
@@ -67,8 +67,9 @@ _PARTITION: Names = {
     "get_accelerator": _ACCELERATOR["get_accelerator"],
     "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}.zero_params:zero_wrapper_for_fp_tensor_constructor",
     "_orig_torch_arange": "torch:arange",
+    "MultipleAllGatherHandles": f"{_HERE}.param_views:MultipleAllGatherHandles",
     **dict.fromkeys(
-        ("AllGatherHandle", "AllGatherCoalescedHandle", "MultipleAllGatherHandles", "partitioned_param_data_shape"),
+        ("AllGatherHandle", "AllGatherCoalescedHandle", "partitioned_param_data_shape"),
         NotOffered("FSDP2 gathers by unit; thalweg.zero.GatheredParameters gathers for a program"),
     ),
 }
@@ -136,9 +137,9 @@ SURFACE: dict[str, Names] = with_parents({
     "deepspeed.launcher.runner": {FALLBACK: f"{_HERE}.launcher", PROGRAM: _PROGRAMS},
     "deepspeed.moe.sharded_moe": {
         FALLBACK: f"{_HERE}.gating",
-        "dist": "deepspeed.comm",
+        "dist": f"{_HERE}.collectives",
         **dict.fromkeys(
-            ("TopKGate", "MOELayer", "_route_slots", "_sparse_encode", "_sparse_decode"),
+            ("TopKGate", "MOELayer"),
             NotOffered("thalweg.moe.MoE has the gate: k, capacity_factor, drop_tokens and the rest are its arguments"),
         ),
     },

@@ -39,6 +39,7 @@ from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
 from thalweg.device import takes_tensors_of
+from thalweg.ops.onebit import get_onebit_code
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.lamb import Lamb
@@ -104,7 +105,8 @@ class MomentumExchange:
         topology = HostTopology.discover(
             group, None if takes_tensors_of(group, torch.device("cpu")) else pieces[0].device
         )
-        self._reducer = OneBitAllReduce([p.numel() for p in pieces], group, topology, self._ledger, pieces[0].device)
+        numels, device = [p.numel() for p in pieces], pieces[0].device
+        self._reducer = OneBitAllReduce(numels, group, topology, self._ledger, device, get_onebit_code(device))
         self._params = params
         owed = [_owed_errors(param, state[param], size) for param in params]
         self._reducer.load_errors([worker for worker, _ in owed], [server for _, server in owed])

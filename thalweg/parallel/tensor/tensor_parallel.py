@@ -174,8 +174,7 @@ def _replace_parameters(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup)
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
         for key, spec in layer.shard_specs.items():
-            parameter = module._parameters[key]
-            assert parameter is not None
+            parameter = module.get_parameter(key)
             registered = specs.setdefault(id(parameter), (parameter, spec))
             if registered[1] != spec:
                 raise UnshardableModelError(f"{name}.{key} is shared with a layer that cuts it otherwise")
@@ -214,6 +213,8 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
 
 
 def _make_forward(module: nn.Module, layer: LayerPlan, tp_context: TpContext, kernels: str) -> layers.ForwardFn | None:
+    if hasattr(module, "parametrizations"):
+        kernels = "torch"  # a weight in few bits is F.linear's
     match layer.kind:
         case "column":
             return layers.column_parallel(tp_context, kernels, layer.shared_rows)
@@ -225,6 +226,8 @@ def _make_forward(module: nn.Module, layer: LayerPlan, tp_context: TpContext, ke
             return layers.vocab_parallel_head(tp_context, kernels, layer.shard_specs["weight"])
         case "grad_all_reduce":
             return layers.with_grad_all_reduce(module, tp_context.tp_group, tp_context.name)
+        case "whole_dropout" | "part_dropout":
+            return layers.adapter_dropout(tp_context.tp_group, layer.kind == "part_dropout")
         case "experts":
             return layers.expert_tensor_parallel(module, tp_context)
     return None

@@ -131,6 +131,12 @@ class RunSpec(ShardOptions):
         return self.on_cpu and topology.ranks_per_node > 1 and (topology.num_nodes == 1 or self.is_hierarchical)
 
     @property
+    def reduces_in_place(self) -> bool:
+        """Whether a reduction's input is its output: see ``comm/collectives/reducer.py: ReplicatedReducer``."""
+        same_dtype = self.precision.reduce_dtype == self.precision.master_dtype
+        return self.replicates_states and not self.uses_shared_memory and same_dtype
+
+    @property
     def num_reduction_slots(self) -> int:
         """Slots of the shared memory that each rank fills in turn."""
         return NUM_REPLICATED_REDUCE_SLOTS if self.replicates_states else NUM_REDUCE_SLOTS
