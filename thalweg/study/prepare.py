@@ -12,6 +12,8 @@ from typing import Any
 from thalweg.study.config import StudyConfig, StudyDataset, StudyModel, slug
 from thalweg.study.datasets import explore, load_rows, normalize
 from thalweg.utils.atomic_file import publish_file
+from thalweg.utils.formatting import format_bytes, parse_bytes
+from thalweg.utils.procfs import available_host_memory
 
 # The ids that T5 gives them; other families do not mind.
 _SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
@@ -37,7 +39,9 @@ def prepare(config: StudyConfig, folder: Path) -> None:
     for model in config.models:
         path = folder / "models" / f"{slug(model.name)}.json"
         if not path.exists():
-            write_json(path, _attempt(_make_model, model, folder / "models" / slug(model.name), texts, config.seed))
+            measured = not all(one.planned for one in config.hardware)
+            made = _attempt(_make_model, model, folder / "models" / slug(model.name), texts, config.seed, measured)
+            write_json(path, made)
     if not (folder / "explored.json").exists():
         write_json(folder / "explored.json", _explore(config, folder, data))
 
@@ -59,8 +63,9 @@ def _read_dataset(dataset: StudyDataset) -> dict[str, Any]:
     return {"rows": rows, "skipped": num_skipped}
 
 
-def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int) -> dict[str, Any]:
-    """Return where a model is; one of random weights is made there, with a tokenizer of the study's own texts."""
+def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int, weights: bool) -> dict[str, Any]:
+    """Return where a model is; one of random weights is made there, with a tokenizer of the study's own texts, and
+    without ``weights`` where all is planned."""
     import torch
     import transformers
 
@@ -72,17 +77,29 @@ def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int
         return {"path": str(model.path), "random": False, "shape": describe_shape(config)}
     fields = dict(model.config)
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    torch.manual_seed(seed)
-    made: Any = auto_class(config).from_config(config)
-    # Random weights would name an end at random: without one all outputs are of the length that was asked for.
-    made.generation_config.eos_token_id = made.config.eos_token_id = None
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    made.save_pretrained(temporary)
+    shape = describe_shape(config)
+    if weights:
+        check_free_memory(4 * shape["parameters"], "its random weights")
+        torch.manual_seed(seed)
+        made: Any = auto_class(config).from_config(config)
+        # Random weights would name an end at random: without one all outputs are of the length that was asked for.
+        made.generation_config.eos_token_id = made.config.eos_token_id = None
+        made.save_pretrained(temporary)
+    else:
+        config.save_pretrained(temporary)
     _train_tokenizer(texts, config.vocab_size).save_pretrained(temporary)
     shutil.rmtree(folder, ignore_errors=True)  # half of one, from a run that was killed
     temporary.rename(folder)
-    return {"path": str(folder.absolute()), "random": True, "shape": describe_shape(config)}
+    return {"path": str(folder.absolute()), "random": True, "shape": shape}
+
+
+def check_free_memory(needed: int, purpose: str, limit: int | str | None = None) -> None:
+    """Raise MemoryError where that many bytes are not there (or beyond ``limit``), before the system kills somebody."""
+    available = available_host_memory() if limit is None else parse_bytes(limit, "memory")
+    if available is not None and needed > available:
+        raise MemoryError(f"{format_bytes(needed)} for {purpose}, {format_bytes(available)} of memory")
 
 
 def auto_class(config: Any) -> Any:

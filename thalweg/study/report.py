@@ -9,12 +9,13 @@ import base64
 import importlib.util
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from thalweg.observe.html import render_page
+from thalweg.study.metrics import Estimate
 from thalweg.study.prepare import write_json
 from thalweg.study.results import collect
 from thalweg.utils.formatting import format_bytes
@@ -72,10 +73,9 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
             "Models marked (random) have random weights: their times and bytes are those of the shape, their quality"
             " means nothing, and only the equality of outputs says something about a technique."
         )
-    if found["config"]["rounds"] < 3:
-        blocks.append(
-            "With fewer than 3 rounds intervals are mostly those of repeats within one process, and too narrow."
-        )
+    measured = [row for row in found["rows"] if row["status"] == "ok"]
+    if measured and all(row["joules_per_sample"] is None for row in measured):
+        blocks.append("No energy: this machine has no RAPL counters that may be read.")
     if found["recommended"]:
         blocks += ["## What to use", _recommended_table(found["recommended"])]
     for task, title in (("inference", "Inference"), ("training", "Training")):
@@ -84,7 +84,9 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
             continue
         blocks += [f"## {title}", _overview_table(rows), _cells_table(rows), *_time_figures(found, task)]
         blocks += [f"### Why: {title.lower()}", _reasons_table(rows)]
-    failed = [row for row in found["rows"] if row["status"] != "ok"]
+    if found["planned"]:
+        blocks += ["## Planned, not measured", _PLANNED_TEXT, _planned_table(found["planned"])]
+    failed = [row for row in (*found["rows"], *found["planned"]) if row["status"] not in ("ok", "planned")]
     if failed:
         lines = [[*_place(row), row["technique"], row["status"], row["reason"]] for row in failed]
         blocks += ["## Cells without a measurement", ReportTable([*_PLACE, "technique", "status", "reason"], lines)]
@@ -96,14 +98,20 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
 _PLACE = ("hardware", "model", "dataset")
 _NOISE_TEXT = (
     "Each baseline was measured a second time as if it were another technique. Its ratio would be 1 on a machine"
-    " without noise; a ratio elsewhere on this page that lies within this interval says nothing."
+    " without noise. The interval here is of its own rounds; the intervals of other ratios on this page are at least as"
+    " wide as all null comparisons of the same hardware and task together say."
+)
+_PLANNED_TEXT = (
+    "These machines were not here: each line is what thalweg.plan says of a step, from data sheets and formulas. Prices"
+    " are those of the study's file."
 )
 _METHOD_TEXT = (
     "Each cell ran in {rounds} processes, forked with torch loaded and nothing else done. The techniques of a group"
     " (hardware, model, dataset, task) ran one after the other in each round, beginning with another one each time. A"
     " process measured {turns} passes over the samples (training: {steps} steps) after a warm-up. Times are medians;"
-    " intervals are 95%, by the bootstrap over rounds and repeats within them; a ratio is the median over rounds of"
-    " the baseline's median to the technique's: above 1 the technique is faster. Memory is the peak of resident bytes,"
+    " a ratio is the median over rounds of the baseline's median to the technique's: above 1 the technique is faster."
+    " Intervals are 95%, Student's t of the rounds' logarithms; those of times hold for this study's hour, those of"
+    " ratios also when neighbours come and go. Memory is the peak of resident bytes,"
     " libraries and loading included. The speeds of memory and"
     " arithmetic are the best that any process of the study read."
 )
@@ -125,11 +133,13 @@ def _place(row: dict[str, Any]) -> list[str]:
     return [row["hardware"], model, row["dataset"]]
 
 
-def _ms(estimate: Sequence[float] | None) -> str | tuple[str, float]:
-    if estimate is None:
-        return "-"
-    middle, low, high = (_digits(1e3 * one) for one in estimate)
-    return f"{middle} [{low}, {high}]", 1e3 * estimate[0]
+def _ms(estimate: Estimate | None) -> str | tuple[str, float]:
+    return "-" if estimate is None else (_bracket(estimate, lambda one: _digits(1e3 * one)), 1e3 * estimate[0])
+
+
+def _bracket(estimate: Estimate, write: Callable[[float], str]) -> str:
+    middle, *ends = (None if one is None else write(one) for one in estimate)
+    return f"{middle} [{ends[0]}, {ends[1]}]" if ends[0] else f"{middle} [one round]"
 
 
 def _digits(number: float) -> str:
@@ -137,10 +147,8 @@ def _digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _ratio(estimate: Sequence[float] | None) -> str | tuple[str, float]:
-    if estimate is None:
-        return "-"
-    return f"{estimate[0]:.2f} [{estimate[1]:.2f}, {estimate[2]:.2f}]", estimate[0]
+def _ratio(estimate: Estimate | None) -> str | tuple[str, float]:
+    return "-" if estimate is None else (_bracket(estimate, lambda one: f"{one:.2f}"), estimate[0])
 
 
 def _overview_table(rows: list[dict[str, Any]]) -> ReportTable:
@@ -164,19 +172,26 @@ def _overview_table(rows: list[dict[str, Any]]) -> ReportTable:
 
 def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
     is_inference = rows[0]["task"] == "inference"
-    timed = ["first token ms", "next tokens ms"] if is_inference else []
+    timed = ["first token ms", "next tokens ms"] if is_inference else ["samples/s"]
     headers = [*_PLACE, "technique", "ms a sample", "baseline's / its time", *timed, "tokens/s"]
     headers += ["load s", "memory peak", "of it after loading", "disk"]
-    headers += ["J a sample", "1,000 samples cost", "equal outputs" if is_inference else "plan ms a step", "quality"]
+    headers += [
+        "J a sample",
+        "1,000 samples cost",
+        "equal outputs" if is_inference else "plan: ms a step, a rank",
+        "quality",
+    ]
     body = []
     for row in rows:
         if row["status"] != "ok":
             continue
         cells = [*_place(row), row["technique"], _ms(row["seconds_per_sample"]), _ratio(row.get("ratio"))]
-        cells += [_ms(row[key]) for key in ("first_seconds", "step_seconds") if is_inference]
+        rate = 1 / row["seconds_per_sample"][0]
+        timings = [_ms(row[key]) for key in ("first_seconds", "step_seconds") if is_inference]
+        cells += timings or [(_digits(rate), rate)]
         peak = row["host_peak"] if row["device_peak"] is None else row["device_peak"]
         running = row["host_run_peak"] if row["device_peak"] is None else row["device_peak"]
-        load, speed = row["load_seconds"], row["tokens_per_second"][0]
+        load, speed = row["load_seconds"], row["tokens_per_second"]
         cells += [(f"{speed:,.0f}", speed), (f"{load:.1f}", load)]
         cells += [(format_bytes(value), value) for value in (peak, running)]
         cells.append((format_bytes(row["disk"]), row["disk"]) if row["disk"] else "-")
@@ -188,10 +203,29 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
             cells.append("-" if equal is None else (f"{equal:.0%}, {different} different", equal))
         else:
             planned = row["plan"].get("seconds")
-            cells.append("-" if planned is None else (f"{1e3 * planned:.1f}", planned))
+            size = "-" if planned is None else format_bytes(row["plan"]["bytes"])
+            cells.append("-" if planned is None else (f"{1e3 * planned:.1f}, {size}", planned))
         quality = (f"{key} {'-' if value is None else f'{value:.3f}'}" for key, value in row["quality"].items())
         body.append([*cells, ", ".join(quality)])
     return ReportTable(headers, body)
+
+
+def _planned_table(rows: list[dict[str, Any]]) -> ReportTable:
+    """The report's Figure 4: fine-tuning by hardware, batch, precision (which the technique names), time and cost."""
+    headers = [*_PLACE, "technique", "batch a rank", "ms a step", "samples/s", "memory a rank", "fits", "limited by"]
+    body = []
+    for row in rows:
+        if row["status"] != "planned":
+            continue
+        plan, cost = row["plan"], row["cost_per_1000"]
+        seconds, size = plan["seconds"], plan["bytes"]
+        fits = {True: "yes", False: f"no, {format_bytes(plan['limit'] or 0)}", None: "not known"}[plan["fits"]]
+        cells = [*_place(row), row["technique"], (f"{row['batch_size']}", row["batch_size"])]
+        cells += [(_digits(1e3 * seconds), seconds), (_digits(row["samples"] / seconds), row["samples"] / seconds)]
+        cells += [(format_bytes(size), size), fits, plan["bottleneck"]]
+        # What does not fit costs nothing.
+        body.append([*cells, "-" if cost is None or not plan["fits"] else (f"{cost:.3g}", cost)])
+    return ReportTable([*headers, "1,000 samples cost"], body)
 
 
 def _reasons_table(rows: list[dict[str, Any]]) -> ReportTable:
@@ -272,7 +306,7 @@ def _time_figures(found: dict[str, Any], task: str) -> list[Block]:
     def draw_times(axes: Any) -> None:
         for axis, (place, rows) in zip(axes, groups.items(), strict=True):
             names, times = [row["technique"] for row in rows], [row["seconds_per_sample"] for row in rows]
-            errors = [[1e3 * (t[0] - t[1]) for t in times], [1e3 * (t[2] - t[0]) for t in times]]
+            errors = [[1e3 * abs(t[0] - (t[end] or t[0])) for t in times] for end in (1, 2)]
             axis.barh(names, [1e3 * t[0] for t in times], xerr=errors, color=_COLOURS[0], capsize=3)
             axis.invert_yaxis()
             axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)

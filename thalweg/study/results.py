@@ -7,43 +7,49 @@ from pathlib import Path
 from typing import Any
 
 from thalweg.study.config import StudyConfig, StudyHardware
-from thalweg.study.metrics import MISSING, agreement, interval, ratio_interval
+from thalweg.study.metrics import MISSING, agreement, estimate, interval, log_ratios
 from thalweg.study.prepare import read_json
 from thalweg.study.run import CellGroup, StudyCell, list_groups, result_path
 from thalweg.utils.formatting import format_bytes
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """Return all that a report says, as JSON has it: ``rows`` (one a cell), ``noise`` (the null comparison of each
-    group), ``recommended`` (one a group), ``explored``, the config and the provenance.
+    """Return all that a report says, as JSON has it: ``rows`` (one a cell), ``planned`` (those of machines that are
+    not here), ``noise`` (the null comparison of each group), ``recommended`` (one a group), ``explored``, the config
+    and the provenance.
 
     A study that has not ended gives the rows of what there is; the others are ``not measured``.
     """
     study = read_json(folder / "study.json")
     config = StudyConfig.model_validate(study["config"])
     explored = folder / "explored.json"
-    baselines = []
-    rows, noise, recommended = [], [], []
-    for group in list_groups(config):
-        found = _group_rows(config, folder, group)
-        *techniques, null = found
-        rows += techniques
-        baselines += [techniques[0]] * len(techniques)
-        keys = ("hardware", "model", "dataset", "task")
-        place = {key: null[key] for key in keys}
-        noise.append({**place, "status": null["status"], "ratio": null.get("ratio")})
-        if group.task == "inference" and techniques[0]["status"] == "ok":
-            recommended.append({**place, **_recommend(techniques, null)})
+    groups = [_group_rows(config, folder, group) for group in list_groups(config) if not group.is_planned]
+    planned = [row for group in list_groups(config) if group.is_planned for row in _group_rows(config, folder, group)]
+    rows = [row for *techniques, _ in groups for row in techniques]
     _predict([row for row in rows if "work" in row])
-    for row, baseline in zip(rows, baselines, strict=True):
-        if row["status"] == "ok":
-            row["why"] = explain(row, baseline)
+    noise, recommended = [], []
+    for baseline, *others, null in groups:
+        place = {key: null[key] for key in ("hardware", "model", "dataset", "task")}
+        known = [
+            one for *_, other in groups if all(other[key] == null[key] for key in ("hardware", "task"))
+            for one in other.get("log_ratios", ())
+        ]  # fmt: skip
+        found = null.get("log_ratios")
+        noise.append({**place, "status": null["status"], "ratio": estimate(found) if found else None})
+        for row in (baseline, *others):
+            if "log_ratios" in row:
+                row["ratio"] = (1.0, 1.0, 1.0) if row is baseline else estimate(row["log_ratios"], known)
+            if row["status"] == "ok":
+                row["why"] = explain(row, baseline)
+        if null["task"] == "inference" and baseline["status"] == "ok":
+            recommended.append({**place, **_recommend([baseline, *others])})
     return {
         "name": config.name,
         "provenance": study["provenance"],
         "config": study["config"],
         "explored": read_json(explored) if explored.exists() else {},
         "rows": rows,
+        "planned": planned,
         "noise": noise,
         "recommended": recommended,
         "notes": [MISSING] if any(None in row.get("quality", {}).values() for row in rows) else [],
@@ -71,10 +77,13 @@ def _make_row(
         "kind": cell.technique.kind, "options": cell.technique.options,
         "parameters": read_json(model).get("shape", {}).get("parameters") if model.exists() else None,
     }  # fmt: skip
-    bad = next((one for one in rounds if one["status"] != "ok"), None)
+    bad = next((one for one in rounds if "reason" in one), None)
     if bad is not None or not rounds:
         return row | ({"status": "not measured", "reason": "the study has not come to it"} if bad is None else bad)
     samples = rounds[0]["samples"]
+    if rounds[0]["status"] == "planned":
+        cost = _cost(cell.hardware, rounds[0]["plan"]["seconds"] / samples)
+        return row | rounds[0] | {"random_weights": False, "cost_per_1000": cost}
 
     def per_sample(which: list[dict[str, Any]]) -> list[list[float]]:
         # Of training a turn is a step; of inference it is all samples once.
@@ -84,7 +93,9 @@ def _make_row(
     row |= {
         "status": "ok", "rounds": len(rounds), "samples": samples, "batch_size": rounds[0]["batch_size"],
         "seconds_per_sample": interval(seconds),
-        "tokens_per_second": interval([[turn["tokens"] / turn["seconds"] for turn in one["turns"]] for one in rounds]),
+        "tokens_per_second": statistics.median(
+            turn["tokens"] / turn["seconds"] for one in rounds for turn in one["turns"]
+        ),
         "load_seconds": statistics.median(one["load_seconds"] for one in rounds),
         "host_peak": max(one["host_peak"] + one["host_children_peak"] for one in rounds),
         "host_run_peak": max(one["host_run_peak"] for one in rounds),
@@ -99,8 +110,7 @@ def _make_row(
     row["joules_per_sample"] = statistics.median(joules) if joules else None
     row["cost_per_1000"] = _cost(cell.hardware, row["seconds_per_sample"][0])
     if baseline and all(one["status"] == "ok" for one in baseline):
-        is_baseline = rounds is baseline
-        row["ratio"] = (1.0, 1.0, 1.0) if is_baseline else ratio_interval(seconds, per_sample(baseline))
+        row["log_ratios"] = log_ratios(seconds, per_sample(baseline))
         if "outputs" in rounds[0]:
             row["equal_outputs"] = agreement(rounds[0]["outputs"], baseline[0]["outputs"])
             # Equality says little where all samples give the same.
@@ -191,12 +201,12 @@ def _explain_training(row: dict[str, Any]) -> str:
     )
 
 
-def _recommend(rows: list[dict[str, Any]], null: dict[str, Any]) -> dict[str, Any]:
+def _recommend(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the fastest technique that costs no quality, and the one that needs the least memory.
 
     No quality is lost where outputs are the baseline's (and not one for all samples, which any technique would give),
-    or where no metric of trained weights is more than a hundredth below.  A gain that the null comparison's interval
-    covers is none: the baseline stays.  Of techniques as fast as the fastest, by its interval, the study's first is it.
+    or where no metric of trained weights is more than a hundredth below.  A gain whose interval holds 1 is none: the
+    baseline stays.  Of techniques as fast as the fastest, by its interval, the study's first is it.
     """
     baseline = rows[0]
 
@@ -208,9 +218,8 @@ def _recommend(rows: list[dict[str, Any]], null: dict[str, Any]) -> dict[str, An
 
     candidates = [row for row in rows if row["status"] == "ok" and keeps_quality(row)]
     fastest = max(candidates, key=lambda row: row["ratio"][0])
-    fastest = next(row for row in candidates if row["ratio"][0] >= fastest["ratio"][1])
-    noise = max(null["ratio"][2], 1 / null["ratio"][1]) if null["status"] == "ok" else 1.0
-    if fastest["ratio"][1] <= noise:
+    fastest = next(row for row in candidates if row["ratio"][0] >= (fastest["ratio"][1] or 0))
+    if (fastest["ratio"][1] or 0) <= 1:
         fastest = baseline
     leanest = min(candidates, key=lambda row: row["host_peak"] + (row["device_peak"] or 0))
     return {

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,7 +26,7 @@ from typing import Any
 
 import thalweg
 from thalweg.study import prepare
-from thalweg.study.cell import run_cell
+from thalweg.study.cell import end_with_parent, run_cell
 from thalweg.study.config import (
     StudyConfig,
     StudyDataset,
@@ -60,25 +59,33 @@ class StudyCell:
 @dataclass(frozen=True)
 class CellGroup:
     """The cells that are compared with each other: all techniques of a task; the first one is the baseline, the last
-    one the baseline again."""
+    one the baseline again.  Where they are planned it comes once, and so does each cell."""
 
     task: Task
     cells: tuple[StudyCell, ...]
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether nothing of it is measured."""
+        return self.cells[0].hardware.planned
+
 
 def list_groups(config: StudyConfig) -> list[CellGroup]:
     """Return all cells of a study in the order of the config."""
-    return [
-        CellGroup(task, tuple(StudyCell(model, dataset, one, hardware) for one in config.with_null(task)))
-        for hardware, model, dataset, task in product(config.hardware, config.models, config.datasets, config.tasks)
-    ]
+    groups = []
+    for hardware, model, dataset, task in product(config.hardware, config.models, config.datasets, config.tasks):
+        if hardware.planned and task == "inference":
+            continue  # the plan is one of training
+        techniques = config.with_null(task)[: -1 if hardware.planned else None]
+        groups.append(CellGroup(task, tuple(StudyCell(model, dataset, one, hardware) for one in techniques)))
+    return groups
 
 
 def list_turns(config: StudyConfig) -> Iterator[tuple[CellGroup, StudyCell, int]]:
     """Yield the processes of a study in order: within a round the cells of a group in turns, each round beginning
     with another."""
     for group in list_groups(config):
-        for number in range(config.rounds):
+        for number in range(1 if group.is_planned else config.rounds):
             start = number % len(group.cells)
             for cell in group.cells[start:] + group.cells[:start]:
                 yield group, cell, number
@@ -101,11 +108,11 @@ def run_study(config: StudyConfig, folder: Path, progress: Callable[[str], None]
         result = _run_cell(config, folder, group, cell, number)
         seconds.append(time.perf_counter() - start)
         left = sum(seconds) / len(seconds) * (len(missing) - index - 1)
-        text = result["status"] if result["status"] == "ok" else f"{result['status']}: {result['reason'][:160]}"
+        text = result["status"] + (f": {result['reason'][:160]}" if "reason" in result else "")
         progress(f"[{len(turns) - len(missing) + index + 1}/{len(turns)}, {left / 60:.0f} min left] {cell.name}"
                  f" round {number + 1}: {text}")  # fmt: skip
     shutil.rmtree(folder / "scratch", ignore_errors=True)
-    failed = {cell.name for _, cell, number in turns if read_json(result_path(folder, cell, number))["status"] != "ok"}
+    failed = {cell.name for _, cell, number in turns if "reason" in read_json(result_path(folder, cell, number))}
     return {"processes": len(missing), "cells": len({cell.name for _, cell, _ in turns}), "failed": len(failed)}
 
 
@@ -138,7 +145,8 @@ def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: StudyCe
     ]
     earlier = read_json(result_path(folder, cell, 0)) if number else {"status": "ok"}
     if any(problems):
-        result = {"status": "failed", "reason": next(filter(None, problems))}
+        reason = next(filter(None, problems))
+        result = {"status": "out of memory" if reason.startswith("MemoryError") else "failed", "reason": reason}
     elif earlier["status"] != "ok":  # it would fail again
         result = {"status": earlier["status"], "reason": earlier["reason"]}
     else:
@@ -161,14 +169,16 @@ def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: StudyCe
 
 
 def _environment(cell: StudyCell) -> dict[str, str]:
-    """One rank's variables, for libraries that ask for a launcher; and as many threads as the setting has."""
+    """Rank 0's variables, for libraries that ask for a launcher; and as many threads as the setting has."""
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    needs_rank = cell.technique.options.get("library") == "deepspeed"
+    ranks = str(cell.hardware.ranks)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    rank |= dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), ranks)
+    needs_rank = ranks != "1" or cell.technique.options.get("library") == "deepspeed"
     accelerator = {"DS_ACCELERATOR": "cpu"} if cell.hardware.device == "cpu" else {}
     launcher = {**rank, **accelerator, "MASTER_PORT": str(port)} if needs_rank else {}
     return {"OMP_NUM_THREADS": str(cell.hardware.threads), **launcher, **cell.technique.env}
@@ -230,15 +240,8 @@ def _enter(function: Callable[[str], None], argument: str, log: str, variables: 
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with_parent()
     function(argument)
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
 
 
 def _tail(log: Path) -> str:

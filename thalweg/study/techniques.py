@@ -55,11 +55,12 @@ class _FirstToken:
         self.at: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.at = self.at or _now(input_ids.device)
+        self.at = self.at or now(input_ids.device)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _now(device: torch.device | str) -> float:
+def now(device: torch.device | str) -> float:
+    """The clock, once the device has done what it was given."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -85,7 +86,7 @@ class HuggingFace:
             input_ids=tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
             stopping_criteria=[first], pad_token_id=self.pad,
         )  # fmt: skip
-        end = _now(self.device)
+        end = now(self.device)
         made = made[:, 1:] if self.model.config.is_encoder_decoder else made[:, tokens.shape[1] :]
         ends = self.model.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])

@@ -6,34 +6,105 @@ the technique alone.  Losses of techniques that do not change the arithmetic are
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thalweg.study.cell import end_with_parent
 from thalweg.study.prepare import load_tokenizer
-from thalweg.study.techniques import load_plain
+from thalweg.study.techniques import UnsupportedTechnique, load_plain, now
 
 _LEARNING_RATE = 1e-4
 _WARMUP_STEPS = 2
+_SECONDS_TO_END = 5.0  # that other ranks have, once rank 0 has ended
 _IGNORED = -100  # a label that the loss passes over
 Step = Callable[[list[dict[str, Tensor]]], float]
 
 
 def measure_training(spec: dict[str, Any], meter: Any) -> dict[str, Any]:
-    """Return the steps of one process, and what ``thalweg.plan`` says of the same job.
+    """Return the steps of rank 0, and what ``thalweg.plan`` says of the same job.
 
-    ``turns``: seconds of each step and its tokens (padding is not counted); ``losses``: of all steps, the first ones
-    included.
+    ``turns``: seconds of each step and its tokens on all ranks (padding is not counted); ``losses``: rank 0's of all
+    steps, the first ones included.  The other ranks are forked before anything is computed.
     """
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=_run_rank, args=(spec, rank)) for rank in range(1, spec["hardware"]["ranks"])]
+    for process in others:
+        process.start()
+    try:
+        measured = _train(spec, meter, 0)
+        for process in others:  # the memory of a child is known once it has ended
+            process.join(_SECONDS_TO_END)
+    except Exception as error:
+        for process in others:
+            process.join(_SECONDS_TO_END)
+            if process.exitcode == -signal.SIGKILL:
+                raise MemoryError("another rank was killed by SIGKILL") from error
+        raise
+    finally:
+        for process in others:
+            process.kill()
+    return measured | meter.end(Path(spec["scratch"]))
+
+
+def _run_rank(spec: dict[str, Any], rank: int) -> None:
+    """Another rank: it trains on its own batches, and tells nobody."""
+    end_with_parent()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    _train(spec, None, rank)
+
+
+def _train(spec: dict[str, Any], meter: Any, rank: int) -> dict[str, Any]:
+    world_size, device = spec["hardware"]["ranks"], spec["hardware"]["device"]
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank)
     dataset, options = spec["dataset"], dict(spec["technique"]["options"])
     start = time.perf_counter()
     tokenizer = load_tokenizer(spec["model"]["path"])
     model = load_plain(spec, torch.float32)
-    batches = make_batches(spec["rows"], tokenizer, dataset, model.config.is_encoder_decoder)
+    batches = [
+        {key: tensor.to(device) for key, tensor in batch.items()}
+        for batch in make_batches(spec["rows"], tokenizer, dataset, model.config.is_encoder_decoder)
+    ]
+    model = _adapt(model, options)
+    config = make_ds_config(dataset["batch_size"], options.pop("config", {}))
+    num_micro_batches = config["gradient_accumulation_steps"]
+    if options:
+        raise ValueError(f"training techniques have no option {', '.join(options)}")
+    planned = {} if rank else predict_training(spec, config, batches[0])
+    is_plain = spec["technique"]["kind"] == "torch_train"
+    step = _torch_step(model, world_size) if is_plain else _thalweg_step(model, config)
+    load_seconds = time.perf_counter() - start
+    turns, losses = [], []
+    for number in range(spec["steps"] + _WARMUP_STEPS):
+        if number == _WARMUP_STEPS and meter:
+            meter.begin()
+        first = number * num_micro_batches * world_size
+        of_ranks = [batches[(first + i) % len(batches)] for i in range(num_micro_batches * world_size)]
+        began = time.perf_counter()
+        losses.append(step(of_ranks[rank::world_size]))
+        if number >= _WARMUP_STEPS:
+            tokens = sum(int(one["attention_mask"].sum()) for one in of_ranks)
+            turns.append({"seconds": now(device) - began, "tokens": tokens})
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    batch_size = dataset["batch_size"]
+    return {
+        "turns": turns, "losses": losses, "quality": {"last loss": losses[-1]}, "load_seconds": load_seconds,
+        "samples": batch_size * num_micro_batches * world_size, "batch_size": batch_size, "plan": planned,
+    }  # fmt: skip
+
+
+def _adapt(model: Any, options: dict[str, Any]) -> Any:
+    """Apply what a technique does to the model, and take it out of ``options``."""
     if options.pop("activation_checkpointing", False):
         model.gradient_checkpointing_enable()
     lora = options.pop("lora", None)
@@ -41,34 +112,7 @@ def measure_training(spec: dict[str, Any], meter: Any) -> dict[str, Any]:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(**lora))
-    model.train()
-    config = make_ds_config(dataset["batch_size"], options.pop("config", {}))
-    num_micro_batches = config["gradient_accumulation_steps"]
-    planned = {} if lora is not None else predict_training(spec, config, batches[0], options)
-    if options:
-        raise ValueError(f"training techniques have no option {', '.join(options)}")
-    is_plain = spec["technique"]["kind"] == "torch_train"
-    step = _torch_step(model) if is_plain else _thalweg_step(model, config)
-    load_seconds = time.perf_counter() - start
-    turns, losses = [], []
-    for number in range(spec["steps"] + _WARMUP_STEPS):
-        if number == _WARMUP_STEPS:
-            meter.begin()
-        first = number * num_micro_batches
-        micro_batches = [batches[(first + i) % len(batches)] for i in range(num_micro_batches)]
-        began = time.perf_counter()
-        losses.append(step(micro_batches))
-        if number >= _WARMUP_STEPS:
-            tokens = sum(int(one["attention_mask"].sum()) for one in micro_batches)
-            turns.append({"seconds": time.perf_counter() - began, "tokens": tokens})
-    resources = meter.end(Path(spec["scratch"]))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    return {
-        "turns": turns, "losses": losses, "quality": {"last loss": losses[-1]}, "load_seconds": load_seconds,
-        **resources, "samples": dataset["batch_size"] * num_micro_batches, "batch_size": dataset["batch_size"],
-        "plan": planned,
-    }  # fmt: skip
+    return model.train()
 
 
 def make_ds_config(batch_size: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -108,9 +152,23 @@ def make_batches(
     return batches
 
 
-def predict_training(
-    spec: dict[str, Any], config: dict[str, Any], batch: dict[str, Tensor], options: dict[str, Any]
-) -> dict[str, Any]:
+def plan_training(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what the plan says of a cell whose machine is not here; raises UnsupportedTechnique where it has none."""
+    import transformers
+
+    dataset = spec["dataset"]
+    model_config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
+    tokenizer = load_tokenizer(spec["model"]["path"])
+    batches = make_batches(spec["rows"], tokenizer, dataset, model_config.is_encoder_decoder)
+    config = make_ds_config(dataset["batch_size"], spec["technique"]["options"].get("config", {}))
+    planned = predict_training(spec, config, batches[0])
+    if "error" in planned:
+        raise UnsupportedTechnique(f"the plan has no answer: {planned['error']}")
+    samples = dataset["batch_size"] * config["gradient_accumulation_steps"] * spec["hardware"]["ranks"]
+    return {"status": "planned", "plan": planned, "batch_size": dataset["batch_size"], "samples": samples}
+
+
+def predict_training(spec: dict[str, Any], config: dict[str, Any], batch: dict[str, Tensor]) -> dict[str, Any]:
     """Return the plan's seconds, bytes and breakdown of a step; its reason where it has none."""
     import transformers
 
@@ -120,25 +178,36 @@ def predict_training(
     model_config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
     with torch.device("meta"):
         model: Any = auto_class(model_config).from_config(model_config)
+    hardware = spec["hardware"]
     try:
-        found = plan(model.train(), config, batch=batch, device=spec["hardware"]["device"], suggest=False)
+        machine = {"device": hardware["device"], "devices_per_node": hardware["ranks"]}
+        if hardware["planned"]:
+            machine["device_memory"] = hardware["memory"]
+        model = _adapt(model, dict(spec["technique"]["options"]))
+        found = plan(model, config, batch=batch, suggest=False, **machine)
     except Exception as error:  # the measurement is worth a row without the plan
         return {"error": f"{type(error).__name__}: {error}"}
     return {
         "seconds": found.step_seconds, "bytes": found.per_rank.total, "bottleneck": found.bottleneck,
+        "fits": found.fits, "limit": found.limit,
         "time": dict(found.time_breakdown), "traffic": dict(found.traffic), "tiers": dict(found.tiers),
     }  # fmt: skip
 
 
-def _torch_step(model: Any) -> Step:
+def _torch_step(model: Any, world_size: int) -> Step:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
+    if world_size > 1:
+        torch.distributed.init_process_group()
+        model = torch.nn.parallel.DistributedDataParallel(model)
 
     def step(micro_batches: list[dict[str, Tensor]]) -> float:
         total = 0.0
-        for batch in micro_batches:
-            loss = model(**batch).loss / len(micro_batches)
-            loss.backward()
+        for number, batch in enumerate(micro_batches, 1):
+            # DDP reduces once, with the last micro-batch.
+            with model.no_sync() if world_size > 1 and number < len(micro_batches) else nullcontext():
+                loss = model(**batch).loss / len(micro_batches)
+                loss.backward()
             total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
