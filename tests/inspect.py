@@ -49,9 +49,9 @@ def pager(engine: Any) -> Any:
     return sharded_model(engine).paging.pager
 
 
-def output_pool(engine: Any) -> Any:
-    """The pool of blocks from which reducers take their outputs."""
-    return sharded_model(engine)._collectives.memory.outputs
+def gradient_memory(engine: Any) -> Any:
+    """The pools of blocks from which reducers take their inputs and outputs."""
+    return sharded_model(engine)._collectives.memory
 
 
 def step_strategy(engine: Any) -> Any:

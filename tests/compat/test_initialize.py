@@ -44,7 +44,12 @@ def test_a_config_that_says_nothing_clips_as_deepspeed_does() -> None:
 
 
 def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
-    from thalweg.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, DeepSpeedZeroConfig
+    from thalweg.compat.deepspeed.config import (
+        DeepSpeedConfig,
+        DeepSpeedConfigError,
+        DeepSpeedZeroConfig,
+        DeepSpeedZeroOffloadOptimizerConfig,
+    )
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -70,7 +75,8 @@ def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
     shown = DeepSpeedZeroConfig(leaf_module={"classes": "my.Class"}, offload_param={})
     found["leaf"], found["offload_param"] = shown.leaf_module.classes, shown.offload_param.device
     found["optimizer"] = shown.offload_optimizer
-    assert DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer.device == "cpu", "the older spelling"
+    older = DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer
+    assert older.device == "cpu" and isinstance(older, DeepSpeedZeroOffloadOptimizerConfig), "the older spelling"
     with engine.coalesce_grad_reduction():
         for factor in (1.0, 2.0):
             engine.backward(factor * (rank + 1) * engine(torch.ones(1, 2)).sum())
@@ -87,3 +93,117 @@ def test_a_config_is_read_as_deepspeed_reads_it() -> None:
             "offload": "none", "untested": True, "the user's own": True, "leaf": ["my.Class"],
             "offload_param": "none", "optimizer": None, "sum of two, mean over ranks": {4.5},
         }  # fmt: skip
+
+
+def _no_sync(rank: int, world: int) -> dict[str, Any]:
+    from thalweg.compat.deepspeed.tensor_access import safe_get_full_grad
+
+    found: dict[str, Any] = {}
+    for stage, dtype in ((0, None), (1, "fp16")):
+        sections = {dtype: {"enabled": True, "initial_scale_power": 4}} if dtype else {}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine = initialize(model=nn.Linear(2, 2), config=config | sections)[0]
+        weight = engine.module.weight
+        batch = torch.ones(1, 2, dtype=engine.get_data_types()[0])
+        with engine.no_sync():
+            engine.backward((rank + 1) * engine(batch).sum())
+            with pytest.raises(AssertionError, match="inside no_sync"):
+                engine.step()
+            with pytest.raises(AssertionError, match="reentry"), engine.no_sync():
+                pass
+            found[stage, "own"] = safe_get_full_grad(weight).unique().tolist()
+        engine.backward((rank + 1) * engine(batch).sum())
+        found[stage, "reduced"] = safe_get_full_grad(weight).unique().tolist()
+        engine.step()
+        found[stage, "after"] = safe_get_full_grad(weight)
+        engine.close()
+    return found
+
+
+def test_within_no_sync_a_gradient_is_this_ranks_and_no_step_is_taken() -> None:
+    for rank, found in enumerate(run_ranks(_no_sync, 2)):
+        assert found == {
+            (stage, key): value
+            for stage in (0, 1)
+            for key, value in {"own": [rank + 1.0], "reduced": [3.0], "after": None}.items()
+        }
+
+
+def _without_group(rank: int, world: int) -> None:
+    from thalweg.compat.deepspeed.arguments import init_distributed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    for call in (init_distributed, lambda **kw: initialize(model=nn.Linear(2, 2), config=config, **kw)):
+        with pytest.raises(ValueError, match="there is no process group"):
+            call(dist_init_required=False)
+    init_distributed()
+    engine = initialize(model=nn.Linear(2, 2), config=config, dist_init_required=False)[0]
+    engine.close()
+
+
+def test_a_process_group_that_the_program_says_it_made_must_be_there() -> None:
+    run_ranks(_without_group, 1, init=False)
+
+
+def _without_permissions(rank: int, world: int, folder: str) -> tuple[bool, bool]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    engine = initialize(model=nn.Linear(2, 2), config=config)[0]
+    engine.save_checkpoint(f"{folder}/plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "chmod", lambda *_: (_ for _ in ()).throw(PermissionError("not supported")))
+        patch.setattr("os.chmod", lambda *_, **__: (_ for _ in ()).throw(PermissionError("not supported")))
+        engine.save_checkpoint(f"{folder}/share")
+    engine.close()
+    scripts = [Path(folder) / name / "zero_to_fp32.py" for name in ("plain", "share")]
+    return scripts[0].stat().st_mode & 0o100 != 0, scripts[1].is_file()
+
+
+def test_a_checkpoint_is_written_where_files_have_no_permissions(tmp_path: Path) -> None:
+    """As on Azure's file shares, which refuse chmod."""
+    assert run_ranks(_without_permissions, 1, str(tmp_path)) == [(True, True)]
+
+
+def test_batch_sizes_that_are_set_to_none_are_derived() -> None:
+    from thalweg.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    config: Any = DeepSpeedConfig({"train_batch_size": 4})
+    for given, expected in (((32, 16, None), (32, 16, 2)), ((None, 8, 2), (16, 8, 2)), ((None, 8, None), (8, 8, 1)),
+                            ((32, 18, None), None), ((None, None, 2), None)):  # fmt: skip
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = given
+        if expected is None:
+            with pytest.raises(DeepSpeedConfigError):
+                config._configure_train_batch_size()
+            continue
+        config._configure_train_batch_size()
+        sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+        assert sizes == expected
+
+
+def _model_states(rank: int, world: int, folder: str) -> tuple[list[str], list[str], bool]:
+    from thalweg.compat.deepspeed.fp32_weights import get_model_ckpt_name_for_rank
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(False)
+    engine = initialize(model=model, config=config | {"zero_optimization": {"stage": 2}})[0]
+    found = []
+    for tag, excludes in (("all", False), ("trained", True)):
+        engine.save_checkpoint(folder, tag, exclude_frozen_parameters=excludes)
+        states = torch.load(get_model_ckpt_name_for_rank(f"{folder}/{tag}", "00"))["module"]
+        assert torch.equal(states["1.weight"], engine.state_dict()["1.weight"])
+        found.append(sorted(states))
+    assert not Path(get_model_ckpt_name_for_rank(f"{folder}/all", "01")).exists(), "the first has the whole"
+    assert not Path(get_model_ckpt_name_for_rank(folder, "00")).exists(), "no checkpoint of one tag"
+    torch.distributed.barrier()
+    loads = engine.load_checkpoint(folder, "all")[0] is not None  # with that file in its folder
+    engine.close()
+    return found[0], found[1], loads
+
+
+def test_a_file_of_the_models_states_is_made_when_its_name_is_asked_for(tmp_path: Path) -> None:
+    whole = ["0.bias", "0.weight", "1.weight"]
+    assert run_ranks(_model_states, 2, str(tmp_path)) == [(whole, ["1.weight"], True)] * 2

@@ -67,6 +67,18 @@ def _views(rank: int, world: int) -> dict[str, Any]:
     with DeepSpeedGatheredParameters(weight):
         found["gathered"] = (weight.ds_status.name, tuple(weight.shape), tuple(weight.ds_shape))
         found["same values"] = torch.equal(weight, whole.state_dict()["blocks.1.weight"])
+    # As TRL generates at stage 3: it takes DeepSpeed's hooks off, and puts them on again.
+    with torch.no_grad():
+        with DeepSpeedGatheredParameters(list(params.values())):
+            offload = engine.optimizer.parameter_offload
+            for _, param in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
+                param.ds_active_sub_modules.clear()
+            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+                hook.remove()
+            offload.forward_hooks = offload.backward_hooks = []
+            generated = engine.module(torch.ones(1, 5))
+            offload._register_deepspeed_module(offload.module)
+        found["generated"] = torch.equal(generated, engine(torch.ones(1, 5)))
     # What is written to this rank's part counts.
     weight.ds_tensor.fill_(rank)
     handle = weight.all_gather_coalesced([weight])
@@ -90,9 +102,40 @@ def test_parameters_at_stage_3_answer_as_deepspeeds_do() -> None:
         assert found == {
             "ids": True, "shape": ((5, 5), 25, rows * 5), "status": True, "summary": "NOT_AVAILABLE",
             "of the model": "of the model", "within": True, "after": "NOT_AVAILABLE",
-            "gathered": ("AVAILABLE", (5, 5), (5, 5)), "same values": True,
+            "gathered": ("AVAILABLE", (5, 5), (5, 5)), "same values": True, "generated": True,
             "written": [0.0] * 3 + [1.0] * 2, "close": True,
             "kept": ("NOT_AVAILABLE", [2.0 * rank + 1]), "compared": (True, False), "copied": "a plain DTensor",
+        }  # fmt: skip
+
+
+def _deferred(rank: int, world: int) -> dict[str, Any]:
+    from thalweg.compat.deepspeed import param_views as views
+
+    outside = nn.Linear(3, 3)
+    with views.DeepSpeedInit():
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(70, 70))  # values of the second are not computed yet
+    small, large = net[0].weight, net[1].weight
+    with views.DeepSpeedGatheredParameters([small, large], modifier_rank=1):
+        gathered = [param.ds_status.name for param in (small, large)]
+        if rank == 1:
+            nn.init.constant_(large, 7.0)
+    views.MultipleAllGatherHandles([views.GatherHandle(), views.GatherHandle()]).wait(handle_dependency=False)
+    return {
+        "outside": hasattr(outside.weight, "ds_status"),
+        "status": [param.ds_status.name for param in net.parameters()],
+        "ids": len({param.ds_id for param in net.parameters()}),
+        "whole": [tuple(small.ds_shape), large.ds_numel],
+        "gathered": gathered,
+        "rows": small.ds_tensor.numel(),
+        "written": (large.ds_tensor.numel(), large.ds_tensor.unique().tolist()),
+    }
+
+
+def test_parameters_of_zero_init_answer_before_initialize() -> None:
+    for rank, found in enumerate(run_ranks(_deferred, 2)):
+        assert found == {
+            "outside": False, "status": ["NOT_AVAILABLE"] * 4, "ids": 4, "whole": [(3, 3), 4900],
+            "gathered": ["AVAILABLE"] * 2, "rows": 6 if rank == 0 else 3, "written": (2450, [7.0]),
         }  # fmt: skip
 
 
@@ -182,3 +225,19 @@ def test_sparse_routes_say_what_the_dense_gate_says() -> None:
                     rebuilt[token, expert, place] += weight
         torch.testing.assert_close(rebuilt, dense[1])
         assert torch.equal(counts, dense[3]) and 0 < int(dense[2].sum()) < 8
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_tokens_go_to_experts_and_back_by_sparse_routes(k: int) -> None:
+    """As by the products with the dense gate's masks, dropped choices among them."""
+    from thalweg.compat.deepspeed.gating import _route_slots, _sparse_decode, _sparse_encode, topkgating
+
+    tokens = torch.arange(8.0).view(4, 2)
+    dense = topkgating(LOGITS, k, 0.5, 0)
+    _, capacity, num_experts, experts, places, weights, _ = topkgating(LOGITS, k, 0.5, 0, sparse_routes=True)
+    slots = _route_slots(experts, places, num_experts, int(capacity))
+    buffers = _sparse_encode(tokens, slots, num_experts, int(capacity))
+    torch.testing.assert_close(buffers, torch.einsum("sec,sm->ecm", dense[2].float(), tokens))
+    back = _sparse_decode(buffers.flatten(0, 1) + 1, slots, weights, len(tokens))
+    torch.testing.assert_close(back, torch.einsum("sec,ecm->sm", dense[1], buffers + 1))
+    assert (experts < 0).any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,15 +18,17 @@ from thalweg.comm.collectives import onebit
 from thalweg.comm.collectives.onebit import (
     BLOCK_SIZE,
     OneBitAllReduce,
-    compress_,
-    decompress,
+    OneBitCode,
     pack_signs,
     payload_bytes,
     unpack_signs,
 )
 from thalweg.comm.topology import HostTopology
+from thalweg.ops import cpu_kernels
+from thalweg.ops.onebit import GeneratedOneBitCode, get_onebit_code
 
 REUSE_RANKS = True
+ISAS = cpu_kernels.supported_isas() if not cpu_kernels.unsupported_reason() else []
 
 SHAPES = [(3, 700), (5,), (1024,), (0,), (40, 40), (1,)]
 
@@ -46,24 +50,77 @@ def test_signs_come_back_from_their_bits() -> None:
     assert torch.equal(spread, torch.signbit(values))
 
 
-def test_a_code_and_what_it_leaves_out_are_the_numbers() -> None:
+CODES = [OneBitCode(), get_onebit_code(torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: type(code).__name__)
+def test_a_code_and_what_it_leaves_out_are_the_numbers(code: OneBitCode) -> None:
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(200 * BLOCK_SIZE, generator=generator)
     values[-BLOCK_SIZE + 10 :] = 0.0
     counts = torch.full((200,), float(BLOCK_SIZE))
     counts[-1] = 10
     error, payload = values.clone(), torch.empty(payload_bytes(200), dtype=torch.uint8)
-    compress_(error, counts, payload)
+    code.compress_(error, counts, payload, [(0, torch.zeros(199 * BLOCK_SIZE + 10))])
     decoded = torch.empty_like(values)
-    decompress(payload, decoded)
-    assert torch.equal((values - decoded)[: -BLOCK_SIZE + 10], error[: -BLOCK_SIZE + 10])
+    code.decompress(payload.unsqueeze(0), decoded)
+    owed = (values - decoded)[: -BLOCK_SIZE + 10]
+    assert torch.equal(owed, error[: -BLOCK_SIZE + 10]) and not error[-BLOCK_SIZE + 10 :].any()
     magnitudes = values.view(200, -1).abs().sum(1) / counts
     assert torch.allclose(decoded.view(200, -1)[:, 0].abs(), magnitudes)
     # The mean of magnitudes is the best multiple of the signs: any other leaves more out.
     for factor in (0.9, 1.1):
         assert (values - factor * decoded).norm() > (values - decoded).norm()
-    decompress(payload, decoded, add=True)
-    assert torch.allclose(decoded[:BLOCK_SIZE], 2 * torch.copysign(magnitudes[0], values[:BLOCK_SIZE]))
+    same = torch.empty_like(values)
+    code.decompress(payload.repeat(2, 1), same)
+    assert torch.equal(same, decoded)
+
+
+@pytest.mark.parametrize("isa", [isa.name if i in (0, 2) else nightly(isa.name) for i, isa in enumerate(ISAS)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_generated_kernels_give_the_bits_of_torch_s_operators(isa: str, threads: int) -> None:
+    """Tensors of all lengths that do not begin on a register's boundary; zeros of both signs, subnormals, infinities,
+    NaN; enough blocks for two threads, and blocks that no tensor reaches."""
+    code = GeneratedOneBitCode(cpu_kernels.KernelSet(cpu_kernels.ISAS[isa]))
+    generator = torch.Generator().manual_seed(2)
+    errors, counts, numbers, at = torch.zeros(90 * BLOCK_SIZE), torch.ones(90), [], 0
+    for numel in (66 * BLOCK_SIZE, 1, 15 * BLOCK_SIZE + 7, 1023, 1024, 17):
+        numbers.append((at, torch.randn(numel + 1, generator=generator)[1:]))
+        errors[at : at + numel] = torch.randn(numel, generator=generator)
+        blocks = -(-numel // BLOCK_SIZE)
+        counts[at // BLOCK_SIZE :][:blocks] = (numel - torch.arange(blocks) * BLOCK_SIZE).clamp(max=BLOCK_SIZE).float()
+        at += blocks * BLOCK_SIZE
+    errors[:2048], numbers[0][1][:1024], numbers[0][1][1024:2048] = -0.0, -0.0, 0.0
+    numbers[0][1][[3000, 5000, 9000]] = torch.tensor([float("nan"), float("-inf"), -1e-41])
+    errors[8192:10240] *= 1e-40
+    plain_payload, payload = torch.zeros(2, payload_bytes(90), dtype=torch.uint8)
+    plain_errors = errors.clone()
+    OneBitCode().compress_(plain_errors, counts, plain_payload, numbers)
+    with _threads(threads):
+        code.compress_(errors, counts, payload, numbers)
+        assert torch.equal(payload, plain_payload) and payload.any()
+        assert _same_bits(errors, plain_errors)
+        for rows in (1, 2, 3):
+            payloads = payload.repeat(rows, 1)
+            signs = payloads[:, 4 * 90 :]
+            signs.copy_(torch.randint(256, signs.shape, generator=generator))
+            plain_mean, mean = torch.empty(2, 90 * BLOCK_SIZE)
+            OneBitCode().decompress(payloads, plain_mean)
+            code.decompress(payloads, mean)
+            assert _same_bits(mean, plain_mean)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of all but NaN, which has many."""
+    return torch.equal(a.nan_to_num(7.0).view(torch.int32), b.nan_to_num(7.0).view(torch.int32))
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(before)
 
 
 def _given(rank: int, step: int) -> list[Tensor]:

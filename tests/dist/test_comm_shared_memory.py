@@ -18,7 +18,14 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.comm import CommError, CommsLog
 from thalweg.comm.collectives import shared_memory
-from thalweg.comm.collectives.reducer import CHUNK_NUMEL, BufferPool, ReduceOptions, ReusableBuffer, sum_rows
+from thalweg.comm.collectives.reducer import (
+    CHUNK_NUMEL,
+    BufferPool,
+    ReduceOptions,
+    ReplicatedReducer,
+    ReusableBuffer,
+    sum_rows,
+)
 from thalweg.comm.collectives.shared_memory import (
     SharedMemoryArena,
     SharedMemoryReduceScatter,
@@ -153,6 +160,26 @@ def test_a_peer_that_came_and_left_while_this_rank_slept_was_there(comes, monkey
             own.barrier("the test")
 
 
+@pytest.mark.parametrize("comes_after", [0.0005, 0.05])
+def test_a_rank_that_waits_long_seldom_wakes_and_is_hardly_late(comes_after, monkeypatch):
+    """A wake-up costs some 60 us, which the peer may want."""
+    memory, now, naps = mmap.mmap(-1, 1 << 16), 0.0, []
+    own, peer = (SharedMemoryArena(memory, rank, 2, timeout=60.0) for rank in range(2))
+    peer.post(shared_memory.PID, os.getpid())
+
+    def sleep(seconds):
+        nonlocal now
+        naps.append(seconds)
+        now += seconds + 6e-5
+        if now >= comes_after:
+            peer.post(shared_memory.BARRIER_COUNT, 1)
+
+    monkeypatch.setattr(shared_memory, "time", types.SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    own.barrier("the test")
+    assert len(naps) < 150
+    assert now < comes_after * 17 / 16 + 2e-4
+
+
 def _nothing_left(rank, world):
     before = set(os.listdir("/dev/shm"))
     arena = SharedMemoryArena.create(dist.group.WORLD, 1 << 20)
@@ -188,6 +215,20 @@ def test_who_holds_a_lent_block_is_not_asked_of_reference_counts(monkeypatch):
         held = first.data_ptr(), first.untyped_storage()
         del first
         assert lender.allocate((1000,), torch.float32).data_ptr() != held[0]
+
+
+class _Kept(ReplicatedReducer):
+    def reduce(self, output):
+        pass
+
+
+@pytest.mark.parametrize("output_dtype", [None, torch.float32, torch.float64])
+def test_replicated_gradients_of_one_dtype_exist_once(output_dtype):
+    reducer, cpu = _Kept("m", ReduceOptions(output_dtype=output_dtype)), torch.device("cpu")
+    for _ in range(2):
+        given, reduced = (reducer.allocate((8,), dtype=torch.float32, device=cpu) for _ in range(2))
+        assert (given.data_ptr() == reduced.data_ptr()) == (output_dtype != torch.float64)
+        assert reduced.dtype == (output_dtype or torch.float32)
 
 
 def test_sums_are_in_rank_order():

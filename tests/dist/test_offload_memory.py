@@ -56,7 +56,7 @@ def _held(rank, world, keeps):
         tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         inspect.wait_for_updates(engine)
-        blocks = len(inspect.output_pool(engine)._blocks)
+        blocks = len(inspect.gradient_memory(engine).outputs._blocks)
         engine.close()
     return blocks
 
@@ -68,6 +68,35 @@ def test_gradients_of_a_few_units_exist_at_once():
 
 def test_negative_control_gradients_that_stay_are_noticed():
     assert run_ranks(_held, 1, True)[0] > MAX_PENDING_UPDATES + 2
+
+
+def _blocks_in_forward(rank, world, keeps):
+    """Blocks for inputs of reductions after a backward pass, and blocks of both kinds in the next forward pass."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=".") as folder, pytest.MonkeyPatch.context() as patch:
+        if keeps:
+            patch.setattr(BufferPool, "release_memory", lambda self: None)
+        engine = start(GPT(SHAPE), folder)
+        memory, found = inspect.gradient_memory(engine), []
+        tokens = torch.randint(2000, (2, 65), generator=torch.Generator().manual_seed(0))
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
+        found.append(len(memory.inputs._blocks))
+        count = lambda *_: found.append(len(memory.inputs._blocks) + len(memory.outputs._blocks))
+        engine.module.blocks[0].register_forward_pre_hook(count)
+        engine(tokens[:, :-1], tokens[:, 1:])
+        engine.close()
+    return found
+
+
+def test_gradients_that_left_leave_no_memory_idle():
+    """The root's, the largest and the last to be reduced, would add to the next step's peak, twice where a lone rank's
+    gradients were copied from one block to another."""
+    assert run_ranks(_blocks_in_forward, 1, False)[0] == [0, 0]
+
+
+def test_negative_control_idle_blocks_are_noticed():
+    assert run_ranks(_blocks_in_forward, 1, True)[0][1] > 0
 
 
 def test_resident_memory_after_step_6_is_that_after_step_3():

@@ -7,6 +7,7 @@ control weighs ranks alike, as a mean of the ranks' means would, although one of
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.data import AnswerDataset, PromptSource
 from thalweg.rlhf.models import ValueModel, build_engine, build_frozen_engine, update_ema
 from thalweg.rlhf.policy import Experience, GRPOTrainer, PPOTrainer
-from thalweg.rlhf.rollout import Rollout, pad_sequences
+from thalweg.rlhf.rollout import Rollout, RolloutAhead, pad_sequences
 
 REUSE_RANKS = True
 
@@ -33,7 +34,7 @@ ROWS = [
 ]
 
 
-def _experience(rows: list[Any], seed: int) -> Experience:
+def _experience(rows: list[Any], seed: int, weighted: bool = False) -> Experience:
     ids, attention, chosen = pad_sequences([p for p, _ in rows], [r for _, r in rows], 0)
     draw = torch.Generator().manual_seed(seed)
     mask = chosen[:, 1:]
@@ -43,8 +44,9 @@ def _experience(rows: list[Any], seed: int) -> Experience:
 
     rollout = Rollout(ids, attention, chosen, table(0), torch.ones(len(rows), dtype=torch.bool))
     return Experience(
-        rollout, torch.zeros(len(rows)), table(0.3, -4.9), table(0.3, -4.9), table(1.0), table(0.5), table(0.5)
-    )
+        rollout, torch.zeros(len(rows)), table(0.3, -4.9), table(0.3, -4.9), table(1.0), table(0.5), table(0.5),
+        table(0.3, 1.0) if weighted else None,
+    )  # fmt: skip
 
 
 def _config(kind: str) -> RLHFConfig:
@@ -73,7 +75,7 @@ def _update(rank: int, world: int, kind: str) -> tuple[dict[str, Tensor], dict[s
         trainer: GRPOTrainer = PPOTrainer(*arguments, critic=build_engine(_critic(), config, stage=3, **options))
     else:
         trainer = GRPOTrainer(*arguments)
-    metrics = trainer.update(_experience(ROWS[rank], rank))
+    metrics = trainer.update(_experience(ROWS[rank], rank, kind == "grpo"))
     states = [engine.state_dict() for engine in trainer.engines.values()]
     for engine in trainer.engines.values():
         engine.close()
@@ -84,7 +86,7 @@ def _reference(kind: str, weigh_ranks_alike: bool) -> tuple[dict[str, Tensor], d
     actor, critic, config = tiny_decoder("llama"), _critic(), _config(kind)
     totals, value_totals, counts = [], [], []
     for rank, rows in enumerate(ROWS):
-        known = _experience(rows, rank)
+        known = _experience(rows, rank, kind == "grpo")
         total, value_total, count = torch.zeros(()), torch.zeros(()), 0
         for row, (prompt, response) in enumerate(rows):
             ids = torch.tensor([prompt + response])
@@ -94,7 +96,8 @@ def _reference(kind: str, weigh_ranks_alike: bool) -> tuple[dict[str, Tensor], d
                 new, old = logprobs[t, ids[0, t + 1]], known.logprobs[row, t]
                 ratio, advantage = torch.exp(new - old), known.advantages[row, t]
                 bounded = ratio.clip(1 - config.clip_range, 1 + config.clip_range)
-                total = total - torch.minimum(ratio * advantage, bounded * advantage)
+                weight = 1.0 if known.weights is None else known.weights[row, t]
+                total = total - weight * torch.minimum(ratio * advantage, bounded * advantage)
                 if kind == "grpo":
                     log_ratio = known.reference_logprobs[row, t] - new
                     total = total + config.beta * (torch.exp(log_ratio) - log_ratio - 1)
@@ -183,3 +186,99 @@ def test_the_pretraining_mix_is_the_language_model_s_own_loss() -> None:
         return max(float((got[name] - other[name]).abs().mean()) for name in got)
 
     assert gap(want) < 1e-4 < 1e-3 < gap(before)
+
+
+AHEAD = 4  # iterations
+
+
+def _ahead(rank: int, world: int, runs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+    """Each run's rollouts and metrics; one that dies after its second iteration is gone on with."""
+    found = []
+    for run in runs:
+        config = RLHFConfig(
+            learning_rate=run.get("lr", LR), per_device_train_batch_size=2, per_device_generation_batch_size=2,
+            num_generations=2, max_answer_seq_len=6, lr_scheduler_type="constant", zero_stage=3,
+            rollout_ahead=run["ahead"], importance_cap=1.5,
+        )  # fmt: skip
+        rollouts: list[Any] = []
+        metrics: list[dict[str, float]] = []
+
+        def make(config: RLHFConfig = config) -> GRPOTrainer:
+            tokenizer = make_tokenizer()
+            prompts = PromptSource([{"prompt": x} for x in ("a b", "c", "e f g")], tokenizer, 8, 0)
+            model = partial(tiny_decoder, "llama", vocab_size=len(tokenizer))
+            return GRPOTrainer(
+                config, build_engine(model(), config, num_updates=AHEAD, accumulation=2),
+                build_frozen_engine(model(), config), tokenizer, prompts,
+                lambda rollout, *_: rollout.response_mask.sum(1) + rollout.input_ids.sum(1) % 5,
+            )  # fmt: skip
+
+        def close(trainer: GRPOTrainer) -> None:
+            trainer.close()
+            for engine in (trainer.actor, trainer.reference):
+                assert engine is not None
+                engine.close()
+
+        def go(trainer: GRPOTrainer, stop: int, rollouts: Any = rollouts, metrics: Any = metrics) -> None:
+            collect = trainer.collect
+
+            def noted(**options: Any) -> Any:
+                experience, of_it = collect(**options)
+                rollouts.append((experience.rollout.input_ids, experience.rollout.logprobs, experience.weights))
+                return experience, of_it
+
+            trainer.collect = noted  # type: ignore[method-assign]
+            while trainer.iteration < stop:
+                metrics.append(trainer.step(last=trainer.iteration == AHEAD - 1))
+
+        trainer = make()
+        if run.get("dies"):
+            go(trainer, 2)
+            trainer.save(folder)
+            close(trainer)
+            trainer = make()
+            assert trainer.resume(folder) == 2
+        go(trainer, AHEAD)
+        assert trainer._ahead is None
+        close(trainer)
+        found.append({"rollouts": rollouts, "metrics": metrics})
+    return found
+
+
+@pytest.mark.nightly
+def test_rollouts_one_step_ahead_have_the_samples_of_older_weights_and_go_on_with_them(tmp_path: Any) -> None:
+    runs = [{"ahead": 0}, {"ahead": 1}, {"ahead": 1, "dies": True}, {"ahead": 0, "lr": 0.0}, {"ahead": 1, "lr": 0.0}]
+    for now, ahead, resumed, still, still_ahead in run_ranks(_ahead, 2, runs, str(tmp_path)):
+
+        def same(one: Any, other: Any, iteration: int) -> bool:
+            (ids, logprobs, _), (other_ids, others, _) = one["rollouts"][iteration], other["rollouts"][iteration]
+            return torch.equal(ids, other_ids) and torch.allclose(logprobs, others, rtol=0, atol=1e-5)
+
+        # Weights that stay make no difference; those that move are one iteration late, and never more.
+        assert all(same(still, still_ahead, i) for i in range(AHEAD))
+        assert same(now, ahead, 0) and not same(now, ahead, 1)
+        assert [each["staleness"] for each in ahead["metrics"]] == [0, 1, 1, 1]
+        assert same(ahead, still, 1) and not same(ahead, still, 2)  # drawn before the first update, and after it
+        # The correction: none where the weights are the same, and at most its cap.
+        first, second = (ahead["rollouts"][i][2] for i in (0, 1))
+        assert (first - 1).abs().max() < 1e-3 < (second - 1).abs().max() and second.max() <= 1.5
+        # A run that died goes on with the responses that were there.
+        assert all(same(ahead, resumed, i) for i in range(AHEAD))
+        kl, kl_resumed = ([each["kl"] for each in run["metrics"]] for run in (ahead, resumed))
+        assert kl == pytest.approx(kl_resumed, rel=1e-4, abs=1e-5) and kl[-1] > 0.01
+
+
+def test_rollouts_that_are_older_than_allowed_are_not_trained_on() -> None:
+    run_ranks(_too_old, 1)
+
+
+def _too_old(rank: int, world: int) -> None:
+    config = replace(_config("grpo"), rollout_ahead=1)
+    actor = build_engine(tiny_decoder("llama"), config, num_updates=1, accumulation=2)
+    prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
+    trainer = GRPOTrainer(config, actor, None, make_tokenizer(), prompts, lambda *_: torch.zeros(2))
+    trainer._ahead, trainer.iteration = RolloutAhead(0, _experience(ROWS[0], 0).rollout), 2
+    with pytest.raises(AssertionError, match="responses of iteration 0 at 2"):
+        trainer.collect(last=True)
+    trainer.close()
+    actor.close()

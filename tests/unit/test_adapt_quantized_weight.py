@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from thalweg.adapt import quantized_weight
 from thalweg.adapt.quantized_weight import QuantizedWeight, nf4_values, quantize_linears
+from thalweg.ops import cpu_kernels
 from thalweg.zero.quantized_params import unwrap_quantized_params
 
 # Dettmers et al. 2023, appendix E.
@@ -84,6 +89,104 @@ def test_what_is_cut_in_whole_blocks_has_the_same_numbers(weight_format: str) ->
     if weight_format == "nf4":
         with pytest.raises(ValueError, match="whole blocks of 64"):
             weight.narrow(1, 32, 64)
+
+
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
+@pytest.mark.parametrize("isa", [isa.name for isa in cpu_kernels.supported_isas() if isa.name != "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_gives_the_bits_of_torch_s_operators(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THALWEG_CPU_ISA", isa)
+    for rows, columns in ((300, 192), (3, 16), (5, 96)):  # blocks of 64, 16 and 32; enough for two threads, and not
+        weight = QuantizedWeight.quantize(make_weight(rows, columns), "nf4")
+        unaligned = torch.cat([weight.codes.new_zeros(1), weight.codes.flatten()])[1:].view_as(weight.codes)
+        for codes in (weight.codes, unaligned):
+            weight = QuantizedWeight(codes, weight.scales, "nf4", dtype)
+            with torch.device("meta"):  # as where a model is being loaded
+                got = weight.dequantize()
+            with monkeypatch.context() as context:
+                context.setattr(cpu_kernels, "unsupported_reason", lambda: "not here")
+                want = weight.dequantize()
+            assert got.dtype == want.dtype == dtype and torch.equal(got, want)
+            with monkeypatch.context() as context:  # with other numbers in the table both are others
+                context.setattr(quantized_weight, "_nf4_table", lambda dtype: np.zeros(16, np.float32))
+                assert not torch.equal(weight.dequantize(), want)
+
+
+def test_the_table_of_a_device_is_made_once_and_is_never_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "unsupported_reason", lambda: "not here")
+    monkeypatch.setattr(quantized_weight, "_PAIRS", {})
+    made: list[object] = []
+    make = torch.cartesian_prod
+    monkeypatch.setattr(torch, "cartesian_prod", lambda *values: (made.append(values), make(*values))[1])
+    weight = QuantizedWeight.quantize(make_weight(), "nf4")
+    with FakeTensorMode() as mode:
+        codes, scales = mode.from_tensor(weight.codes), mode.from_tensor(weight.scales)
+        fake = QuantizedWeight(codes, scales, "nf4", torch.float32).dequantize()
+    assert isinstance(fake, FakeTensor) and len(made) == 1 and not quantized_weight._PAIRS
+    with torch.inference_mode():
+        first = weight.dequantize()
+    for _ in range(3):
+        assert torch.equal(weight.dequantize(), first)
+    assert len(made) == 2
+    weight.dequantize(torch.bfloat16)
+    assert len(made) == 3  # another dtype has its own
+    with FakeTensorMode() as mode:  # nor do real ones reach fake ones
+        codes, scales = mode.from_tensor(weight.codes), mode.from_tensor(weight.scales)
+        assert isinstance(QuantizedWeight(codes, scales, "nf4", torch.float32).dequantize(), FakeTensor)
+
+
+@pytest.mark.parametrize("weight_format", ["nf4", "int8"])
+def test_bytes_cut_for_tensor_ranks_are_the_numbers_pieces(weight_format: str) -> None:
+    layer = nn.Linear(192, 48, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(make_weight())
+    quantize_linears(layer, weight_format)  # type: ignore[arg-type]
+    weight: Any = layer.weight
+    numbers = weight.dequantize()
+    unwrap_quantized_params(layer)
+    rebuild, leaves = layer.parametrizations.weight[0], list(layer.parametrizations.weight.parameters())
+
+    def piece(dim: int, spans: Any, rank: int, shifted: int = 0) -> torch.Tensor:
+        cuts = weight.byte_spans(dim, spans)
+        (code, *_), (scale, *_) = ([None] if cut is None else cut[rank] for cut in cuts)
+        parts = [
+            leaf if span is None else leaf.narrow(dim, span[0] - by, span[1] - span[0]).contiguous()
+            for leaf, span, by in zip(leaves, (code, scale), (0, shifted), strict=True)
+        ]
+        return rebuild(*parts).dequantize()
+
+    rows, columns = [[(0, 20)], [(20, 48)]], [[(0, 128)], [(128, 192)]]
+    assert torch.equal(piece(0, rows, 1), numbers[20:])
+    assert torch.equal(piece(1, columns, 0), numbers[:, :128]) and torch.equal(piece(1, columns, 1), numbers[:, 128:])
+    assert not torch.equal(piece(0, rows, 1, shifted=1), numbers[20:])  # another row's scales
+    within = [[(0, 96)], [(96, 192)]]
+    if weight_format == "int8":
+        assert torch.equal(piece(1, within, 1), numbers[:, 96:])
+        return
+    with pytest.raises(ValueError, match="cut at 96, within 64 that share a scale: cut it over fewer ranks"):
+        weight.byte_spans(1, within)
+
+
+def test_the_plan_counts_a_base_in_few_bits_as_its_bytes() -> None:
+    import thalweg
+
+    def planned(weight_format: Any) -> Any:
+        model = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1))
+        if weight_format is not None:
+            quantize_linears(model[:2], weight_format)
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        return thalweg.plan(model, config, batch=torch.zeros(1, 256), process_bytes=0, devices_per_node=1, device="cpu")
+
+    nf4, int8, plain = (planned(weight_format).per_rank for weight_format in ("nf4", "int8", None))
+    numbers = 1024 * (256 + 1024)
+    assert nf4.parameters == numbers * 4.25 / 8 + 1025 * 4
+    assert int8.parameters == numbers + 2 * 1024 * 4 + 1025 * 4
+    assert plain.parameters == numbers * 4 + 1025 * 4
+    # Numbers of one layer at a time, and the indices that they are looked up by: backward reads the codes again.
+    one = 1024 * 1024 * 4 + 1024 * 512 * 4
+    assert one <= nf4.activations < one + (1 << 16), nf4
 
 
 def test_a_model_s_base_takes_the_bits_it_says_and_its_head_stays() -> None:

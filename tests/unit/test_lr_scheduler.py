@@ -161,6 +161,13 @@ def test_one_cycle_stairs() -> None:
     assert got == pytest.approx([0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0])
 
 
+@pytest.mark.parametrize(("second", "share"), [(4, 0.5), (0, 1.0), (12, 0.25)])
+def test_one_cycle_says_how_much_of_it_rises(second: int, share: float) -> None:
+    params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_second_step_size": second}
+    schedule = build_lr_scheduler("OneCycle", params, optimizer(0.1))
+    assert isinstance(schedule, OneCycle) and schedule.step_ratio == share
+
+
 def test_one_cycle_moves_sgd_momentum_and_spares_optimizers_without_one() -> None:
     params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 2}
     sgd = optimizer(0.1, kind=torch.optim.SGD, momentum=0.5)

@@ -239,3 +239,26 @@ def test_the_kl_coefficient_follows_its_target() -> None:
     assert adaptive.coef == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))  # the error is cut to 0.2
     adaptive.update(5.4, 100)
     assert adaptive.coef == pytest.approx(0.1 * 1.02 * (1 - 0.1 * 0.1))
+
+
+def test_importance_weights_equal_a_loop_and_are_truncated() -> None:
+    draw = torch.Generator().manual_seed(5)
+    now, before = (torch.randn(3, 6, generator=draw) for _ in range(2))
+    mask = torch.rand(3, 6, generator=draw) > 0.3
+    advantages, old = torch.randn(3, 6, generator=draw), now - 0.1 * torch.randn(3, 6, generator=draw)
+    weights = losses.importance_weights(now, before, mask, cap=1.5)
+    total, count = 0.0, 0
+    for row in range(3):
+        for t in range(6):
+            if not mask[row, t]:
+                assert weights[row, t] == 1
+                continue
+            weight = min(float(torch.tensor(2.718281828459045) ** (now[row, t] - before[row, t])), 1.5)
+            assert abs(float(weights[row, t]) - weight) < 1e-6
+            ratio, advantage = float((now[row, t] - old[row, t]).exp()), float(advantages[row, t])
+            total -= weight * min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+            count += 1
+    assert (weights == 1.5).any() and (weights < 1).any()
+    loss, _ = losses.policy_loss(now, old, advantages, mask, clip_range=0.2, weights=weights)
+    unweighted, _ = losses.policy_loss(now, old, advantages, mask, clip_range=0.2)
+    assert abs(float(loss) - total / count) < 1e-6 < abs(float(unweighted) - total / count)

@@ -34,6 +34,17 @@ class NotOffered:
 Names = dict[str, str | NotOffered]
 
 
+def names_in(module: str, names: str) -> Names:
+    """Names, divided by blanks, that a module of ours has."""
+    return {name: f"{module}:{name}" for name in names.split()}
+
+
+def with_parents(surface: dict[str, Names]) -> dict[str, Names]:
+    """``surface`` with the packages that its modules lie in, where these have no names of their own."""
+    parents = {module.rsplit(".", depth)[0]: {} for module in surface for depth in range(1, module.count(".") + 1)}
+    return {**parents, **surface}
+
+
 @dataclass(frozen=True)
 class Package:
     """A package that Thalweg stands for."""

@@ -43,7 +43,8 @@ def _is_sparse(mode: Any) -> bool:
 
 
 _TENSOR_PATHS = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
-_MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, "sequence_parallel_size", "context_parallel_size")
+_SEQUENCE_PATHS = ("sequence_parallel_size", "context_parallel_size")
+_MODEL_SPLIT_PATHS = (*_TENSOR_PATHS, *_SEQUENCE_PATHS)
 _COMPRESSION_SWITCHES = (
     *(
         f"compression_training.{technique}.shared_parameters.enabled"
@@ -72,6 +73,46 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "true (windows of the program's own are not supported with pipeline parallelism)",
     ),
 )
+# What sites that train by themselves do not go with: path, whether a value means it is on, the value that goes.
+_NOT_WITH_SITES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("zero_optimization.stage", lambda stage: stage == 3, "0, 1 or 2"),
+    ("zero_optimization.mics_shard_size", lambda size: size > 0, "left out: a site shards within itself"),
+    ("zero_optimization.offload_optimizer.device", lambda device: device == "nvme", '"cpu" or "none"'),
+    ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
+    ("optimizer.type", lambda name: name in (*COMPRESSED_OPTIMIZERS, "Adafactor"), "another optimiser"),
+    ("optimizer.params.state_dtype", lambda dtype: dtype == "int8", '"fp32" or "bf16"'),
+    ("fp16.enabled", bool, "false, as in bf16: sites would have to agree on a loss scale at each step"),
+    ("token_weighted_loss", bool, "false: sites would have to count tokens together at each step"),
+    ("gradient_allreduce_op", lambda op: op == "sum", '"mean"'),
+    *(
+        (path, lambda size: isinstance(size, int) and size > 1, "1")
+        for path in (*_MODEL_SPLIT_PATHS, "pipeline.stages", "expert_parallel.autoep_size")
+    ),
+)
+# What does not go with layers or sequences that several ranks share: path, whether a value means it is on, the degrees
+# of which none may then be above 1, what is expected.
+_NO_TENSOR_RANKS = "tensor_parallel.autotp_size to be 1"
+_NO_SEQUENCE_RANKS = "sequence_ and context_parallel_size to be 1"
+_NO_RANKS = "tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1"
+_OTHER_TOKENS = f"false, or {_NO_SEQUENCE_RANKS}; ranks that share a sequence would differ in tokens"
+_NO_NESTED_GROUPS = f"1 or left out, or {_NO_TENSOR_RANKS}; groups of groups are not built yet"
+_NOT_WITH_SPLIT: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...], str], ...] = (
+    ("optimizer.type", lambda name: name == "Adafactor", _TENSOR_PATHS,
+     f"another optimiser, or {_NO_TENSOR_RANKS}; Adafactor needs whole matrices"),
+    ("zero_optimization.mics_shard_size", above_one, _TENSOR_PATHS, _NO_NESTED_GROUPS),
+    ("zero_optimization.zero_hpz_partition_size", above_one, _TENSOR_PATHS, _NO_NESTED_GROUPS),
+    *((path, bool, _TENSOR_PATHS, f"false, or {_NO_TENSOR_RANKS}; split layers are not compressed yet")
+      for path in _COMPRESSION_SWITCHES),
+    ("tiling.loss", bool, _MODEL_SPLIT_PATHS, f"false, or {_NO_RANKS}; a loss over their ranks is not tiled yet"),
+    ("tiling.mlp", above_one, _MODEL_SPLIT_PATHS, f"1, or {_NO_RANKS}"),
+    ("compile.enabled", bool, _SEQUENCE_PATHS,
+     f"false, or {_NO_SEQUENCE_RANKS}; exchanges of a sequence are not compiled yet"),
+    ("compile.enabled", bool, _TENSOR_PATHS, f"false, or {_NO_TENSOR_RANKS}; split layers are not compiled yet"),
+    ("sparse_attention.mode", _is_sparse, _SEQUENCE_PATHS,
+     f'"dense", or {_NO_SEQUENCE_RANKS}: a layout is over whole sequences'),
+    ("curriculum_learning.enabled", bool, _SEQUENCE_PATHS, _OTHER_TOKENS),
+    ("data_efficiency.data_routing.random_ltd.enabled", bool, _SEQUENCE_PATHS, _OTHER_TOKENS),
+)  # fmt: skip
 RULES = (
     Rule(("bf16.enabled", "fp16.enabled"), _both_set, "false, because fp16.enabled is true; keep one of the two"),
     *(
@@ -245,56 +286,13 @@ RULES = (
         for path in (*_MODEL_SPLIT_PATHS, "pipeline.stages", "expert_parallel.autoep_size")
     ),
     Rule(
-        ("optimizer.type", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-        lambda name, size, inner: name == "Adafactor" and max(size, inner) > 1,
-        "another optimiser, or tensor_parallel.autotp_size to be 1; Adafactor needs whole matrices",
-    ),
-    Rule(
         ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
         lambda size, inner: size > 1 and inner > 1 and size != inner,
         "equal to tensor_parallel.tp.tp_size, which says the same, or one of the two left out",
     ),
     *(
-        Rule(
-            (f"zero_optimization.{name}", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-            lambda groups, *sizes: groups > 1 and max(sizes) > 1,
-            "1 or left out, or tensor_parallel.autotp_size to be 1; groups of groups are not built yet",
-        )
-        for name in ("mics_shard_size", "zero_hpz_partition_size")
-    ),
-    *(
-        Rule(
-            (path, *_TENSOR_PATHS),
-            lambda on, *sizes: on and max(sizes) > 1,
-            "false, or tensor_parallel.autotp_size to be 1; split layers are not compressed yet",
-        )
-        for path in _COMPRESSION_SWITCHES
-    ),
-    Rule(
-        ("tiling.loss", *_MODEL_SPLIT_PATHS),
-        lambda on, *sizes: on and max(sizes) > 1,
-        "false, or tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1; a loss over "
-        "their ranks is not tiled yet",
-    ),
-    Rule(
-        ("tiling.mlp", *_MODEL_SPLIT_PATHS),
-        lambda tiles, *sizes: tiles > 1 and max(sizes) > 1,
-        "1, or tensor_parallel.autotp_size, sequence_ and context_parallel_size to be 1",
-    ),
-    Rule(
-        ("compile.enabled", "sequence_parallel_size", "context_parallel_size"),
-        lambda on, *sizes: on and max(sizes) > 1,
-        "false, or sequence_ and context_parallel_size to be 1; exchanges of a sequence are not compiled yet",
-    ),
-    Rule(
-        ("compile.enabled", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-        lambda on, size, inner: on and max(size, inner) > 1,
-        "false, or tensor_parallel.autotp_size to be 1; split layers are not compiled yet",
-    ),
-    Rule(
-        ("sparse_attention.mode", "sequence_parallel_size", "context_parallel_size"),
-        lambda mode, *sizes: _is_sparse(mode) and max(sizes) > 1,
-        '"dense", or sequence_ and context_parallel_size to be 1: a layout is over whole sequences',
+        Rule((path, *split_by), lambda value, *sizes, on=on: on(value) and max(sizes) > 1, expected)
+        for path, on, split_by, expected in _NOT_WITH_SPLIT
     ),
     Rule(
         ("sparse_attention.different_layout_per_head", "sparse_attention.mode", *_TENSOR_PATHS),
@@ -305,14 +303,6 @@ RULES = (
         ("sparse_attention.mode", "compile.enabled"),
         lambda mode, on: _is_sparse(mode) and on,
         '"dense", or compile.enabled to be false: attention over blocks is not compiled',
-    ),
-    *(
-        Rule(
-            (path, "sequence_parallel_size", "context_parallel_size"),
-            lambda on, *sizes: on and max(sizes) > 1,
-            "false, or sequence_ and context_parallel_size to be 1; ranks that share a sequence would differ in tokens",
-        )
-        for path in ("curriculum_learning.enabled", "data_efficiency.data_routing.random_ltd.enabled")
     ),
     Rule(
         ("data_efficiency.data_routing.random_ltd.enabled", "compile.enabled"),
@@ -334,6 +324,14 @@ RULES = (
             f"{default}, or pipeline.stages to be 1; the two are not built together yet",
         )
         for path, on, default in _NOT_WITH_PIPELINE
+    ),
+    *(
+        Rule(
+            (path, "outer_optimizer.sync_every"),
+            lambda value, every, is_on=is_on: is_on(value),
+            f"{expected}, or no outer_optimizer",
+        )
+        for path, is_on, expected in _NOT_WITH_SITES
     ),
     Rule(
         ("pipeline.micro_batches", "gradient_accumulation_steps", "pipeline.stages"),

@@ -96,9 +96,13 @@ class RecordMode(TorchDispatchMode):
             self._defer_parameters()
         self._new_storages.clear()
 
+    def built_parameters(self) -> list[nn.Parameter]:
+        """The distinct parameters of the modules that were built in it."""
+        return list({id(p): p for module in list(self._built_modules) for p in module.parameters()}.values())
+
     def _defer_parameters(self) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
-        for param in {id(p): p for module in list(self._built_modules) for p in module.parameters()}.values():
+        for param in self.built_parameters():
             is_plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device == CPU
             if is_plain and param.grad is None and param.untyped_storage()._cdata in self._new_storages:
                 defer_parameter(param, storages)

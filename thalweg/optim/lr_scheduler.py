@@ -316,6 +316,11 @@ class OneCycle(LRScheduler):
         self.cycle_momentum = bool(cycle_momentum) and all("betas" in g or "momentum" in g for g in groups)
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle that its first half is."""
+        return self.first_half_steps / (self.first_half_steps + self.second_half_steps)
+
     def triangle_height(self, n: int) -> float:
         """Return the triangle's height, 0 at its feet and 1 at its peak, at iteration ``n`` of the cycle."""
         total = self.first_half_steps + self.second_half_steps

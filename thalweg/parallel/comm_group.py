@@ -41,22 +41,19 @@ class ParallelGroup:
         self.rank = dist.get_rank(process_group)
         self.ledger = ledger or CommsLog()
         self.has_dropout = False  # whether the model draws random numbers inside its split layers
-        self._cached_input: tuple[Tensor, bool, Tensor] | None = None
+        self._cached_inputs: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the input, whose id stays taken
         self._saved_rng: RngState | None = None
 
     def copy_to_region(self, x: Tensor, name: str) -> Tensor:
         """``x`` for split layers; siblings that take the same tensor share one reduction of its gradient."""
-        grad_enabled = torch.is_grad_enabled()
-        cached = self._cached_input
-        if cached is not None and cached[0] is x and cached[1] == grad_enabled:
-            return cached[2]
-        replicated = sum_grads_over(x, self, name) if x.requires_grad else x
-        self._cached_input = (x, grad_enabled, replicated)
-        return replicated
+        key = id(x), torch.is_grad_enabled()
+        if key not in self._cached_inputs:
+            self._cached_inputs[key] = x, sum_grads_over(x, self, name) if x.requires_grad else x
+        return self._cached_inputs[key][1]
 
     def reduce_from_region(self, x: Tensor, name: str) -> Tensor:
         """The sum of all ranks' ``x``."""
-        self._cached_input = None
+        self._cached_inputs.clear()
         self.use_shared_rng()
 
         def reduce_copy(x: Tensor) -> Tensor:
@@ -65,8 +62,8 @@ class ParallelGroup:
         return with_backward(x, reduce_copy, lambda grad: grad)
 
     def reset(self) -> None:
-        """Let go of the last input, and of a stream that an exception left behind."""
-        self._cached_input = None
+        """Let go of the region's inputs, and of a stream that an exception left behind."""
+        self._cached_inputs.clear()
         self.use_shared_rng()
 
     # Random numbers

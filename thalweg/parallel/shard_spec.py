@@ -14,6 +14,7 @@ there), so that no parameter may carry a plain one where another carries ``Ragge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,10 +185,11 @@ def contiguous_spec(dim: int, size: int, world_size: int, unit: int = 1) -> Shar
     return ShardSpec(dim, size, tuple((span,) for span in split_evenly(size, world_size, unit)))
 
 
-def aligned_spec(dim: int, size: int, world_size: int) -> ShardSpec:
-    """Contiguous pieces of a layer's inner width, in multiples of 8 where that leaves nobody without:
-    kernels want aligned rows."""
-    unit = 8 if size % 8 == 0 and size // 8 >= world_size else 1
+def aligned_spec(dim: int, size: int, world_size: int, block: int = 1) -> ShardSpec:
+    """Contiguous pieces of a layer's inner width, in multiples of 8 (kernels want aligned rows), and of what ``size``
+    and ``block`` (numbers with one scale) have in common, where that leaves nobody without."""
+    units = max(math.gcd(size, block), 8), 8
+    unit = next((unit for unit in units if size % unit == 0 and size // unit >= world_size), 1)
     return contiguous_spec(dim, size, world_size, unit)
 
 

@@ -100,6 +100,12 @@ class RLHFConfig:
     max_prompt_seq_len: int = _option(256, "longer prompts are left out")
     max_answer_seq_len: int = _option(256, "tokens of a response, at most")
     temperature: float = _option(1.0, "of sampling")
+    rollout_ahead: int = _option(
+        0,
+        "PPO, GRPO: 1: generate the next iteration's responses while this one trains, by the weights before it",
+        (0, 1),
+    )
+    importance_cap: float = _option(2.0, "rollout_ahead: the most that a token of the older policy counts")
     ppo_epochs: int = _option(1, "passes over an iteration's responses")
     num_mini_batches: int = _option(1, "updates of a pass")
     gamma: float = _option(1.0, "PPO: discount")
@@ -126,6 +132,8 @@ class RLHFConfig:
             raise ValueError("quantize_base keeps the base frozen: set lora_dim and only_optimize_lora as well")
         if self.bottleneck_dim and self.lora_dim:
             raise ValueError("bottleneck_dim and lora_dim are two kinds of adapters: give one")
+        if self.rollout_ahead and self.temperature != 1:
+            raise ValueError("rollout_ahead weighs tokens by probabilities of temperature 1: leave temperature out")
         parts = self.data_split.split(",")
         if len(parts) != 3 or not all(x.strip().replace(".", "", 1).isdigit() for x in parts):
             raise ValueError(f"data_split is {self.data_split!r}: give three numbers, as 2,4,4")

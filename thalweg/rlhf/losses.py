@@ -109,11 +109,24 @@ def policy_loss(
     mask: Tensor,
     *,
     clip_range: float,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (Schulman et al. 2017, equation 7), negated; and the part of the tokens it clipped."""
+    """PPO's clipped surrogate (Schulman et al. 2017, equation 7), negated; and the part of the tokens it clipped.
+
+    ``weights``: of tokens that a policy older than ``old_logprobs``'s has drawn, :func:`importance_weights`.
+    """
+    if weights is not None:
+        advantages = advantages * weights
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     return masked_mean(torch.maximum(unclipped, clipped), mask), masked_mean((clipped > unclipped).to(ratio), mask)
+
+
+@torch.no_grad()
+def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """Weights (B, T - 1) of tokens that an older policy drew: how much likelier each is by now, at most ``cap`` times
+    (truncated importance sampling, Ionides 2008; decoupled from PPO's ratio as by Fu et al. 2025, equation 5)."""
+    return (logprobs - behaviour_logprobs).masked_fill(~mask, 0.0).exp().clamp(max=cap)
 
 
 def value_loss(

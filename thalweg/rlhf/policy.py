@@ -8,6 +8,14 @@
     updates: ppo_epochs passes over the responses, each in num_mini_batches
 
 What an iteration draws depends on the seed, its number and the rank, so a run that goes on has the same samples.
+
+With ``rollout_ahead`` a thread generates iteration i + 1's responses by the weights that iteration i began with, while
+i trains.  They are one iteration old when they are used, never more, and each token is weighed by how much likelier it
+has become (:func:`.losses.importance_weights`)::
+
+    weights of iteration   0                1                2
+    generation             r0  r1 ........  r2 ........  r3
+    training                   r0           r1           r2
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.engine import Engine
+from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.types import SamplingParams
+from thalweg.parallel_dims import control_group
 from thalweg.rlhf import checkpoint, losses
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.data import AnswerDataset, Example, PromptSource, pad_token_id
@@ -35,7 +46,7 @@ from thalweg.rlhf.models import (
     rollout_values,
     update_ema,
 )
-from thalweg.rlhf.rollout import Rollout, generate_rollout
+from thalweg.rlhf.rollout import Rollout, RolloutAhead, generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
 # Scores of responses: the rollout, each row's prompt and response as texts, each row's example.
@@ -80,12 +91,13 @@ class Experience:
     advantages: Tensor
     values: Tensor | None = None  # PPO's
     returns: Tensor | None = None
+    weights: Tensor | None = None  # of tokens that an older policy drew
 
     def __getitem__(self, rows: slice) -> Experience:
         rollout = self.rollout[rows]
         tables = {
             name: None if (table := getattr(self, name)) is None else table[rows, : rollout.mask.shape[1]]
-            for name in ("logprobs", "reference_logprobs", "advantages", "values", "returns")
+            for name in ("logprobs", "reference_logprobs", "advantages", "values", "returns", "weights")
         }
         return Experience(rollout, self.scores[rows], **tables)  # type: ignore[arg-type]
 
@@ -126,15 +138,17 @@ class GRPOTrainer:
             stop_token_ids=(tokenizer.eos_token_id,), ignore_eos=True,
         )  # fmt: skip
         self.samples: list[dict[str, Any]] = []
+        self._ahead: RolloutAhead | None = None
 
     @property
     def engines(self) -> dict[str, Engine]:
         """What a run commits, by name."""
         return {"actor": self.actor} | ({} if self.ema is None else {"ema": self.ema})
 
-    def step(self) -> dict[str, float]:
-        """Run an iteration; returns its metrics, means over all ranks; collective."""
-        experience, metrics = self.collect()
+    def step(self, *, last: bool = False) -> dict[str, float]:
+        """Run an iteration; returns its metrics, means over all ranks; collective.  ``last``: none comes after it, for
+        which responses would have to be generated ahead."""
+        experience, metrics = self.collect(last=last)
         self._num_micro_batches = 0
         updates: list[dict[str, float]] = []
         rows = len(experience.rollout) // self.config.num_mini_batches
@@ -147,17 +161,38 @@ class GRPOTrainer:
         self.iteration += 1
         return mean_over_ranks(metrics)
 
-    def collect(self) -> tuple[Experience, dict[str, float]]:
+    def _items(self, iteration: int) -> list[tuple[list[int], Example]]:
+        count = self.config.per_device_generation_batch_size
+        return self.prompts.take(iteration, count, dist.get_rank(), dist.get_world_size())
+
+    def _generator(self, iteration: int) -> Callable[[LLMEngine], Rollout]:
+        """What generates an iteration's responses on this rank, and asks no other."""
+        return partial(
+            generate_rollout, prompts=[prompt for prompt, _ in self._items(iteration)], params=self.params,
+            pad_id=pad_token_id(self.tokenizer), num_samples=self.config.num_generations,
+            seed=self.config.seed + _LARGE_PRIME * (iteration * dist.get_world_size() + dist.get_rank()),
+        )  # fmt: skip
+
+    def _next_rollout(self, last: bool) -> tuple[Rollout, int]:
+        """This iteration's responses, and how many iterations old the weights are that drew them; collective."""
+        if self._ahead is None:
+            with self.hybrid.generation() as core:
+                rollout, version = self._generator(self.iteration)(core), self.iteration
+        else:
+            rollout, version = self._ahead.result(), self._ahead.version
+        self._ahead = None
+        if self.config.rollout_ahead and not last:
+            generate = self._generator(self.iteration + 1)
+            self._ahead = RolloutAhead.begin(self.iteration, self.hybrid.generation(), generate)
+        staleness = self.iteration - version
+        assert 0 <= staleness <= self.config.rollout_ahead, f"responses of iteration {version} at {self.iteration}"
+        return rollout, staleness
+
+    def collect(self, *, last: bool = False) -> tuple[Experience, dict[str, float]]:
         """Generate responses and score them; collective."""
         config, size = self.config, self.config.per_device_train_batch_size
-        rank, world_size, count = dist.get_rank(), dist.get_world_size(), config.per_device_generation_batch_size
-        items = self.prompts.take(self.iteration, count, rank, world_size)
-        with self.hybrid.generation() as core:
-            rollout = generate_rollout(
-                core, [prompt for prompt, _ in items], self.params, pad_id=pad_token_id(self.tokenizer),
-                seed=config.seed + _LARGE_PRIME * (self.iteration * world_size + rank),
-                num_samples=config.num_generations,
-            )  # fmt: skip
+        items = self._items(self.iteration)
+        rollout, staleness = self._next_rollout(last)
         examples = [example for _, example in items for _ in range(config.num_generations)]
         prompts = self.tokenizer.batch_decode([p for p, _ in items for _ in range(config.num_generations)])
         responses = self.tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
@@ -170,14 +205,19 @@ class GRPOTrainer:
         else:
             reference_logprobs = rollout_logprobs(self.reference, rollout, size, config.temperature)
         experience = self.advantages(Experience(rollout, scores, logprobs, reference_logprobs, torch.empty(0)))
-        mask = rollout.mask
+        mask, ahead = rollout.mask, {}
+        if config.rollout_ahead:
+            weights = losses.importance_weights(logprobs, rollout.logprobs, mask, cap=config.importance_cap)
+            experience = dataclasses.replace(experience, weights=weights)
+            ahead = {"staleness": float(staleness), "importance_weight": losses.masked_mean(weights, mask)}
         metrics = {
             "reward": scores.mean(),
             "kl": (logprobs - reference_logprobs).sum(1).mean(),
             "length": mask.sum(1).float().mean(),
             "ended": rollout.ended.float().mean(),
+            **ahead,
         }
-        if config.temperature == 1:  # what the inference engine says of its own draws, against the trainer
+        if config.temperature == 1 and staleness == 0:  # what the engine says of its own draws, and the trainer
             metrics["logprob_gap"] = losses.masked_mean((logprobs - rollout.logprobs).abs(), mask)
         self.samples = [
             {"prompt": prompts[row], "response": responses[row], "reward": float(scores[row])}
@@ -205,13 +245,16 @@ class GRPOTrainer:
         """Forward, backward, and the end of a micro-batch."""
         config, mask = self.config, part.rollout.mask.to(self.actor.device)
         logprobs, entropy = self._actor_forward(part)
-        policy, clipped = losses.policy_loss(
-            logprobs, part.logprobs.to(logprobs), part.advantages.to(logprobs), mask, clip_range=config.clip_range
-        )
+        policy, clipped = self._policy_loss(part, logprobs, mask)
         kl = losses.masked_mean(losses.kl_estimate(logprobs, part.reference_logprobs.to(logprobs)), mask)
         self.actor.backward(policy + config.beta * kl + self._pretraining_loss(), num_items=int(mask.sum()))
         self.actor.step()
         return {"policy_loss": policy.detach(), "clipped": clipped.detach(), "entropy": entropy}
+
+    def _policy_loss(self, part: Experience, logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights = None if part.weights is None else part.weights.to(logprobs)
+        old, advantages = part.logprobs.to(logprobs), part.advantages.to(logprobs)
+        return losses.policy_loss(logprobs, old, advantages, mask, clip_range=self.config.clip_range, weights=weights)
 
     def _pretraining_loss(self) -> Tensor | float:
         """The loss of the next texts, times its coefficient; which they are depends on the iteration alone."""
@@ -242,12 +285,27 @@ class GRPOTrainer:
     # The run's state
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run goes on from, beside its engines; JSON."""
-        return {"iteration": self.iteration}
+        """What a run goes on from, beside its engines; JSON.  Waits for responses that are on their way; collective."""
+        state: dict[str, Any] = {"iteration": self.iteration}
+        if self._ahead is not None:  # the weights that draw them are not there any more when the run goes on
+            by_rank: list[Any] = [None] * dist.get_world_size()
+            group = control_group(self.actor.meshes.world_group)
+            dist.all_gather_object(by_rank, self._ahead.result().to_json(), group=group)
+            state["ahead"] = {"version": self._ahead.version, "by_rank": by_rank}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.iteration = state["iteration"]
+        """Go on from there; responses of another number of ranks are drawn anew."""
+        self.iteration, ahead = state["iteration"], state.get("ahead")
+        if ahead and self.config.rollout_ahead and len(ahead["by_rank"]) == dist.get_world_size():
+            self._ahead = RolloutAhead(ahead["version"], Rollout.from_json(ahead["by_rank"][dist.get_rank()]))
+
+    def close(self) -> None:
+        """End the inference engine, when what it generates is there."""
+        if self._ahead is not None:
+            self._ahead.result()
+        self._ahead = None
+        self.hybrid.close()
 
     def save(self, directory: str | Path) -> None:
         """Commit all engines and the run's state as one; collective."""
@@ -294,9 +352,7 @@ class PPOTrainer(GRPOTrainer):
         config, mask = self.config, part.rollout.mask.to(self.actor.device)
         num_tokens = int(mask.sum())
         logprobs, entropy = self._actor_forward(part)
-        policy, clipped = losses.policy_loss(
-            logprobs, part.logprobs.to(logprobs), part.advantages.to(logprobs), mask, clip_range=config.clip_range
-        )
+        policy, clipped = self._policy_loss(part, logprobs, mask)
         self.actor.backward(policy + self._pretraining_loss(), num_items=num_tokens)
         self.actor.step()
         assert part.values is not None and part.returns is not None, "advantages() has made them"

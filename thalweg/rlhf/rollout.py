@@ -11,8 +11,11 @@ token t + 1, and :attr:`Rollout.mask` says which of them the actor chose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +54,43 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists of its tables' numbers, exactly."""
+        return {name: table.tolist() for name, table in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, lists: Mapping[str, Any]) -> Rollout:
+        """What :meth:`to_json` has made."""
+        return cls(**{name: torch.tensor(table) for name, table in lists.items()})
+
+
+class RolloutAhead:
+    """A rollout that a thread generates while its process trains: the inference engine has weights of its own, and the
+    thread enters no collective.  ``version``: the iteration whose weights these are."""
+
+    def __init__(self, version: int, done: Rollout | None = None) -> None:
+        self.version, self._context = version, ExitStack()
+        self._future: Future[Rollout] = Future()
+        if done is not None:
+            self._future.set_result(done)
+
+    @classmethod
+    def begin(
+        cls, version: int, generation: AbstractContextManager[LLMEngine], generate: Callable[[LLMEngine], Rollout]
+    ) -> RolloutAhead:
+        """Enter ``generation``, which is collective, and generate in a thread."""
+        ahead = cls(version)
+        core = ahead._context.enter_context(generation)
+        thread = ThreadPoolExecutor(1, "rollout")
+        ahead._future = thread.submit(generate, core)
+        thread.shutdown(wait=False)
+        return ahead
+
+    def result(self) -> Rollout:
+        """Wait for it; the inference engine sleeps from then on."""
+        with self._context:
+            return self._future.result()
 
 
 def pad_sequences(

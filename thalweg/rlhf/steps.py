@@ -244,11 +244,11 @@ def _train_policy(
         trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, ema=ema, pretraining=pretraining)
     else:
         trainer = GRPOTrainer(*arguments, ema=ema, pretraining=pretraining)
-    engines.callback(trainer.hybrid.close)
+    engines.callback(trainer.close)
     start = trainer.resume(folder / "checkpoint")
     run_log = RunLog(folder, start)
     for iteration in range(start + 1, iterations + 1):
-        metrics = trainer.step()
+        metrics = trainer.step(last=iteration == iterations)
         _record(actor, run_log, step, iteration, metrics, trainer.samples)
         if config.save_interval and iteration % config.save_interval == 0 and iteration < iterations:
             trainer.save(folder / "checkpoint")

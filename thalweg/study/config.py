@@ -117,7 +117,7 @@ class StudyHardware(_Section):
 
     device: str = "cpu"
     ranks: int = Field(default=1, ge=1)
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     planned: bool = False
     memory: int | str | None = None
     price_per_hour: float | None = Field(default=None, ge=0)

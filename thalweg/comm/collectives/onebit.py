@@ -60,37 +60,59 @@ def payload_bytes(num_blocks: int) -> int:
     return num_blocks * (4 + _BLOCK_BYTES)
 
 
-def compress_(values: Tensor, counts: Tensor, payload: Tensor) -> None:
-    """Encode ``values`` (1-D fp32) into ``payload`` (uint8); ``values`` becomes what the code leaves out.
+class OneBitCode:
+    """The code by torch's operators, on any device; ``ops/onebit.py`` gives the same bits in one pass over memory."""
 
-    ``counts``: of each block, how many of its numbers there are; the others must be 0, and are no longer.
-    """
-    scales, codes = _split_payload(payload)
-    buffer = values.new_empty(min(values.numel(), CHUNK_NUMEL) if values.device.type == "cpu" else values.numel())
-    for first, last in _iter_blocks(values):
-        rows = values[first * BLOCK_SIZE : last * BLOCK_SIZE].view(-1, BLOCK_SIZE)
-        magnitudes = torch.abs(rows, out=buffer[: rows.numel()].view_as(rows))
-        scale = magnitudes.sum(1).div_(counts[first:last])
-        scales[first:last] = scale
-        codes[first * _BLOCK_BYTES : last * _BLOCK_BYTES] = pack_signs(rows)
-        rows.sub_(torch.copysign(scale.unsqueeze(1), rows, out=magnitudes))
+    def compress_(self, errors: Tensor, counts: Tensor, payload: Tensor, numbers: Sequence[tuple[int, Tensor]]) -> None:
+        """Add numbers to ``errors`` (1-D fp32), encode the sums into ``payload`` (uint8), leave what it leaves out.
+
+        ``numbers``: 1-D fp32 tensors, each with the place where it begins, the start of a block.  Blocks that none
+        reaches may be left out: their errors and their part of ``payload`` must be 0.  ``counts``: how many numbers
+        each block has (fp32); behind a tensor's last number errors are 0, and stay so.
+        """
+        for start, tensor in numbers:
+            errors[start : start + tensor.numel()].add_(tensor)
+        scales, codes = split_payload(payload)
+        for first, last in _iter_blocks(errors):
+            rows = errors[first * BLOCK_SIZE : last * BLOCK_SIZE].view(-1, BLOCK_SIZE)
+            magnitudes = rows.abs()
+            scale = _sum_pairwise(magnitudes).div_(counts[first:last])
+            scales[first:last] = scale
+            codes[first * _BLOCK_BYTES : last * _BLOCK_BYTES] = pack_signs(rows)
+            rows.sub_(torch.copysign(scale.unsqueeze(1), rows, out=magnitudes))
+        for start, tensor in numbers:
+            errors[start + tensor.numel() :][: -tensor.numel() % BLOCK_SIZE] = 0.0
+
+    def decompress(self, payloads: Tensor, out: Tensor) -> None:
+        """Write the mean of ``payloads`` (uint8, one a row) to ``out`` (1-D fp32)."""
+        for first, last in _iter_blocks(out):
+            rows = out[first * BLOCK_SIZE : last * BLOCK_SIZE].view(-1, BLOCK_SIZE)
+            for number, payload in enumerate(payloads):
+                scales, codes = split_payload(payload)
+                scale = scales[first:last].unsqueeze(1)
+                signs = unpack_signs(codes[first * _BLOCK_BYTES : last * _BLOCK_BYTES])
+                values = torch.empty_like(rows) if number else rows
+                values.copy_(signs.view_as(rows)).mul_(-2.0).add_(1.0).mul_(scale)
+                if number:
+                    rows.add_(values)
+            if len(payloads) > 1:
+                rows.div_(len(payloads))
 
 
-def decompress(payload: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Write (or ``add``) the numbers of ``payload`` to ``out`` (1-D fp32)."""
-    scales, codes = _split_payload(payload)
-    buffer = out.new_empty(min(out.numel(), CHUNK_NUMEL) if out.device.type == "cpu" else out.numel()) if add else out
-    for first, last in _iter_blocks(out):
-        rows = out[first * BLOCK_SIZE : last * BLOCK_SIZE].view(-1, BLOCK_SIZE)
-        scale = scales[first:last].unsqueeze(1)
-        negative = unpack_signs(codes[first * _BLOCK_BYTES : last * _BLOCK_BYTES]).view(-1, BLOCK_SIZE)
-        values = buffer[: rows.numel()].view_as(rows) if add else rows
-        values.copy_(negative).mul_(scale * -2.0).add_(scale)
-        if add:
-            rows.add_(values)
+def _sum_pairwise(rows: Tensor) -> Tensor:
+    """The sums of rows of 1,024 numbers, in an order that is the same everywhere and needs registers of 16 alone."""
+    total = rows.view(len(rows), -1, 16)
+    while total.shape[1] > 1:
+        total = total[:, ::2] + total[:, 1::2]
+    total = total.squeeze(1)
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total.squeeze(1)
 
 
-def _split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:
+def split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:
+    """The fp32 scales and the signs of an encoded row."""
     num_blocks = payload.numel() // payload_bytes(1)
     return payload[: 4 * num_blocks].view(torch.float32), payload[4 * num_blocks :]
 
@@ -108,6 +130,7 @@ class OneBitAllReduce:
 
     ``topology``: where the group's ranks are, for the ledger.  Errors are fp32 on ``device``: ``worker_errors``, a
     1-D view for each tensor, are this rank's own; of the server's each rank holds one row.
+    ``code`` encodes and decodes.
     """
 
     def __init__(
@@ -117,7 +140,9 @@ class OneBitAllReduce:
         topology: HostTopology,
         ledger: CommsLog,
         device: torch.device,
+        code: OneBitCode | None = None,
     ) -> None:
+        self._code = code or OneBitCode()
         self._numels, self._group, self._topology, self._ledger = list(numels), group, topology, ledger
         self._world_size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         num_blocks = [-(-numel // BLOCK_SIZE) for numel in self._numels]
@@ -127,13 +152,20 @@ class OneBitAllReduce:
         self._worker_error = torch.zeros(self._world_size * self._row_numel, device=device)
         self._server_error = torch.zeros(self._row_numel, device=device)
         self.worker_errors = self._views(self._worker_error)
-        is_number = torch.zeros_like(self._worker_error, dtype=torch.bool)
-        for view in self._views(is_number):
-            view.fill_(True)
-        counts = is_number.view(self._world_size, blocks_per_row, BLOCK_SIZE).sum(2)
-        self._counts = counts.clamp_(min=1).float()
-        self._padding = is_number.logical_not().nonzero().squeeze(1)
-        self._row_padding = is_number.view(self._world_size, -1)[self._rank].logical_not().nonzero().squeeze(1)
+        # Of each row its pieces of tensors: where in the row, which tensor, from where to where in it.
+        self._pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(self._world_size)]
+        counts = torch.ones(self._world_size * blocks_per_row)
+        for i, (start, numel) in enumerate(zip(self._offsets, self._numels, strict=False)):
+            counts[start // BLOCK_SIZE : (start + numel) // BLOCK_SIZE] = BLOCK_SIZE
+            if numel % BLOCK_SIZE:
+                counts[(start + numel) // BLOCK_SIZE] = numel % BLOCK_SIZE
+            at = start
+            while at < start + numel:
+                row, place = divmod(at, self._row_numel)
+                end = min(start + numel, (row + 1) * self._row_numel)
+                self._pieces[row].append((place, i, at - start, end - start))
+                at = end
+        self._counts = counts.view(self._world_size, -1).to(device)
 
     @property
     def compressed_bytes(self) -> int:
@@ -146,27 +178,23 @@ class OneBitAllReduce:
         with self._ledger.timed(
             "all_reduce", name, "onebit", full_bytes=self.compressed_bytes, world_size=self._world_size
         ) as call:
-            payload = self._worker_error.new_empty(
+            payload = self._worker_error.new_zeros(
                 self._world_size, payload_bytes(self._counts.shape[1]), dtype=torch.uint8
             )
-            for error, tensor in zip(self.worker_errors, tensors, strict=True):
-                error.add_(tensor.reshape(-1))
-            for row, counts, codes in zip(
-                self._worker_error.view(self._world_size, -1), self._counts, payload, strict=True
-            ):
-                compress_(row, counts, codes)
-            self._worker_error.index_fill_(0, self._padding, 0.0)
+            flat_tensors = [tensor.reshape(-1).float() for tensor in tensors]
+            errors = self._worker_error.view(self._world_size, -1)
+            for row, counts, codes, pieces in zip(errors, self._counts, payload, self._pieces, strict=True):
+                numbers = [(place, flat_tensors[i][start:end]) for place, i, start, end in pieces]
+                self._code.compress_(row, counts, codes, numbers)
             received = all_to_all_rows(payload, self._group)
             mean = torch.empty_like(self._server_error)
-            for rank, codes in enumerate(received):
-                decompress(codes, mean, add=rank > 0)
-            self._server_error.add_(mean.div_(self._world_size)).index_fill_(0, self._row_padding, 0.0)
-            compress_(self._server_error, self._counts[self._rank], payload[0])
-            self._server_error.index_fill_(0, self._row_padding, 0.0)
+            self._code.decompress(received, mean)
+            numbers = [(place, mean[place : place + end - start]) for place, _, start, end in self._pieces[self._rank]]
+            self._code.compress_(self._server_error, self._counts[self._rank], payload[0].zero_(), numbers)
             all_gather_flat(received.view(-1), payload[0], self._group)
             flat = torch.empty_like(self._worker_error)
             for codes, row in zip(received, flat.view(self._world_size, -1), strict=True):
-                decompress(codes, row)
+                self._code.decompress(codes.unsqueeze(0), row)
             for tensor, view in zip(tensors, self._views(flat), strict=True):
                 tensor.copy_(view.view_as(tensor))
             for sent in (self._topology.all_to_all_bytes, self._topology.ring_bytes):

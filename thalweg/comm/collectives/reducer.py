@@ -101,6 +101,10 @@ class BufferPool:
             self._keep(fitting[0])
         return min(fitting, key=lambda block: block.num_bytes).tensor(shape, dtype)
 
+    def release_memory(self) -> None:
+        """Give back the blocks that nobody uses."""
+        self._blocks = [block for block in self._blocks if not block.is_free]
+
     def _keep(self, new_block: _Block) -> None:
         # A free one is too small: it is exchanged, not kept beside the new one.
         self._blocks = [*(block for block in self._blocks if not block.is_free), new_block]
@@ -144,6 +148,13 @@ class GradientMemory:
     def share(self) -> None:
         """Gradients leave at once from here on."""
         self.inputs, self.outputs = BufferPool(), BufferPool()
+
+    def release(self) -> None:
+        """Give back what gradients that left have used: it would lie idle at the next peak, and the last unit to be
+        reduced, the root, is the largest in most models."""
+        for pool in (self.inputs, self.outputs):
+            if pool is not None:
+                pool.release_memory()
 
 
 @dataclass(frozen=True)
@@ -245,10 +256,12 @@ class Reducer:
         self._has_allocated_input = not self._has_allocated_input
         if self._has_allocated_input:
             return self._allocate_input(size, dtype, device)
-        output_dtype = self._options.output_dtype or dtype
+        return self._allocate_output(size, self._options.output_dtype or dtype, device)
+
+    def _allocate_output(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu":
-            return (self._options.memory.outputs or self._output_block).allocate(size, output_dtype)
-        return torch.empty(*size, dtype=output_dtype, device=device)
+            return (self._options.memory.outputs or self._output_block).allocate(size, dtype)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         if (pool := self._options.memory.inputs) is not None and device.type == "cpu":
@@ -260,8 +273,8 @@ class ReplicatedReducer(Reducer, ABC):
     """Base of the all-reduces (means) for FSDP2 over a mesh of one rank.
 
     FSDP2 copies such gradients from input to output without a collective, then hands the
-    output to the hook given to ``set_all_reduce_hook``: the subclass's ``reduce``.  On an accelerator both are one
-    tensor, and torch leaves a copy onto itself out.
+    output to the hook given to ``set_all_reduce_hook``: the subclass's ``reduce``.  Where both have one dtype they are
+    one tensor: torch leaves a copy onto itself out, and a unit's gradients exist once.
     """
 
     _input: Tensor | None = None
@@ -269,13 +282,16 @@ class ReplicatedReducer(Reducer, ABC):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See the base."""
         given, self._input = self._input, None
-        if given is not None and given.dtype == (self._options.output_dtype or dtype):
+        if given is not None:
             self._has_allocated_input = False
             return given
-        tensor = super().allocate(size, dtype=dtype, device=device)
-        if self._has_allocated_input and device.type != "cpu":
-            self._input = tensor
-        return tensor
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def _allocate_input(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if dtype != (self._options.output_dtype or dtype):
+            return super()._allocate_input(size, dtype, device)
+        self._input = self._allocate_output(size, dtype, device)
+        return self._input
 
     def reset(self) -> None:
         """See the base."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -26,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thalweg
+from thalweg.compat.deepspeed.arguments import check_process_group
 from thalweg.compat.deepspeed.config import raising_deepspeed_errors, translate_config
 from thalweg.compat.deepspeed.live_engines import add_engine
+from thalweg.compat.deepspeed.logs import logger
 from thalweg.compat.deepspeed.param_views import show_ds_names
 from thalweg.compat.deepspeed.zero_optimizers import show_class
 from thalweg.config import Config, load
@@ -130,6 +133,7 @@ def initialize(
         raise DeepSpeedUsageError(
             "initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args"
         )
+    check_process_group(dist_init_required)
     with raising_deepspeed_errors():
         engine, loader = build_engine(
             DeepSpeedEngine,
@@ -191,8 +195,32 @@ class DeepSpeedEngine(Engine):
         path = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         if dist.get_rank() == 0:
             program = Path(thalweg.__file__).parent / "cli" / "bin" / "zero_to_fp32.py"
-            shutil.copy2(program, Path(save_dir) / program.name)
+            shutil.copyfile(program, Path(save_dir) / program.name)
+            self._change_recovery_script_permissions(Path(save_dir) / program.name)
         return path
+
+    def _change_recovery_script_permissions(self, dst: str | Path) -> None:
+        """Make it executable; a file system without permissions (Azure's file shares) leaves it as it is."""
+        try:
+            Path(dst).chmod(Path(dst).stat().st_mode | stat.S_IEXEC)
+        except OSError as error:
+            logger.info("%s cannot be made executable (%s): run it as `python %s`", dst, error, dst)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within keep their gradients on this rank; no step and no other such block goes there."""
+        if not self._sync_grads:
+            raise DeepSpeedUsageError("no_sync context manager reentry is unsupported: one block is enough")
+        with super().no_sync():
+            yield
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; the last of a window updates the parameters and the schedule."""
+        if not self._sync_grads:
+            raise DeepSpeedUsageError(
+                "It is illegal to call Engine.step() inside no_sync context manager: call it after the block"
+            )
+        super().step(lr_kwargs)
 
     def backward(  # type: ignore[override]
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any

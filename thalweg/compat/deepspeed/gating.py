@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.compat.deepspeed import collectives as dist
 from thalweg.nn.moe.layer import GatePolicy, Routing, route
 
 
@@ -100,3 +100,22 @@ def _to_buffers(
     weights = routing.weights[..., None, None] * taken[..., None] * F.one_hot(places, capacity)[..., None, :]
     combine = weights.sum(1)
     return routing.balance_loss, combine, combine.bool(), routing.counts
+
+
+def _route_slots(experts: Tensor, places: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Where each choice of ``sparse_routes`` (k, S) lies in the experts' buffers laid end to end; a dropped one lies
+    behind them."""
+    return torch.where(experts < 0, num_experts * capacity, experts * capacity + places).long()
+
+
+def _sparse_encode(tokens: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """The experts' buffers (E, C, M) of ``tokens`` (S, M)."""
+    buffers = tokens.new_zeros(num_experts * capacity + 1, tokens.shape[1])
+    buffers = buffers.index_copy(0, slots.flatten(), tokens.repeat(len(slots), 1))
+    return buffers[:-1].view(num_experts, capacity, -1)
+
+
+def _sparse_decode(buffers: Tensor, slots: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
+    """The tokens (S, M) as weighted sums over the rows of ``buffers`` (E * C, M) that they chose."""
+    rows = F.pad(buffers, (0, 0, 0, 1))[slots.flatten()].view(-1, num_tokens, buffers.shape[1])
+    return (rows * weights[..., None].to(rows.dtype)).sum(0)

@@ -1,8 +1,9 @@
 """What DeepSpeed shows on each parameter at stage 3, over Thalweg's: ``ds_id``, ``ds_shape``, ``ds_status`` and so on.
 
 A program that finds ``ds_id`` on a parameter takes it for one that is sharded, so models have these names at stage 3
-alone.  Nothing is written onto a parameter: its class becomes one of three here, which read what there is.
+alone.  Nothing is written onto a parameter: its class becomes one of four here, which read what there is.
 
+    not sharded yet  DeferredView   of ``zero.Init``; ``ds_tensor`` is a copy of the rows that will be this rank's
     between passes   ShardView      a DTensor; ``ds_tensor`` is this rank's rows
     within a unit    UnshardedView  FSDP2's gathered parameter, another object with the same ``ds_id``
     gathered         GatheredView   within ``GatheredParameters`` and from ``all_gather()`` to ``partition()``
@@ -16,13 +17,17 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from thalweg.compat.deepspeed.zero_params import ZeroParamStatus
+from thalweg.deferred_init.context import Init
+from thalweg.deferred_init.deferred_tensor import DeferredParameter, DeferredTensor, is_deferred, materialize_tensor
 from thalweg.deferred_init.tensor_swap import FullParameter, deepcopy_plain
+from thalweg.parallel_dims import init_distributed
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, get_fsdp_groups
 from thalweg.zero.full_state_dict import write_to_shard
 from thalweg.zero.gathered_parameters import GatheredParameters, get_sharded
@@ -41,6 +46,18 @@ class GatherHandle:
         """Nothing to wait for."""
 
 
+class MultipleAllGatherHandles:
+    """Several handles as one."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait for each of them."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
 class _ParamNames:
     """The names, for a tensor class to inherit."""
 
@@ -52,6 +69,11 @@ class _ParamNames:
     def ds_id(self) -> int:
         """One number for a parameter, whichever object shows it."""
         return _ids[self]
+
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        """The modules that hold it whole on their own account: none, units gather and free by themselves."""
+        return set()
 
     @property
     def ds_shape(self) -> Any:
@@ -125,7 +147,44 @@ class GatheredView(FullParameter, _ParamNames):
     """A parameter that the program has gathered."""
 
 
-_VIEWS = {DTensor: ShardView, nn.Parameter: UnshardedView, FullParameter: GatheredView}
+class DeferredView(DeferredParameter, _ParamNames):
+    """A parameter of ``zero.Init`` before ``initialize()``."""
+
+    ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """The rows that will be this rank's, flat, a copy; ``GatheredParameters`` writes them."""
+        rows = materialize_tensor(self).chunk(dist.get_world_size())
+        return rows[dist.get_rank()].flatten() if dist.get_rank() < len(rows) else rows[0].flatten()[:0]
+
+
+_VIEWS = {
+    DTensor: ShardView,
+    nn.Parameter: UnshardedView,
+    FullParameter: GatheredView,
+    DeferredParameter: DeferredView,
+    DeferredTensor: DeferredView,
+}
+
+
+class DeepSpeedInit(Init):
+    """``zero.Init`` as Hugging Face uses it: the process group exists within it, for its loaders ask for ranks, and
+    after it parameters have ``ds_status`` and the other names."""
+
+    def __enter__(self) -> DeepSpeedInit:
+        if self.enabled:
+            init_distributed()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        recorder = self._entered[-1][0] if self.enabled else None
+        super().__exit__(*error)
+        if recorder is not None:
+            for param in filter(is_deferred, recorder.built_parameters()):
+                _ids[param] = next(_next_id)
+                _show_names(param)
 
 
 class DeepSpeedGatheredParameters(GatheredParameters):

@@ -6,7 +6,7 @@ transformers, accelerate, PEFT and Lightning use.
 
 from __future__ import annotations
 
-from thalweg.compat.finder import FALLBACK, PROGRAM, Names, NotOffered, Package
+from thalweg.compat.finder import FALLBACK, PROGRAM, Names, NotOffered, Package, names_in, with_parents
 
 DEEPSPEED_VERSION = "0.19.8"
 
@@ -16,43 +16,39 @@ _TENSOR_PARALLEL = NotOffered('set "tensor_parallel": {"autotp_size": N} in the 
 _OPTIMIZERS = f"{_HERE}.zero_optimizers"
 _CONFIG = f"{_HERE}.config:DeepSpeedConfig"
 
-_ENGINE: Names = {name: f"{_HERE}.engine:{name}" for name in ("DeepSpeedEngine", "PipelineEngine")}
+_ENGINE = names_in(f"{_HERE}.engine", "DeepSpeedEngine PipelineEngine")
 _ZERO: Names = {
-    "Init": f"{_HERE}.zero_params:DeepSpeedInit",
+    "Init": f"{_HERE}.param_views:DeepSpeedInit",
     "GatheredParameters": f"{_HERE}.param_views:DeepSpeedGatheredParameters",
     "register_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
     "unregister_external_parameter": "thalweg.zero.leaf_modules:register_external_parameter",
-    "MiCS_Init": f"{_HERE}.zero_params:DeepSpeedInit",
+    "MiCS_Init": f"{_HERE}.param_views:DeepSpeedInit",
     "unwrap_model_for_generation": f"{_HERE}.param_views:unwrap_model_for_generation",
     "ZeroParamStatus": f"{_HERE}.zero_params:ZeroParamStatus",
     "TiledLinear": NotOffered('set "tiling" in the config'),
 }
-_LEAF_MODULES: Names = {
-    name: f"thalweg.zero.leaf_modules:{name}"
-    for name in (
-        "set_z3_leaf_modules", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "set_z3_leaf_module",
-        "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module",
-    )
-}  # fmt: skip
-_TENSOR_ACCESS: Names = {
-    name: f"{_HERE}.tensor_access:{name}"
-    for name in (
-        "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
-        "safe_set_full_fp32_param", "safe_set_full_optimizer_state", "safe_set_full_grad",
-        "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state",
-        "safe_set_local_fp32_param", "safe_set_local_optimizer_state",
-    )
-}  # fmt: skip
-_LOGGING: Names = {name: f"{_HERE}.logs:{name}" for name in ("logger", "log_dist", "print_rank_0", "see_memory_usage")}
-_LOADER: Names = {"RepeatingLoader": "thalweg.data.repeating_loader:RepeatingLoader"}
+_LEAF_MODULES = names_in(
+    "thalweg.zero.leaf_modules",
+    "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix set_z3_leaf_module "
+    "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module",
+)
+_TENSOR_ACCESS = names_in(
+    f"{_HERE}.tensor_access",
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+    "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
+    "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+    "safe_set_local_fp32_param safe_set_local_optimizer_state",
+)
+_LOGGING = names_in(f"{_HERE}.logs", "logger log_dist print_rank_0 see_memory_usage")
+_LOADER = names_in("thalweg.data.repeating_loader", "RepeatingLoader")
 _GROUPS: Names = {FALLBACK: f"{_HERE}.parallel_groups"}
-_COMM: Names = {"init_distributed": f"{_HERE}.arguments:init_distributed", FALLBACK: f"{_HERE}.collectives"}
-_COMM |= {name: f"{_HERE}.parallel_groups:{name}" for name in ("get_local_rank", "get_all_ranks_from_group")}
-_ACCELERATOR: Names = {"get_accelerator": "thalweg.accelerator:get_accelerator"}
-_ADAM: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPUAdam", "FusedAdam")}
-_ADAGRAD: Names = {"DeepSpeedCPUAdagrad": f"{_HERE}.optimizers:DeepSpeedCPUAdagrad"}
-_LION: Names = {name: f"{_HERE}.optimizers:{name}" for name in ("DeepSpeedCPULion", "FusedLion")}
-_LAMB: Names = {"FusedLamb": f"{_HERE}.optimizers:FusedLamb"}
+_COMM: Names = {
+    **names_in(f"{_HERE}.arguments", "init_distributed"),
+    **names_in(f"{_HERE}.parallel_groups", "get_local_rank get_all_ranks_from_group"),
+    FALLBACK: f"{_HERE}.collectives",
+}
+_ACCELERATOR = names_in("thalweg.accelerator", "get_accelerator")
+_ADAM = names_in(f"{_HERE}.optimizers", "DeepSpeedCPUAdam FusedAdam")
 _SPARSE_ATTENTION: Names = {
     **dict.fromkeys(
         ("BertSparseSelfAttention", "SparseAttentionUtils"),
@@ -61,45 +57,48 @@ _SPARSE_ATTENTION: Names = {
     FALLBACK: "thalweg.nn.sparse_attention",
 }
 _VERSIONS = ("version_major", "version_minor", "version_patch", "git_hash", "git_branch")
-_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_LR_SCHEDULES: Names = {name: f"thalweg.optim.lr_scheduler:{name}" for name in _SCHEDULES}
-_LR_SCHEDULES[FALLBACK] = f"{_HERE}.schedule_names"
-_CHECKPOINTING: Names = {FALLBACK: "thalweg.activation_checkpointing.checkpointing"}
+_LR_SCHEDULES: Names = {
+    **names_in("thalweg.optim.lr_scheduler", "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"),
+    FALLBACK: f"{_HERE}.schedule_names",
+}
 _PIPE: Names = {FALLBACK: "thalweg.pipe"}
-_MOE: Names = {FALLBACK: "thalweg.moe"}
 _PARTITION: Names = {
     **_ZERO,
     "get_accelerator": _ACCELERATOR["get_accelerator"],
     "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}.zero_params:zero_wrapper_for_fp_tensor_constructor",
     "_orig_torch_arange": "torch:arange",
+    "MultipleAllGatherHandles": f"{_HERE}.param_views:MultipleAllGatherHandles",
     **dict.fromkeys(
-        ("AllGatherHandle", "AllGatherCoalescedHandle", "MultipleAllGatherHandles", "partitioned_param_data_shape"),
+        ("AllGatherHandle", "AllGatherCoalescedHandle", "partitioned_param_data_shape"),
         NotOffered("FSDP2 gathers by unit; thalweg.zero.GatheredParameters gathers for a program"),
     ),
 }
-_ULYSSES: Names = {"UlyssesSPAttentionHF": _SEQUENCE_PARALLEL, "UlyssesSPDataLoaderAdapter": _SEQUENCE_PARALLEL}
-_ZERO_TO_FP32: Names = {
-    name: f"{_HERE}.fp32_weights:{name}"
-    for name in ("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint")
-}
-_ZERO_TO_FP32[PROGRAM] = _PROGRAMS
-
 _COMPRESSION: Names = {
-    **{name: f"thalweg.compression:{name}" for name in ("init_compression", "redundancy_clean")},
-    "student_initialization": f"{_HERE}.compression:student_initialization",
+    **names_in("thalweg.compression", "init_compression redundancy_clean"),
+    **names_in(f"{_HERE}.compression", "student_initialization"),
 }
-_PROFILER: Names = {
-    name: f"thalweg.observe.flops_profiler:{name}"
-    for name in ("FlopsProfiler", "get_model_profile", "number_to_string")
-}
+_PROFILER = names_in("thalweg.observe.flops_profiler", "FlopsProfiler get_model_profile number_to_string")
 _ESTIMATES: Names = {FALLBACK: "thalweg.plan.estimates"}
-_TOPOLOGY: Names = {
-    "PipelineParallelGrid": NotOffered("engine.meshes has the axes; the groups follow from pipeline.stages"),
-    FALLBACK: "thalweg.parallel.pipeline.topology",
+_TRANSFORMER = NotOffered("thalweg.nn.transformer has a transformer in plain PyTorch")
+# Modules that have the names of one of ours and no others.
+_WHOLE_MODULES = {
+    "deepspeed.git_version_info": f"{_HERE}.versions",
+    "deepspeed.moe.layer": "thalweg.moe",
+    "deepspeed.moe.utils": "thalweg.moe",
+    "deepspeed.ops.op_builder": f"{_HERE}.op_builders",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "thalweg.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.constants": f"{_HERE}.config",
+    "deepspeed.runtime.precision_config": f"{_HERE}.config",
+    "deepspeed.runtime.zero.config": f"{_HERE}.config",
+    "deepspeed.runtime.zero.leaf_module_config": f"{_HERE}.config",
+    "deepspeed.runtime.zero.offload_config": f"{_HERE}.config",
+    "deepspeed.utils.numa": f"{_HERE}.runtime_utils",
+    "deepspeed.utils.torch": f"{_HERE}.runtime_utils",
 }
 
 # fmt: off
-SURFACE: dict[str, Names] = {
+SURFACE: dict[str, Names] = with_parents({
+    **{module: {FALLBACK: ours} for module, ours in _WHOLE_MODULES.items()},
     "deepspeed": {
         **_ENGINE, **_LOGGING,
         "__version__": f"{_HERE}.surface:DEEPSPEED_VERSION",
@@ -116,10 +115,9 @@ SURFACE: dict[str, Names] = {
         "OnDevice": "thalweg.deferred_init.on_device:OnDevice",
         "DeepSpeedConfig": _CONFIG,
         "DeepSpeedConfigError": f"{_HERE}.config:DeepSpeedConfigError",
-        "DeepSpeedTransformerLayer": NotOffered("thalweg.nn.transformer has a transformer in plain PyTorch"),
+        "DeepSpeedTransformerLayer": _TRANSFORMER,
         "DeepSpeedHybridEngine": NotOffered("engine.generate generates with the weights in training"),
     },
-    "deepspeed.git_version_info": {FALLBACK: f"{_HERE}.versions"},
     "deepspeed.accelerator": {
         **_ACCELERATOR, "is_current_accelerator_supported": f"{_HERE}.runtime_utils:is_current_accelerator_supported",
     },
@@ -128,7 +126,7 @@ SURFACE: dict[str, Names] = {
     "deepspeed.checkpoint.ds_to_universal": {FALLBACK: f"{_HERE}.universal", PROGRAM: _PROGRAMS},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "thalweg.zero.whole_tensors:clone_tensors_for_torch_save",
-        "get_model_ckpt_name_for_rank": NotOffered("thalweg.checkpoint.Checkpoint.open(DIR) reads tensors by name"),
+        "get_model_ckpt_name_for_rank": f"{_HERE}.fp32_weights:get_model_ckpt_name_for_rank",
     },
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
@@ -136,68 +134,47 @@ SURFACE: dict[str, Names] = {
     "deepspeed.compression.compress": _COMPRESSION,
     "deepspeed.compression.helper": {"convert_conv1d_to_linear": f"{_HERE}.compression:convert_conv1d_to_linear"},
     "deepspeed.env_report": {PROGRAM: _PROGRAMS},
-    "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {
-        FALLBACK: f"{_HERE}.launcher",
-        PROGRAM: _PROGRAMS,
-    },
-    "deepspeed.moe": {},
-    "deepspeed.moe.layer": _MOE,
+    "deepspeed.launcher.runner": {FALLBACK: f"{_HERE}.launcher", PROGRAM: _PROGRAMS},
     "deepspeed.moe.sharded_moe": {
         FALLBACK: f"{_HERE}.gating",
-        "dist": "deepspeed.comm",
+        "dist": f"{_HERE}.collectives",
         **dict.fromkeys(
-            ("TopKGate", "MOELayer", "_route_slots", "_sparse_encode", "_sparse_decode"),
+            ("TopKGate", "MOELayer"),
             NotOffered("thalweg.moe.MoE has the gate: k, capacity_factor, drop_tokens and the rest are its arguments"),
         ),
     },
-    "deepspeed.moe.utils": _MOE,
-    "deepspeed.module_inject": {},
     "deepspeed.module_inject.layers": dict.fromkeys(
         ("LinearAllreduce", "LinearLayer", "set_autotp_mode", "is_autotp_training_mode"), _TENSOR_PARALLEL
     ),
     "deepspeed.module_inject.tp_shard": {"get_shard_size_list": _TENSOR_PARALLEL},
     "deepspeed.ops": {
         "__compatible_ops__": f"{_HERE}.op_builders:COMPATIBLE_OPS",
-        "DeepSpeedTransformerLayer": NotOffered("thalweg.nn.transformer has a transformer in plain PyTorch"),
+        "DeepSpeedTransformerLayer": _TRANSFORMER,
     },
-    "deepspeed.ops.adagrad": _ADAGRAD,
+    "deepspeed.ops.adagrad": names_in(f"{_HERE}.optimizers", "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _ADAM,
     "deepspeed.ops.adam.cpu_adam": _ADAM,
     "deepspeed.ops.adam.fused_adam": _ADAM,
-    "deepspeed.ops.lamb": _LAMB,
-    "deepspeed.ops.lion": _LION,
-    "deepspeed.ops.op_builder": {FALLBACK: f"{_HERE}.op_builders"},
+    "deepspeed.ops.lamb": names_in(f"{_HERE}.optimizers", "FusedLamb"),
+    "deepspeed.ops.lion": names_in(f"{_HERE}.optimizers", "DeepSpeedCPULion FusedLion"),
     "deepspeed.ops.aio": {"AsyncIOBuilder": f"{_HERE}.op_builders:AsyncIOBuilder"},
     "deepspeed.ops.sparse_attention": _SPARSE_ATTENTION,
     "deepspeed.ops.sparse_attention.sparse_self_attention": _SPARSE_ATTENTION,
     "deepspeed.ops.sparse_attention.sparsity_config": _SPARSE_ATTENTION,
     "deepspeed.pipe": _PIPE,
-    "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
-    "deepspeed.runtime": {},
-    "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "deepspeed.runtime.base_optimizer": {
-        name: f"{_OPTIMIZERS}:{name}" for name in ("DeepSpeedOptimizer", "ZeROOptimizer")
-    },
-    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": f"{_OPTIMIZERS}:BF16_Optimizer"},
-    "deepspeed.runtime.fp16": {},
-    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": f"{_OPTIMIZERS}:FP16_Optimizer"},
+    "deepspeed.runtime.base_optimizer": names_in(_OPTIMIZERS, "DeepSpeedOptimizer ZeROOptimizer"),
+    "deepspeed.runtime.bf16_optimizer": names_in(_OPTIMIZERS, "BF16_Optimizer"),
+    "deepspeed.runtime.fp16.fused_optimizer": names_in(_OPTIMIZERS, "FP16_Optimizer"),
     "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": f"{_OPTIMIZERS}:FP16_Optimizer"},
-    "deepspeed.runtime.constants": {FALLBACK: f"{_HERE}.config"},
-    "deepspeed.runtime.precision_config": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.dataloader": _LOADER,
     "deepspeed.runtime.config": {
         FALLBACK: f"{_HERE}.config", "DeepSpeedConfigError": f"{_HERE}.config:DeepSpeedConfigError",
     },
-    "deepspeed.runtime.data_pipeline": {},
-    "deepspeed.runtime.data_pipeline.data_routing": {},
-    "deepspeed.runtime.data_pipeline.data_routing.helper": {
-        name: f"{_HERE}.data_pipeline:{name}" for name in ("convert_to_random_ltd", "save_without_random_ltd")
-    },
-    "deepspeed.runtime.data_pipeline.data_sampling": {},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": names_in(
+        f"{_HERE}.data_pipeline", "convert_to_random_ltd save_without_random_ltd"
+    ),
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
         "DataAnalyzer": f"{_HERE}.data_pipeline:DeepSpeedDataAnalyzer"
     },
@@ -206,17 +183,16 @@ SURFACE: dict[str, Names] = {
     "deepspeed.runtime.pipe": _PIPE,
     "deepspeed.runtime.pipe.engine": _ENGINE,
     "deepspeed.runtime.pipe.module": _PIPE,
-    "deepspeed.runtime.pipe.topology": _TOPOLOGY,
-    "deepspeed.runtime.progressive_layer_drop": {
-        "ProgressiveLayerDrop": "thalweg.nn.layer_drop:ProgressiveLayerDrop"
+    "deepspeed.runtime.pipe.topology": {
+        "PipelineParallelGrid": NotOffered("engine.meshes has the axes; the groups follow from pipeline.stages"),
+        FALLBACK: "thalweg.parallel.pipeline.topology",
     },
-    "deepspeed.runtime.sequence_parallel": {},
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": _ULYSSES,
+    "deepspeed.runtime.progressive_layer_drop": names_in("thalweg.nn.layer_drop", "ProgressiveLayerDrop"),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": dict.fromkeys(
+        ("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"), _SEQUENCE_PARALLEL
+    ),
     "deepspeed.runtime.utils": {**_LOGGING, FALLBACK: f"{_HERE}.runtime_utils"},
     "deepspeed.runtime.zero": _ZERO,
-    "deepspeed.runtime.zero.config": {FALLBACK: f"{_HERE}.config"},
-    "deepspeed.runtime.zero.leaf_module_config": {FALLBACK: f"{_HERE}.config"},
-    "deepspeed.runtime.zero.offload_config": {FALLBACK: f"{_HERE}.config"},
     "deepspeed.runtime.zero.partition_parameters": _PARTITION,
     "deepspeed.runtime.zero.stage3": {
         **_ESTIMATES, "DeepSpeedZeroOptimizer_Stage3": f"{_OPTIMIZERS}:DeepSpeedZeroOptimizer_Stage3",
@@ -226,7 +202,6 @@ SURFACE: dict[str, Names] = {
     },
     "deepspeed.runtime.zero.tiling": _ZERO,
     "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": f"{_HERE}.zero_params:ZeRORuntimeException"},
-    "deepspeed.sequence": {},
     "deepspeed.sequence.layer": {"DistributedAttention": _SEQUENCE_PARALLEL},
     "deepspeed.utils": {
         **_LOGGING, **_LEAF_MODULES, **_TENSOR_ACCESS, **_LOADER,
@@ -235,12 +210,15 @@ SURFACE: dict[str, Names] = {
     "deepspeed.utils.init_on_device": {"OnDevice": "thalweg.deferred_init.on_device:OnDevice"},
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.logging": _LOGGING,
-    "deepspeed.utils.numa": {FALLBACK: f"{_HERE}.runtime_utils"},
-    "deepspeed.utils.torch": {FALLBACK: f"{_HERE}.runtime_utils"},
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
-    "deepspeed.utils.zero_to_fp32": _ZERO_TO_FP32,
+    "deepspeed.utils.zero_to_fp32": {
+        **names_in(
+            f"{_HERE}.fp32_weights", "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint"
+        ),
+        PROGRAM: _PROGRAMS,
+    },
     "deepspeed.zero": _ZERO,
-}
+})
 # fmt: on
 PACKAGE = Package(
     "deepspeed",

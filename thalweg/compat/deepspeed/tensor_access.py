@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from thalweg.compat.deepspeed.live_engines import live_engines
+from thalweg.zero.fsdp2.private_api import get_fsdp_groups
 from thalweg.zero.full_state_dict import write_to_shard
 from thalweg.zero.whole_parameter import get_shard
 from thalweg.zero.whole_tensors import gather_master, gather_whole, set_master, to_local
@@ -22,8 +23,21 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole reduced gradient between the window's last backward pass and its step; collective."""
-    return None if param.grad is None else gather_whole(param.grad).float()
+    """The whole reduced gradient between the window's last backward pass and its step; collective.
+
+    Before it is reduced, within ``no_sync()`` and in a window at stages 0 and 1, this rank's own.
+    """
+    return _find_unreduced_grad(param) if param.grad is None else gather_whole(param.grad).float()
+
+
+def _find_unreduced_grad(param: Tensor) -> Tensor | None:
+    param = get_shard(param)
+    for engine in live_engines():
+        for group in get_fsdp_groups(engine.module):
+            for candidate in group.params:
+                if candidate.sharded_param is param and candidate.unsharded_grad is not None:
+                    return candidate.unsharded_grad.float() / (engine.optimizer.cur_scale if engine.optimizer else 1.0)
+    return None
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:

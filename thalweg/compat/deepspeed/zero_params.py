@@ -1,23 +1,10 @@
-"""``zero.Init`` and the small names beside it."""
+"""The small names beside ``zero.Init``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
-
-from thalweg.deferred_init.context import Init
-from thalweg.parallel_dims import init_distributed
-
-
-class DeepSpeedInit(Init):
-    """``zero.Init`` as Hugging Face uses it: the process group exists within it, for its loaders ask for ranks."""
-
-    def __enter__(self) -> DeepSpeedInit:
-        if self.enabled:
-            init_distributed()
-        super().__enter__()
-        return self
 
 
 class ZeRORuntimeException(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.ops.cpu_kernels import attention, gemm, lora, packing, pointwise, shm_reduce
+from thalweg.ops.cpu_kernels import attention, codes, gemm, lora, packing, pointwise, shm_reduce
 from thalweg.ops.cpu_kernels.isa import Isa, select_isa
 from thalweg.ops.cpu_kernels.kernel_builder import JitModule, KernelModule
 from thalweg.ops.cpu_kernels.program import Program
@@ -106,6 +106,12 @@ class KernelSet:
     lora_shrink = _kernel(lora.emit_lora_shrink)
     # Add the product with their adapters' second matrices.
     lora_expand = _kernel(lora.emit_lora_expand)
+    # Add numbers to errors and encode them as signs and scales.
+    compress_signs = _kernel(codes.emit_compress_signs)
+    # Average numbers of signs and scales.
+    decompress_signs = _kernel(codes.emit_decompress_signs)
+    # Write a weight's numbers, from codes of four bits.
+    dequantize_nf4 = _kernel(codes.emit_dequantize_nf4)
 
     def compile(self) -> dict[str, JitModule]:
         """Turn everything into machine code, by kernel; what another engine has needed is at hand."""

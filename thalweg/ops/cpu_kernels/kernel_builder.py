@@ -352,6 +352,24 @@ class KernelBuilder:
             a = self.builder.fmul(a, self.builder.bitcast(bits, a.type))
         return a
 
+    def look_up(self, table: Any, address: Any, index: Any) -> Any:
+        """Return ``table[index]`` for 16 int32 from 0 to 15; ``table``: 16 fp32, which also lie at ``address``."""
+        if self.isa.lanes == 16:
+            return self.call("llvm.x86.avx512.permvar.sf.512", table.type, [table, index])
+        if self.isa.lanes == 8:
+            halves = [self._part(table, i, 2) for i in range(2)]
+            found = []
+            for part in (self._part(index, i, 2) for i in range(2)):
+                low, high = (self.call("llvm.x86.avx2.permps", half.type, [half, part]) for half in halves)
+                found.append(self.builder.select(self.builder.icmp_signed(">", part, self.i32_const(7, 8)), high, low))
+            return self._concat(*found)
+        result = table
+        for lane in (self.int_const(i, I32) for i in range(16)):
+            place = self.builder.zext(self.builder.extract_element(index, lane), I64)
+            value = self.load(F32, self.add(address, self.mul(place, 4)))
+            result = self.builder.insert_element(result, value, lane)
+        return result
+
     # floating point, scalar or vector
 
     def _suffix(self, typ: Any) -> str:

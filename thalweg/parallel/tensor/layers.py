@@ -114,6 +114,17 @@ def row_parallel(tp_context: TpContext, kernels: str) -> ForwardFn:
     return forward
 
 
+def adapter_dropout(tp_group: ParallelGroup, is_part: bool) -> ForwardFn:
+    """Dropout before LoRA's A, which comes after the base layer: alike on all ranks where they see the same inputs, of
+    each rank's own where it sees a part of them."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        (tp_group.use_local_rng if is_part else tp_group.use_shared_rng)()
+        return F.dropout(input, self.p, self.training)
+
+    return forward
+
+
 def vocab_parallel_embedding(tp_context: TpContext, spec: ShardSpec) -> ForwardFn:
     """Rows cut by vocabulary: ids of other ranks give zeros here, and the sum is the embedding."""
     tp_group = tp_context.tp_group

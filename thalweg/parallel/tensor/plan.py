@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,7 +28,10 @@ from thalweg.parallel.tensor.heads import (
 )
 from thalweg.parallel.tensor.layers import SharedRows
 
-LayerKind = Literal["column", "row", "embedding", "head", "grad_all_reduce", "experts", "head_columns", "replicated"]
+LayerKind = Literal[
+    "column", "row", "embedding", "head", "grad_all_reduce", "experts", "head_columns", "replicated",
+    "whole_dropout", "part_dropout",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,11 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
         model_type = getattr(config, "model_type", type(model).__name__)
         plan = TpPlan(f"the {model_type} family", head_assignment=assignment)
         attention: dict[str, None] = {}
+        block = _scale_block(model)
         for name, module in model.named_modules():
             role = next((role for end, role in family.rules.items() if f".{name}".endswith(f".{end}")), None)
             if role is not None:
-                plan.layers[name] = _plan_layer(name, module, role, assignment, world_size, rank)
+                plan.layers |= _plan_layers(name, module, role, assignment, world_size, rank, block)
             if role in HEAD_ROLES:
                 attention[name.rpartition(".")[0]] = None
         _add_local_attributes(plan, model, attention, family.local_attributes, rank)
@@ -124,26 +128,59 @@ def heads_from_config(config: Any) -> AttentionHeads | None:
 _KV_ROLES = {"key_value": (1, False), "kv_fused": (2, False), "qkv_fused": (2, True)}  # sections, behind queries?
 
 
+def _plan_layers(
+    name: str, module: Any, role: str, assignment: HeadAssignment, world_size: int, rank: int, block: int
+) -> dict[str, LayerPlan]:
+    """The plan of a layer, or of PEFT's layer around one and of the factors beside it, by their names.
+
+    Where the base cuts its outputs LoRA's B does; A sees all inputs on every rank.  Where it cuts its inputs A does;
+    its few outputs are summed, and B is whole.
+    """
+    if not hasattr(module, "base_layer"):
+        return {name: _plan_layer(name, module, role, assignment, world_size, rank, block)[0]}
+    base, key = f"{name}.base_layer", next(iter(getattr(module, "adapter_layer_names", ())), "")
+    if key != "lora_A" or getattr(module, "lora_variant", None):
+        raise ValueError(
+            f"{name}: a {type(module).__name__} that is not plain LoRA cannot be cut over tensor ranks; use LoRA, or "
+            "set tensor_parallel.autotp_size to 1"
+        )
+    plan, spec = _plan_layer(base, module.base_layer, role, assignment, world_size, rank, block)
+    plans, is_row = {base: plan}, plan.kind == "row"
+    for adapter in module.lora_A:
+        if isinstance(module.lora_dropout[adapter], nn.Dropout):
+            plans[f"{name}.lora_dropout.{adapter}"] = LayerPlan("part_dropout" if is_row else "whole_dropout")
+        if is_row:
+            plans[f"{name}.lora_A.{adapter}"] = LayerPlan("row", {"weight": replace(spec, dim=1)})
+        else:
+            specs = _with_bias_spec(module.lora_B[adapter], replace(spec, dim=0))
+            plans[f"{name}.lora_B.{adapter}"] = LayerPlan("column", specs, plan.shared_rows)
+    return plans
+
+
 def _plan_layer(
-    name: str, module: nn.Module, role: str, assignment: HeadAssignment, world_size: int, rank: int
-) -> LayerPlan:
+    name: str, module: nn.Module, role: str, assignment: HeadAssignment, world_size: int, rank: int, block: int
+) -> tuple[LayerPlan, Any]:
+    """The plan of one layer, and the cut of its weight."""
     if role in ("grad_all_reduce", "replicated"):
-        return LayerPlan(role)
-    weight = module._parameters.get("weight")
+        return LayerPlan(role), None
+    weight = _get_weight(module)
     if weight is None or weight.ndim != 2:
         raise UnshardableModelError(f"{name} ({type(module).__name__}) has no matrix to cut as {role!r}")
     out_dim = 1 if type(module).__name__ == "Conv1D" else 0
     head_dim = assignment.heads.head_dim
     shared_rows: SharedRows | None = None
     if role == "bias_table":
-        return LayerPlan("head_columns", {"weight": query_spec(assignment, 1, 1)})
+        spec = query_spec(assignment, 1, 1)
+        return LayerPlan("head_columns", {"weight": spec}), spec
     if role in ("out", "row"):
         in_dim = 1 - out_dim
         size = weight.shape[in_dim]
-        spec = query_spec(assignment, in_dim, head_dim) if role == "out" else aligned_spec(in_dim, size, world_size)
-        return LayerPlan("row", {"weight": _check_size(name, spec, size)})
+        is_out = role == "out"
+        spec = query_spec(assignment, in_dim, head_dim) if is_out else aligned_spec(in_dim, size, world_size, block)
+        return LayerPlan("row", _weight_specs(name, module, _check_size(name, spec, size))), spec
     if role in ("embedding", "head"):
-        return LayerPlan(role, _with_bias_spec(module, contiguous_spec(0, weight.shape[0], world_size)))
+        spec = contiguous_spec(0, weight.shape[0], world_size)
+        return LayerPlan(role, _with_bias_spec(module, spec)), spec
     size = weight.shape[out_dim]
     if role in ("query", "qkv_interleaved"):
         spec = query_spec(assignment, out_dim, head_dim * (1 if role == "query" else 3))
@@ -152,16 +189,60 @@ def _plan_layer(
     elif role in _KV_ROLES:
         spec, shared_rows = kv_spec(assignment, out_dim, rank, *_KV_ROLES[role])
     elif role == "gate_up_fused":
-        spec = gate_up_spec(out_dim, size, world_size)
+        spec = gate_up_spec(out_dim, size, world_size, block)
     else:
         assert role == "column", role
-        spec = aligned_spec(out_dim, size, world_size)
-    return LayerPlan("column", _with_bias_spec(module, _check_size(name, spec, size)), shared_rows)
+        spec = aligned_spec(out_dim, size, world_size, block)
+    specs = _weight_specs(name, module, _check_size(name, spec, size))
+    if shared_rows is not None and "weight" not in specs:
+        raise ValueError(
+            f"{name} is quantised and has fewer key-value heads than ranks: set tensor_parallel.autotp_size to "
+            f"{assignment.heads.num_kv_heads}, or leave it in 16 bits"
+        )
+    return LayerPlan("column", specs | _bias_spec(module, spec), shared_rows), spec
 
 
-def gate_up_spec(dim: int, size: int, world_size: int) -> ShardSpec:
+def _get_weight(module: nn.Module) -> Any:
+    """A layer's weight, or None; one in few bits, which is computed, shows its shape."""
+    return module.weight if _is_quantized(module) else module._parameters.get("weight")
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return "weight" in getattr(module, "parametrizations", {})
+
+
+def _scale_block(model: nn.Module) -> int:
+    """The most inputs of a quantised layer that share a scale, within which nothing can be cut."""
+    weights = (_get_weight(module) for module in model.modules() if _is_quantized(module))
+    return max((getattr(weight, "block", 1) for weight in weights), default=1)
+
+
+def _weight_specs(name: str, module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
+    """The cut of a weight, or of the bytes that a weight in few bits is made of."""
+    if not _is_quantized(module):
+        return {"weight": spec}
+    weight = _get_weight(module)
+    if not hasattr(weight, "byte_spans"):
+        raise ValueError(
+            f"{name}.weight is a {type(weight).__name__}, which cannot be cut over tensor ranks: quantise by "
+            "thalweg.adapt.quantized_weight.quantize_linears, or set tensor_parallel.autotp_size to 1"
+        )
+    try:
+        cuts = weight.byte_spans(spec.dim, spec.spans)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return {
+        f"parametrizations.weight.original{i}": ShardSpec(
+            spec.dim, max(stop for rank in spans for _, stop in rank), tuple(tuple(rank) for rank in spans)
+        )
+        for i, spans in enumerate(cuts)
+        if spans is not None
+    }
+
+
+def gate_up_spec(dim: int, size: int, world_size: int, block: int = 1) -> ShardSpec:
     """Two fused sections of equal length, each cut evenly."""
-    spans = [own[0] for own in aligned_spec(dim, size // 2, world_size).spans]
+    spans = [own[0] for own in aligned_spec(dim, size // 2, world_size, block).spans]
     return fused_spec(dim, (size // 2, size // 2), [(span, span) for span in spans])
 
 
@@ -174,10 +255,11 @@ def _check_size(name: str, spec: ShardSpec, size: int) -> ShardSpec:
 
 
 def _with_bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
-    specs = {"weight": spec}
-    if module._parameters.get("bias") is not None:
-        specs["bias"] = ShardSpec(0, spec.size, spec.spans)
-    return specs
+    return {"weight": spec} | _bias_spec(module, spec)
+
+
+def _bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
+    return {} if module._parameters.get("bias") is None else {"bias": replace(spec, dim=0)}
 
 
 def _add_local_attributes(
@@ -226,8 +308,10 @@ def _apply_hf_rules(
     world_size: int,
     rank: int,
 ) -> None:
-    base = getattr(model, "base_model_prefix", "")
+    base, block = getattr(model, "base_model_prefix", ""), _scale_block(model)
     prefix = f"{base}." if base and hasattr(model, base) else ""
+    if hasattr(model, "peft_config"):
+        prefix = f"base_model.model.{prefix}"
     patterns = {
         re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role for key, role in rules.items()
     }
@@ -249,7 +333,7 @@ def _apply_hf_rules(
             mapped_role = _per_head_role(module, mapped_role, assignment.heads)
         assert assignment is not None or mapped_role in ("column", "row", "gate_up_fused", "grad_all_reduce")
         by_heads = assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size)
-        plan.layers[name] = _plan_layer(name, module, mapped_role, by_heads, world_size, rank)
+        plan.layers |= _plan_layers(name, module, mapped_role, by_heads, world_size, rank, block)
     if assignment is not None:
         attention = dict.fromkeys(name.rpartition(".")[0] for name in plan.layers if "attn" in name)
         _add_local_attributes(plan, model, attention, LOCAL_ATTRIBUTES, rank)
@@ -257,7 +341,7 @@ def _apply_hf_rules(
 
 def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     """The role in whole heads that a linear layer of attention has by its width."""
-    weight = module._parameters["weight"]
+    weight = _get_weight(getattr(module, "base_layer", module))
     assert weight is not None
     out_features, in_features = weight.shape
     if role == "row":

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from thalweg.utils.trees import copy_to_meta
+from thalweg.zero.quantized_params import unwrap_quantized_params
 
 _GPT_CONFIG_KEYS = {"vocab_size", "n_layer", "n_head", "n_embd", "block_size", "dropout", "tied"}
 
@@ -47,6 +48,7 @@ def load_meta_model(model: Any, model_kwargs: Mapping[str, Any] | None = None) -
     if isinstance(model, nn.Module):
         is_materialized = not all(parameter.is_meta for parameter in model.parameters())
         meta_model = copy_to_meta(model)
+        unwrap_quantized_params(meta_model)
     else:
         if isinstance(model, str | Path):
             model = _read_config_fields(Path(model))

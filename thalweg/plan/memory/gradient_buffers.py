@@ -36,12 +36,16 @@ class _FakeBufferPool:
             best_fit = min(fitting, key=lambda block: block.num_bytes)
             best_fit.in_use = True
             return best_fit
-        for block in free:
-            self._rank_memory.adjust_mmapped(self._label, -block.num_bytes)
-            self.buffers.remove(block)
+        self.release_memory()
         self.buffers.append(block := _FakeBuffer(num_bytes))
         self._rank_memory.adjust_mmapped(self._label, num_bytes)
         return block
+
+    def release_memory(self) -> None:
+        """As the pool's: a forward pass begins."""
+        for block in [block for block in self.buffers if not block.in_use]:
+            self._rank_memory.adjust_mmapped(self._label, -block.num_bytes)
+            self.buffers.remove(block)
 
 
 class GradientBuffers:
@@ -77,7 +81,7 @@ class GradientBuffers:
         unit = self._units[name]
         if self._run_spec.uses_shared_memory:
             self._touch_slot(unit)
-        elif self.grads_leave_early:
+        elif self.grads_leave_early and not self._run_spec.reduces_in_place:
             if self._current_input is not None:
                 self._current_input.in_use = False
             self._current_input = self._input_pool.acquire(unit.reduce_bytes)
@@ -98,8 +102,13 @@ class GradientBuffers:
         self._rank_memory.adjust_mmapped("gathered", growth)
         self._num_gathers += 1
 
+    def begin_forward(self) -> None:
+        """Blocks of gradients that have left go."""
+        for pool in (self._output_pool, self._input_pool):
+            pool.release_memory()
+
     def end_window(self) -> None:
-        """Gradients are forgotten; the blocks stay."""
+        """Gradients are forgotten; a unit's own block stays."""
         self._units_with_grads.clear()
         self._pending_updates.clear()
         for block in self._output_pool.buffers + self._input_pool.buffers:

@@ -235,6 +235,7 @@ class _Replay:
         else:
             self.rank_memory.phase = label
             if label == "forward":
+                self.gradient_buffers.begin_forward()
                 self.paged_params.pager.end_pass()
 
     # What rests on a disk

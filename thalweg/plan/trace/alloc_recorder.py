@@ -146,7 +146,9 @@ class AllocationRecorder(TorchDispatchMode):
         copy_bytes = {"onednn": left.nbytes, "convolution": rows * columns * left.itemsize}
         return copy_bytes.get(name, 0) if is_grad_weight else 0
 
-    def _record_storage(self, tensor: Tensor) -> int:
+    def _record_storage(self, tensor: Any) -> int:
+        if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight: its own storage has a size, and no memory
+            return sum(self._record_storage(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type == "meta":  # somebody asks for a shape
             return 0

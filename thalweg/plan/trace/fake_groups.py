@@ -33,7 +33,7 @@ class FakeParallelGroup(ParallelGroup):
     def __init__(self, size: int, ledger: CommsLog, axis: str = "tensor") -> None:
         self.size, self.rank, self.axis = size, 0, axis
         self.ledger, self.has_dropout = ledger, False
-        self._cached_input = self._saved_rng = None
+        self._cached_inputs, self._saved_rng = {}, None
 
     def group_for(self, tensor: Tensor) -> Any:
         """None: there is nobody to talk to."""

@@ -184,12 +184,16 @@ class FsdpEventSource:
         recorder, run_spec, info = self.recorder, self.run_spec, unit.info
         self.reduction_order.append(info.name)
         self.release_reduce_input()
-        if not (run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk):
+        mark = f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}"
+        if run_spec.reduces_in_place:
+            recorder.record_mark(mark)
+        elif not (run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk):
             self._reduce_input_id = recorder.record_alloc(info.reduce_bytes, "buffers")
         unit.accumulated_grads.clear()
         for parameter in unit.params:
             parameter.grad = None
-        recorder.record_mark(f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}")
+        if not run_spec.reduces_in_place:
+            recorder.record_mark(mark)
         if run_spec.on_cpu and run_spec.shard_topology.num_nodes > 1:  # partial sums to and from other hosts
             rows = info.reduce_bytes // run_spec.shard_topology.ranks_per_node
             for number in [recorder.record_alloc(rows, "buffers") for _ in range(2 if run_spec.is_hierarchical else 1)]:

@@ -318,6 +318,13 @@ class FSDPParamHandle:
         return self._inner.sharded_param
 
     @property
+    def unsharded_grad(self) -> Tensor | None:
+        """This rank's gradient that no reduction has taken yet, whole."""
+        if self._inner.unsharded_accumulated_grad is not None:
+            return self._inner.unsharded_accumulated_grad
+        return self._inner._unsharded_param.grad if hasattr(self._inner, "_unsharded_param") else None
+
+    @property
     def gathers_what_is_updated(self) -> bool:
         """Whether FSDP2's gather reads the memory that the optimizer writes."""
         inner = self._inner
@@ -568,6 +575,4 @@ def _grad_dtypes(params: Sequence[Any]) -> set[torch.dtype]:
 
 
 def _has_unsharded_grad(param: Any) -> bool:
-    if param.unsharded_accumulated_grad is not None:
-        return True
-    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
+    return FSDPParamHandle(param).unsharded_grad is not None
