@@ -154,6 +154,11 @@ def build_meshes(
         ValueError: the degrees do not divide the world, or contradict the given mesh.
     """
     dims = dims or ParallelDims()
+    from torch.distributed.tensor import debug  # which loads DTensor; not every import of ours needs it
+
+    # Meshes of the same ranks are equal to DTensor's caches, whatever groups they have: those of a job that this
+    # process was in before would come back in its results, with groups that are gone.
+    debug._clear_sharding_prop_cache()
     if mesh is not None and mesh.ndim == 1 and dims == ParallelDims():
         return ParallelMeshes(mesh, mesh)
     if mesh is not None:

@@ -39,7 +39,6 @@ from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
 from thalweg.device import takes_tensors_of
-from thalweg.ops.onebit import get_onebit_code
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.lamb import Lamb
@@ -108,6 +107,8 @@ class MomentumExchange:
         topology = HostTopology.discover(
             group, None if takes_tensors_of(group, torch.device("cpu")) else pieces[0].device
         )
+        from thalweg.ops.onebit import get_onebit_code  # LLVM is loaded for those who compress
+
         numels, device = [p.numel() for p in pieces], pieces[0].device
         self._reducer = OneBitAllReduce(numels, group, topology, self._ledger, device, get_onebit_code(device))
         self._params = params
