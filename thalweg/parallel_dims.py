@@ -301,8 +301,8 @@ def new_submesh(
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=dim_names)
 
 
-def split_data_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
-    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: replicas of groups of ``shard_size`` consecutive ranks.
+def split_data_mesh(mesh: DeviceMesh, shard_size: int, key: str = "zero_optimization.mics_shard_size") -> DeviceMesh:
+    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: copies of groups of ``shard_size`` consecutive ranks, by ``key``.
 
     Raises:
         ValueError: ``shard_size`` does not divide the number of ranks.
@@ -311,8 +311,7 @@ def split_data_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
     if num_ranks % shard_size:
         divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         raise ValueError(
-            f"zero_optimization.mics_shard_size = {shard_size} does not divide the {num_ranks} data-parallel ranks: "
-            f"use one of {divisors}, or -1 to shard over all of them"
+            f"{key} = {shard_size} does not divide the {num_ranks} data-parallel ranks: use one of {divisors}"
         )
     grid = mesh.mesh.flatten().view(-1, shard_size)
     return new_submesh(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group())
