@@ -147,6 +147,19 @@ def test_tensor_ranks_share_the_layers():
     assert halves.tokens_per_step == whole.tokens_per_step // 2
 
 
+def test_a_deferred_model_is_not_whole_before_it_is_cut():
+    """Tensor ranks of a processor hold the whole model first, unless it is built under ``zero.Init``."""
+
+    def peak(**built):
+        config = config_of(1, optimizer={"type": "SGD", "params": {"lr": 0.1}}, tensor_parallel={"autotp_size": 4})
+        ranks = Cluster(devices_per_node=4, device="cpu")
+        found = planned(config, ranks, sequence_length=1, **built)
+        return found.per_rank.total, found.num_parameters * 4
+
+    (whole, model_bytes), (parts, _) = peak(deferred_init=False), peak(deferred_init=True)
+    assert whole - parts > 0.5 * model_bytes
+
+
 def test_the_optimizers_state_moves_to_the_disk():
     here, there = (planned(config_of(2, zero)) for zero in ({}, {"offload_optimizer": NVME}))
     state = here.per_rank.optimizer
