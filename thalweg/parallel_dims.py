@@ -154,6 +154,11 @@ def build_meshes(
         ValueError: the degrees do not divide the world, or contradict the given mesh.
     """
     dims = dims or ParallelDims()
+    from torch.distributed.tensor import debug  # which loads DTensor; not every import of ours needs it
+
+    # Meshes of the same ranks are equal to DTensor's caches, whatever groups they have: those of a job that this
+    # process was in before would come back in its results, with groups that are gone.
+    debug._clear_sharding_prop_cache()
     if mesh is not None and mesh.ndim == 1 and dims == ParallelDims():
         return ParallelMeshes(mesh, mesh)
     if mesh is not None:
@@ -296,8 +301,8 @@ def new_submesh(
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=dim_names)
 
 
-def split_data_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
-    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: replicas of groups of ``shard_size`` consecutive ranks.
+def split_data_mesh(mesh: DeviceMesh, shard_size: int, key: str = "zero_optimization.mics_shard_size") -> DeviceMesh:
+    """The 1-D ``mesh`` as ``dp_outer`` x ``dp``: copies of groups of ``shard_size`` consecutive ranks, by ``key``.
 
     Raises:
         ValueError: ``shard_size`` does not divide the number of ranks.
@@ -306,8 +311,7 @@ def split_data_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
     if num_ranks % shard_size:
         divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         raise ValueError(
-            f"zero_optimization.mics_shard_size = {shard_size} does not divide the {num_ranks} data-parallel ranks: "
-            f"use one of {divisors}, or -1 to shard over all of them"
+            f"{key} = {shard_size} does not divide the {num_ranks} data-parallel ranks: use one of {divisors}"
         )
     grid = mesh.mesh.flatten().view(-1, shard_size)
     return new_submesh(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group())

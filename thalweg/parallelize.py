@@ -53,6 +53,7 @@ from thalweg.optim.accumulation import (
 from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 from thalweg.optim.offload.policy import build_engine_optimizer
+from thalweg.optim.outer_optimizer import OuterOptimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.comm_group import ParallelGroup
@@ -212,7 +213,7 @@ def parallelize(
     _apply_compile(model, list(units.values()), config)
     sharded = shard_model(model, mesh, options, device, tp_layout, ledger=ledger, expert_params=expert_params)
     lists = [module for name, module in model.named_modules() if is_expert_list(name, module)]
-    sync_unused_params(sharded.groups, lists, mesh.get_group())
+    sync_unused_params(sharded.groups, lists, (mesh if sharded.sites is None else sharded.sites["dp"]).get_group())
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)
@@ -224,16 +225,21 @@ def parallelize(
     link = MomentumLink(sharded.replica_sync, sharded.ledger)
     inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
     managed = None
+    outer = None
     if inner is not None:
         peers = None if pipeline is None else pipeline.tied_weights()
-        managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers)
+        if config.outer_optimizer is not None:
+            outer = OuterOptimizer(config.outer_optimizer, inner, sharded, window)
+        managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers, outer)
     if loss_tiling is not None:
         loss_tiling.trust_current_hooks()
         window.add_listener(StepCallbacks(on_step=loss_tiling.invalidate))
     if compression is not None:
         window.add_listener(compression)
     window.add_listener(StepCallbacks(on_close=close_offload))
-    window.add_listener(sharded)
+    if outer is not None:
+        window.add_listener(outer)
+    window.add_listener(sharded)  # after whoever moves parameters
     meter = _make_meter(config, meshes, model_info, device)
     if meter is not None:
         window.add_listener(StepCallbacks(on_close=meter.close))

@@ -44,7 +44,12 @@ def test_a_config_that_says_nothing_clips_as_deepspeed_does() -> None:
 
 
 def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
-    from thalweg.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, DeepSpeedZeroConfig
+    from thalweg.compat.deepspeed.config import (
+        DeepSpeedConfig,
+        DeepSpeedConfigError,
+        DeepSpeedZeroConfig,
+        DeepSpeedZeroOffloadOptimizerConfig,
+    )
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -70,7 +75,8 @@ def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
     shown = DeepSpeedZeroConfig(leaf_module={"classes": "my.Class"}, offload_param={})
     found["leaf"], found["offload_param"] = shown.leaf_module.classes, shown.offload_param.device
     found["optimizer"] = shown.offload_optimizer
-    assert DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer.device == "cpu", "the older spelling"
+    older = DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer
+    assert older.device == "cpu" and isinstance(older, DeepSpeedZeroOffloadOptimizerConfig), "the older spelling"
     with engine.coalesce_grad_reduction():
         for factor in (1.0, 2.0):
             engine.backward(factor * (rank + 1) * engine(torch.ones(1, 2)).sum())
@@ -161,9 +167,17 @@ def test_a_checkpoint_is_written_where_files_have_no_permissions(tmp_path: Path)
     assert run_ranks(_without_permissions, 1, str(tmp_path)) == [(True, True)]
 
 
-def test_an_offload_section_says_whether_it_overlaps() -> None:
-    from thalweg.compat.deepspeed.config import DeepSpeedZeroOffloadOptimizerConfig as Section
+def test_batch_sizes_that_are_set_to_none_are_derived() -> None:
+    from thalweg.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    assert [Section(**keys).pipeline for keys in ({}, {"pipeline_read": True}, {"pipeline_write": True})] == [
-        False, True, True,
-    ]  # fmt: skip
+    config: Any = DeepSpeedConfig({"train_batch_size": 4})
+    for given, expected in (((32, 16, None), (32, 16, 2)), ((None, 8, 2), (16, 8, 2)), ((None, 8, None), (8, 8, 1)),
+                            ((32, 18, None), None), ((None, None, 2), None)):  # fmt: skip
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = given
+        if expected is None:
+            with pytest.raises(DeepSpeedConfigError):
+                config._configure_train_batch_size()
+            continue
+        config._configure_train_batch_size()
+        sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+        assert sizes == expected

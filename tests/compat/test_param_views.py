@@ -67,6 +67,18 @@ def _views(rank: int, world: int) -> dict[str, Any]:
     with DeepSpeedGatheredParameters(weight):
         found["gathered"] = (weight.ds_status.name, tuple(weight.shape), tuple(weight.ds_shape))
         found["same values"] = torch.equal(weight, whole.state_dict()["blocks.1.weight"])
+    # As TRL generates at stage 3: it takes DeepSpeed's hooks off, and puts them on again.
+    with torch.no_grad():
+        with DeepSpeedGatheredParameters(list(params.values())):
+            offload = engine.optimizer.parameter_offload
+            for _, param in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
+                param.ds_active_sub_modules.clear()
+            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+                hook.remove()
+            offload.forward_hooks = offload.backward_hooks = []
+            generated = engine.module(torch.ones(1, 5))
+            offload._register_deepspeed_module(offload.module)
+        found["generated"] = torch.equal(generated, engine(torch.ones(1, 5)))
     # What is written to this rank's part counts.
     weight.ds_tensor.fill_(rank)
     handle = weight.all_gather_coalesced([weight])
@@ -90,7 +102,7 @@ def test_parameters_at_stage_3_answer_as_deepspeeds_do() -> None:
         assert found == {
             "ids": True, "shape": ((5, 5), 25, rows * 5), "status": True, "summary": "NOT_AVAILABLE",
             "of the model": "of the model", "within": True, "after": "NOT_AVAILABLE",
-            "gathered": ("AVAILABLE", (5, 5), (5, 5)), "same values": True,
+            "gathered": ("AVAILABLE", (5, 5), (5, 5)), "same values": True, "generated": True,
             "written": [0.0] * 3 + [1.0] * 2, "close": True,
             "kept": ("NOT_AVAILABLE", [2.0 * rank + 1]), "compared": (True, False), "copied": "a plain DTensor",
         }  # fmt: skip

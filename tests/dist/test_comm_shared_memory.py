@@ -160,6 +160,26 @@ def test_a_peer_that_came_and_left_while_this_rank_slept_was_there(comes, monkey
             own.barrier("the test")
 
 
+@pytest.mark.parametrize("comes_after", [0.0005, 0.05])
+def test_a_rank_that_waits_long_seldom_wakes_and_is_hardly_late(comes_after, monkeypatch):
+    """A wake-up costs some 60 us, which the peer may want."""
+    memory, now, naps = mmap.mmap(-1, 1 << 16), 0.0, []
+    own, peer = (SharedMemoryArena(memory, rank, 2, timeout=60.0) for rank in range(2))
+    peer.post(shared_memory.PID, os.getpid())
+
+    def sleep(seconds):
+        nonlocal now
+        naps.append(seconds)
+        now += seconds + 6e-5
+        if now >= comes_after:
+            peer.post(shared_memory.BARRIER_COUNT, 1)
+
+    monkeypatch.setattr(shared_memory, "time", types.SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    own.barrier("the test")
+    assert len(naps) < 150
+    assert now < comes_after * 17 / 16 + 2e-4
+
+
 def _nothing_left(rank, world):
     before = set(os.listdir("/dev/shm"))
     arena = SharedMemoryArena.create(dist.group.WORLD, 1 << 20)

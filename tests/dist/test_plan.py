@@ -102,12 +102,15 @@ def test_traffic_of_tensor_ranks_is_what_the_ledger_counts():
 
 
 ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+MEETINGS = {"sync_every": 1}  # at each step
 CROSSINGS = [
-    (1, {}),
-    (3, {}),
-    (2, {"zero_quantized_gradients": True}),
-    (3, ZEROPP),
-    (3, {"mics_shard_size": 2}),
+    (1, {}, {}),
+    (3, {}, {}),
+    (2, {"zero_quantized_gradients": True}, {}),
+    (3, ZEROPP, {}),
+    (3, {"mics_shard_size": 2}, {}),
+    (0, {}, {"outer_optimizer": MEETINGS}),
+    (2, {}, {"outer_optimizer": MEETINGS | {"quantized_deltas": True}}),
 ]
 
 
@@ -118,9 +121,9 @@ def _between_hosts(rank, world_size, cases):
 
     os.environ["THALWEG_HOST"] = f"host{rank // 2}"
     found = []
-    for stage, zero in cases:
+    for stage, zero, more in cases:
         torch.manual_seed(1)
-        config = config_of(stage, "bf16")
+        config = config_of(stage, "bf16") | more
         config["zero_optimization"] |= zero
         engine, *_ = thalweg.initialize(model=GPT(SHAPE), config=config)
         train(engine, 2, 1, rank)
@@ -137,12 +140,12 @@ def test_what_crosses_between_hosts_is_what_the_ledger_counts():
 
     cluster = Cluster(num_nodes=2, devices_per_node=2, device="cpu")
     ranks = run_ranks(_between_hosts, 4, CROSSINGS)
-    for index, (stage, zero) in enumerate(CROSSINGS):
-        config = config_of(stage, "bf16")
+    for index, (stage, zero, more) in enumerate(CROSSINGS):
+        config = config_of(stage, "bf16") | more
         config["zero_optimization"] |= zero
         planned = thalweg.plan(SHAPE.to_dict(), config, cluster=cluster, sequence_length=32).links
         counted = sum(found[index] for found in ranks) / 4
-        assert planned.get("between nodes", 0) == pytest.approx(counted, rel=0.05), (stage, zero)
+        assert planned.get("between nodes", 0) == pytest.approx(counted, rel=0.05), (stage, zero, more)
 
 
 BIG = GPTConfig(vocab_size=4096, n_layer=4, n_head=4, n_embd=448, block_size=64)

@@ -11,6 +11,7 @@ from tests.dist.auto_plan_models import build_model
 from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
 from thalweg.parallel.shard_spec import RaggedShard, ShardSpec, contiguous_spec, fused_spec, split_evenly
+from thalweg.parallel_dims import ParallelDims, build_meshes
 
 SIZES = range(8, 8 + 4 * 40, 4)
 MANY_SIZES = range(8, 8 + 4 * 4000, 4)  # torch's hashes differ from process to process: forty may miss by chance
@@ -122,3 +123,24 @@ def test_a_cut_knows_whether_it_is_chunks():
     assert contiguous_spec(0, 5, 4, 1).placement().chunked is False  # 2, 1, 1, 1: chunk would give 2, 2, 1, 0
     assert fused_spec(0, [4, 4], [[(0, 2), (0, 2)], [(2, 4), (2, 4)]]).placement().chunked is False
     assert ShardSpec(0, 3, (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))).placement().chunked
+
+
+def _rejoin(rank: int, world: int, folder: str) -> list[bool]:
+    """Two jobs in one process, one after the other; the second makes a group of its own before its mesh."""
+    same = []
+    for job in range(2):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{job}", rank=rank, world_size=world)
+        for _ in range(3 * job):
+            torch.distributed.new_group([0])
+        mesh = build_meshes(torch.device("cpu"), dims=ParallelDims(tp=world)).tp
+        assert mesh is not None
+        doubled = DTensor.from_local(torch.full((2,), float(rank)), mesh, (Shard(0),)) * 2
+        same.append(doubled.device_mesh is mesh)
+        assert doubled.full_tensor().tolist() == [0.0, 0.0, 2.0, 2.0]
+        torch.distributed.destroy_process_group()
+    return same
+
+
+def test_ranks_that_form_a_second_job_in_one_process_forget_the_groups_of_the_first(tmp_path):
+    """Meshes of the same ranks are equal, whatever groups they have; layouts in DTensor's cache have the old ones."""
+    assert run_ranks(_rejoin, 2, str(tmp_path), init=False) == [[True, True]] * 2

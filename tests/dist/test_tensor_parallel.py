@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_models import MODELS, build_model, compute_loss, make_batch
 from tests.dist.tensor_parity import TrainResult, make_config, run_engine, run_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
+from thalweg.deferred_init.op_graph import is_meta
+from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.parallel.comm_group import ParallelGroup
+from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel
+from thalweg.parallel_dims import ParallelDims, build_meshes
+from thalweg.zero import Init
 
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5}
 
@@ -137,6 +147,125 @@ def test_checkpoints_go_between_tensor_layouts_and_back(tmp_path, name):
     back = run_ranks(_checkpoint, 1, name, [(1, 0)], str(tmp_path / "4-5"), str(Path(tmp_path) / "back"))
     for values in (*(value for of_rank in many for value in of_rank), *back[0]):
         assert all(np.array_equal(a, b) for a, b in zip(values, one[0], strict=True))
+
+
+def _values(model: torch.nn.Module, world: int) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and the loss after a step of an engine on ``world`` tensor ranks."""
+    import thalweg
+
+    engine, *_ = thalweg.initialize(model=model, config=make_config(1, world, 2, 1))
+    found = {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
+    found |= {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    for step in range(2):
+        loss = compute_loss(engine, make_batch(step, 2))
+        engine.backward(loss)
+        engine.step()
+    engine.close()
+    return found | {"loss": loss.detach()}
+
+
+def _deferred(rank: int, world: int, names: tuple[str, ...], folder: str) -> list[str]:
+    import transformers
+
+    torch.set_num_threads(1)
+    wrong = []
+
+    def compare(name: str, whole: dict[str, torch.Tensor], model: torch.nn.Module, seed: int) -> None:
+        found, other = _values(model, world), _values(build_model(name, seed=seed), world)
+        if found.keys() != whole.keys() or not all(torch.equal(found[key], whole[key]) for key in whole):
+            wrong.append(name)
+        if torch.equal(found["loss"], other["loss"]):
+            wrong.append(f"{name}: the same with other values")
+
+    for name in names:
+        whole = _values(build_model(name, seed=5), world)
+        with Init():
+            model = build_model(name, seed=5 + rank)  # rank 0's values count
+        assert all(parameter.is_meta for parameter in model.parameters())
+        compare(name, whole, model, seed=6)
+    saved = build_model("llama", seed=7)
+    if rank == 0:
+        saved.save_pretrained(folder)
+    torch.distributed.barrier()
+    with Init():
+        model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    compare("llama", _values(saved, world), model, seed=8)
+    return wrong
+
+
+@pytest.mark.parametrize("names", [("reference",), nightly(tuple(MODELS))])
+def test_a_model_that_is_never_whole_has_the_values_of_one_that_is(names, tmp_path):
+    """Built under ``zero.Init``, from a seed or a checkpoint: bit for bit as cut from the whole model."""
+    pytest.importorskip("transformers")
+    for wrong in run_ranks(_deferred, 2, names, str(tmp_path), timeout=300):
+        assert wrong == []
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The bytes of tensors in memory that operators made, at their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor) and not is_meta(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in known:
+                    self._add(storage.nbytes())
+                    weakref.finalize(storage, self._add, -storage.nbytes())
+        return results
+
+    def _add(self, num_bytes: int) -> None:
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+
+def _peak_of_cutting(rank: int, world: int, deferred: bool) -> tuple[int, int, int]:
+    """Bytes of a model, of its largest tensor, and at the peak of building it and keeping this rank's part."""
+    meshes = build_meshes(torch.device("cpu"), dims=ParallelDims(tp=world))
+    assert meshes.tp is not None and meshes.tp_fsdp is not None
+    with Init(enabled=deferred), nullcontext() if deferred else _LiveBytes() as building:
+        model = GPT(GPTConfig(vocab_size=64, n_layer=8, n_head=4, n_embd=64, block_size=8))
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    with building or _LiveBytes() as cutting:
+        group = ParallelGroup(meshes.tp.get_group())
+        apply_tensor_parallel(model, group, meshes.tp_fsdp, meshes.world_group, check=False)
+    assert not any(is_meta(parameter) for parameter in model.parameters())
+    return sum(sizes), max(sizes), cutting.peak
+
+
+def test_no_rank_holds_the_whole_of_a_deferred_model():
+    for total, largest, peak in run_ranks(_peak_of_cutting, 2, True):
+        assert peak < 0.55 * total + 3 * largest < 0.7 * total, (peak, total)  # norms are whole
+    for total, _, peak in run_ranks(_peak_of_cutting, 2, False):
+        assert peak > total  # the control: the meter sees a whole model
+
+
+class _Unknown(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _unplanned(rank: int, world: int) -> str:
+    import thalweg
+
+    with thalweg.zero.Init():
+        model = _Unknown()
+    with pytest.raises(ValueError, match=r"before it has values; build it outside of zero\.Init") as caught:
+        thalweg.initialize(model=model, config=make_config(0, world, 2, 1))
+    return str(caught.value)
+
+
+def test_a_plan_that_only_a_run_shows_needs_values():
+    assert all("_Unknown" in message for message in run_ranks(_unplanned, 2))
 
 
 def _facts(rank: int, world: int) -> dict[str, Any]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from thalweg.adapt import quantized_weight
 from thalweg.adapt.quantized_weight import QuantizedWeight, nf4_values, quantize_linears
+from thalweg.ops import cpu_kernels
 from thalweg.zero.quantized_params import unwrap_quantized_params
 
 # Dettmers et al. 2023, appendix E.
@@ -85,6 +89,52 @@ def test_what_is_cut_in_whole_blocks_has_the_same_numbers(weight_format: str) ->
     if weight_format == "nf4":
         with pytest.raises(ValueError, match="whole blocks of 64"):
             weight.narrow(1, 32, 64)
+
+
+@pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
+@pytest.mark.parametrize("isa", [isa.name for isa in cpu_kernels.supported_isas() if isa.name != "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_gives_the_bits_of_torch_s_operators(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THALWEG_CPU_ISA", isa)
+    for rows, columns in ((300, 192), (3, 16), (5, 96)):  # blocks of 64, 16 and 32; enough for two threads, and not
+        weight = QuantizedWeight.quantize(make_weight(rows, columns), "nf4")
+        unaligned = torch.cat([weight.codes.new_zeros(1), weight.codes.flatten()])[1:].view_as(weight.codes)
+        for codes in (weight.codes, unaligned):
+            weight = QuantizedWeight(codes, weight.scales, "nf4", dtype)
+            with torch.device("meta"):  # as where a model is being loaded
+                got = weight.dequantize()
+            with monkeypatch.context() as context:
+                context.setattr(cpu_kernels, "unsupported_reason", lambda: "not here")
+                want = weight.dequantize()
+            assert got.dtype == want.dtype == dtype and torch.equal(got, want)
+            with monkeypatch.context() as context:  # with other numbers in the table both are others
+                context.setattr(quantized_weight, "_nf4_table", lambda dtype: np.zeros(16, np.float32))
+                assert not torch.equal(weight.dequantize(), want)
+
+
+def test_the_table_of_a_device_is_made_once_and_is_never_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "unsupported_reason", lambda: "not here")
+    monkeypatch.setattr(quantized_weight, "_PAIRS", {})
+    made: list[object] = []
+    make = torch.cartesian_prod
+    monkeypatch.setattr(torch, "cartesian_prod", lambda *values: (made.append(values), make(*values))[1])
+    weight = QuantizedWeight.quantize(make_weight(), "nf4")
+    with FakeTensorMode() as mode:
+        codes, scales = mode.from_tensor(weight.codes), mode.from_tensor(weight.scales)
+        fake = QuantizedWeight(codes, scales, "nf4", torch.float32).dequantize()
+    assert isinstance(fake, FakeTensor) and len(made) == 1 and not quantized_weight._PAIRS
+    with torch.inference_mode():
+        first = weight.dequantize()
+    for _ in range(3):
+        assert torch.equal(weight.dequantize(), first)
+    assert len(made) == 2
+    weight.dequantize(torch.bfloat16)
+    assert len(made) == 3  # another dtype has its own
+    with FakeTensorMode() as mode:  # nor do real ones reach fake ones
+        codes, scales = mode.from_tensor(weight.codes), mode.from_tensor(weight.scales)
+        assert isinstance(QuantizedWeight(codes, scales, "nf4", torch.float32).dequantize(), FakeTensor)
 
 
 @pytest.mark.parametrize("weight_format", ["nf4", "int8"])

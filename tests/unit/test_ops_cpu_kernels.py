@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.marks import nightly
+from thalweg.adapt.quantized_weight import QuantizedWeight, nf4_values
+from thalweg.comm.collectives.onebit import OneBitCode, payload_bytes, split_payload
 from thalweg.ops import cpu_kernels
 from thalweg.ops.linear import packed
 from thalweg.ops.linear.packed import pack_linear
@@ -209,6 +211,27 @@ def test_avx_vnni_multiplies_bytes_in_one_instruction(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", list(ERRORS))
+@NEEDS_EMULATOR
+@pytest.mark.nightly
+def test_an_arm_processor_decodes_signs_and_nf4() -> None:
+    kernels = cpu_kernels.KernelSet(cpu_kernels.ISAS["neon"])
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = QuantizedWeight.quantize(torch.randn(5, 192).to(dtype), "nf4")
+        values, out = torch.tensor(nf4_values()).to(dtype).float(), torch.zeros(5, 192, dtype=dtype)
+        name = kernels.dequantize_nf4("bf16" if dtype == torch.bfloat16 else "fp32")
+        run(kernels, [cpu_kernels.Instruction(name, [weight.codes, weight.scales, values, out, 15, 64])])
+        assert torch.equal(out, weight.dequantize())
+    payloads = torch.randint(0, 256, (3, payload_bytes(4)), dtype=torch.uint8)
+    for payload in payloads:
+        split_payload(payload)[0].copy_(torch.rand(4))
+    scales, signs = split_payload(payloads[0])
+    out, want = torch.zeros(2, 4096)
+    arguments = [scales, signs, payloads.stride(0), 3, out, 4]
+    run(kernels, [cpu_kernels.Instruction(kernels.decompress_signs(), arguments)])
+    OneBitCode().decompress(payloads, want)
+    assert torch.equal(out, want)
+
+
 @NEEDS_EMULATOR
 def test_an_arm_processors_products(form: str) -> None:
     x, weight = torch.randn(7, 96), torch.randn(70, 96)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import thalweg
 from tests.marks import nightly
-from thalweg.plan import Cluster, Plan, extrapolate
+from thalweg.activation_checkpointing.apply import default_nvme_path
+from thalweg.config import load
+from thalweg.plan import Cluster, Plan, extrapolate, planner
 from thalweg.plan.html import plan_to_html
 from thalweg.plan.inputs.input_spec import input_spec_from_call
 from thalweg.plan.spec.config_changes import apply_changes
@@ -122,6 +124,22 @@ def test_a_disk_that_is_too_small_is_said_and_so_is_what_fits() -> None:
     assert enough.fits is True and enough.exceeded_resource == "memory" and enough.excess_bytes < 0
 
 
+def test_the_plan_looks_at_the_disk_that_the_job_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One order of the folders that a config names, for the plan and for activations that leave."""
+    asked: list[str | None] = []
+    monkeypatch.setattr(planner, "get_disk_limit", lambda cluster, folder: asked.append(folder))
+    idle, states = {"nvme_path": "/idle"}, {"device": "nvme", "nvme_path": "/states"}
+    for zero, memory, folder in (
+        ({"offload_param": idle, "offload_optimizer": states}, {}, "/states"),
+        ({"offload_param": idle, "offload_optimizer": {"nvme_path": "/other"}}, {}, "/idle"),
+        ({"offload_param": idle, "offload_optimizer": states}, {"nvme_path": "/given"}, "/given"),
+        ({}, {}, None),
+    ):
+        config = CONFIG | {"zero_optimization": {"stage": 3, **zero}, "memory": memory}
+        ask(DEEP | {"n_layer": 2}, config, 1, 1, 8)
+        assert asked.pop() == folder == default_nvme_path(load(config))
+
+
 def test_attention_on_a_gpu_keeps_no_weights_of_pairs_for_its_dropout() -> None:
     shape = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 128}
     shape |= {"n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -134,14 +152,18 @@ def test_attention_on_a_gpu_keeps_no_weights_of_pairs_for_its_dropout() -> None:
 
 @pytest.mark.parametrize("vocabulary", [nightly(512), nightly(20000)])
 def test_what_is_suggested_in_the_last_resort_fits_as_well(vocabulary: int) -> None:
-    """Wide logits, or little memory: a loss without logits, fewer rows at once, states elsewhere."""
+    """Wide logits, or little memory: a loss without logits, fewer rows at once, states elsewhere.
+
+    The limit is a quarter of what a job takes beside its context, which nothing that is suggested makes smaller.
+    """
     shape = {"vocab_size": vocabulary, "n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 512}
     config = CONFIG | {"train_micro_batch_size_per_gpu": 6}
     roomy = ask(shape, config, 1, 1, 512).per_rank.total
     small = Cluster(device_memory=roomy // 4, host_memory=64 * GIB)
-    first = thalweg.plan(shape, config, cluster=small, sequence_length=512)
+    first = thalweg.plan(shape, config, cluster=small, sequence_length=512, process_bytes=0)
     assert first.fits is False and first.suggestion, first.reasons
-    again = thalweg.plan(shape, apply_changes(config, first.suggestion), cluster=small, sequence_length=512)
+    mended = apply_changes(config, first.suggestion)
+    again = thalweg.plan(shape, mended, cluster=small, sequence_length=512, process_bytes=0)
     assert again.fits is True and again.tokens_per_step == first.tokens_per_step
 
 
@@ -180,7 +202,7 @@ def test_auto_tries_small_micro_batches_before_it_leaves_the_device() -> None:
     fixed |= {"activation_checkpointing": {"policy": "full"}}
     fixed |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 16}
     small = Cluster(devices_per_node=2, device_memory=ask(shape, fixed, 1, 2, 128).per_rank.total)
-    found = thalweg.plan(shape, config, cluster=small, sequence_length=128)
+    found = thalweg.plan(shape, config, cluster=small, sequence_length=128, process_bytes=0)
     assert found.fits is True and found.config is not None
     assert found.config.train_batch_size == 32 and found.tokens_per_step == 32 * 128
     zero = found.config.zero_optimization
@@ -212,7 +234,11 @@ T5 |= {"num_layers": 9, "num_decoder_layers": 8, "decoder_start_token_id": 0}
 def test_a_deep_model_needs_what_the_whole_of_it_does(
     monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], stage: int, policy: str
 ) -> None:
-    """Also where another moment is the highest in a shallow one: a large embedding is gathered there."""
+    """Also where another moment is the highest in a shallow one: a large embedding is gathered there.
+
+    Of the holes of a device's allocator the plan takes those of the shallow one: they are whole segments of 2 MiB,
+    more than all of this T5, and follow no line (docs/decisions/2026-11-23-the-plan-on-devices.md).
+    """
     config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config |= {"activation_checkpointing": {"policy": policy}}
     monkeypatch.setattr(extrapolate, "MAX_FULL_DEPTH", 6)
@@ -220,9 +246,11 @@ def test_a_deep_model_needs_what_the_whole_of_it_does(
     monkeypatch.setattr(extrapolate, "MAX_FULL_DEPTH", 1000)
     monkeypatch.setattr(extrapolate, "MAX_TOTAL_FULL_DEPTH", 1000)
     whole = ask(shape, config, 1, 8, 32)
-    assert found.per_rank.total == pytest.approx(whole.per_rank.total, rel=0.02)
+    alive, all_alive = (plan.per_rank.total - plan.per_rank.fragmentation for plan in (found, whole))
+    assert alive == pytest.approx(all_alive, rel=0.02)
+    assert abs(found.per_rank.fragmentation - whole.per_rank.fragmentation) <= 2 * 2**20
     for name, value in asdict(whole.per_rank).items():
         here = getattr(found.per_rank, name)
-        assert here >= 0 and here == pytest.approx(value, abs=0.03 * whole.per_rank.total), name
+        assert here >= 0 and (name == "fragmentation" or here == pytest.approx(value, abs=0.03 * all_alive)), name
     assert found.traffic == whole.traffic
     assert found.time_breakdown["compute"] == pytest.approx(whole.time_breakdown["compute"], rel=1e-6)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.marks import nightly
 from thalweg.study import cell as cell_module
 from thalweg.study import datasets as study_datasets
 from thalweg.study import run as study_run
-from thalweg.study.config import PRESETS, StudyConfig, StudyDataset, load_study
+from thalweg.study.config import PRESETS, STUDIES, StudyConfig, StudyDataset, load_study
 from thalweg.study.datasets import explore, load_rows, normalize
 from thalweg.study.metrics import agreement, estimate, interval, log_ratios, score
 from thalweg.study.report import write_report
@@ -59,18 +61,26 @@ def test_all_problems_of_a_study_are_reported_at_once(tmp_path: Path) -> None:
     file.write_text("models: []\ndatasets: [{name: a, path: b, schema: nowhere}]\ntechniques: [faster]\nround: 2\n")
     with pytest.raises(ValueError) as error:
         load_study(file)
-    for part in ("models", "nowhere", "faster", "round:"):
+    for part in ("models: Tuple should have at least 1 item", "nowhere", "faster", "round:"):
         assert part in str(error.value)
+    assert str(error.value).count("at least 1 item") == 1, "the faulty dataset is no empty list"
 
 
-def test_the_study_of_the_package_is_found_by_name_and_a_missing_one_is_not() -> None:
-    assert [one.name for one in load_study("report").datasets] == ["SciTail", "Multi-XScience"]
+def test_studies_of_the_package_are_found_by_name_and_a_missing_one_is_not() -> None:
+    assert {load_study(file.stem).name for file in STUDIES.glob("*.yaml")} >= {"report", "training", "finetuning"}
     with pytest.raises(FileNotFoundError, match="report"):
         load_study("repord")
 
 
 def test_every_preset_is_a_technique() -> None:
     assert {one.name for one in study_of(techniques=list(PRESETS)).techniques} == set(PRESETS)
+
+
+def test_a_model_without_a_type_and_a_template_that_does_not_parse_are_refused() -> None:
+    scitail = {"name": "d", "path": "sample:scitail", "schema": "bigbio_te"}
+    with pytest.raises(ValueError, match="needs model_type") as error:
+        study_of(models=[{"name": "a", "config": {"hidden_size": 3}}], datasets=[{**scitail, "template": "{premise"}])
+    assert "expected '}'" in str(error.value)
 
 
 def test_names_that_would_share_a_folder_are_refused() -> None:
@@ -126,6 +136,8 @@ BAD_FILES = {
     "no row is left": (b'{"premise": "", "hypothesis": "b", "label": "neutral"}\n', "none of 1 rows"),
     "not UTF-8": (b'{"premise": "a"}\n{"premise": "\xe9"}\n', "line 2: not UTF-8"),
     "a line without end": (b'{"premise": "' + b"a" * (3 << 20), "line 1: over 1 MiB"),
+    "no row at all": (b"", "has no row"),
+    "zeros of a disk that was full": (bytes(4096), "cannot be read"),
     "damaged": (b'{"premise": "a", \n', "cannot be read"),
 }
 
@@ -157,6 +169,16 @@ def test_a_local_file_gives_what_the_sample_gives(suffix: str, tmp_path: Path) -
     found = normalize(load_rows(dataset), dataset)[0]
     assert [row["output"] for row in found] == ["positive", "negative"]
     assert found[0]["input"].startswith("good, really")
+
+
+def test_a_line_with_fields_too_many_does_not_shift_the_columns(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("premise,hypothesis,label\na,b,neutral,one,more\nc,d,entailment\n")
+    dataset = dataset_of(file, "bigbio_te")
+    rows = normalize(load_rows(dataset), dataset)[0]
+    assert [(row["input"][:11], row["output"]) for row in rows] == [
+        ("Premise: " + a + "\n", b) for a, b in (("a", "neutral"), ("c", "entailment"))
+    ]
 
 
 def test_labels_are_counted_and_texts_are_not() -> None:
@@ -383,7 +405,7 @@ def test_the_page_needs_no_network_and_the_texts_agree(tmp_path: Path, quick: An
     page, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert page.count("<table>") == len(re.findall(r"^\| --- ", text, re.MULTILINE)) >= 7
-    for part in ("llama (random)", "4.00", "entailment 9", "times as long", "baseline to itself"):
+    for part in ("llama (random)", "4.00", "entailment 9", "times as long", "baseline to itself", "No energy"):
         assert part in page and part in text
     figures = re.findall(r"\]\((figures/\w+\.svg)\)", text)
     assert len(figures) == page.count("<img ") >= 3
@@ -397,8 +419,10 @@ def test_the_page_needs_no_network_and_the_texts_agree(tmp_path: Path, quick: An
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Cells without processes: what they measure is real, their memory is ours."""
 
-    def run_process(function: Any, argument: str, log: Path, *_: Any, **__: Any) -> str:
+    def run_process(function: Any, argument: str, log: Path, *_: Any, **variables: str) -> str:
         log.parent.mkdir(parents=True, exist_ok=True)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         function(argument)
         return "exit code 0"
 
@@ -444,6 +468,74 @@ def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_p
     assert other["losses"][2] != pytest.approx(baseline["losses"][2], rel=1e-3)
     assert baseline["losses"][2] < baseline["losses"][0], "the first batch again, after two steps"
     assert ours["plan"]["bytes"] > 0 and "the plan says" in ours["why"]
+    write_report(tmp_path)
+    header = next(line for line in (tmp_path / "report.md").read_text().splitlines() if "samples/s" in line)
+    assert "memory peak" in header and "plan: ms a step, a rank" in header
+
+
+def test_ranks_train_on_batches_of_their_own(tmp_path: Path, in_process: Any) -> None:
+    hardware = [{"name": "one", "threads": 1}, {"name": "two", "threads": 1, "ranks": 2}]
+    techniques = ["train pytorch", "train thalweg stage 2", "hugging face"]
+    run_study(study_of(rounds=1, hardware=hardware, techniques=techniques), tmp_path, lambda line: None)
+    rows = {(row["hardware"], row["technique"]): row for row in collect(tmp_path)["rows"]}
+    baseline, ours = (rows["two", name] for name in techniques[:2])
+    assert ours["status"] == baseline["status"] == "ok", (ours.get("reason"), baseline.get("reason"))
+    assert ours["losses"] == pytest.approx(baseline["losses"], rel=1e-5), "rank 0's, by DDP and by the engine"
+    # The control: after a step with the other rank's gradients the loss is not that of one rank.
+    alone = rows["one", "train pytorch"]
+    assert alone["losses"][0] == pytest.approx(baseline["losses"][0], rel=1e-5)
+    assert alone["losses"][1] != pytest.approx(baseline["losses"][1], rel=1e-5)
+    assert baseline["samples"] == 2 * alone["samples"]
+    assert baseline["host_peak"] > 1.2 * alone["host_run_peak"], "the other rank's memory counts"
+    refused = rows["two", "hugging face"]
+    assert refused["status"] == "unsupported" and "tensor parallel" in refused["reason"]
+
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def wait_as_rank(ready: Any) -> None:
+    cell_module.end_with_parent()
+    ready.send("here")
+    time.sleep(60)
+
+
+def start_a_rank(ready: Any) -> None:
+    _FORK.Process(target=wait_as_rank, args=(ready,)).start()
+    time.sleep(60)
+
+
+def test_ranks_end_with_a_cell_that_is_killed() -> None:
+    reader, writer = _FORK.Pipe(duplex=False)
+    cell = _FORK.Process(target=start_a_rank, args=(writer,))
+    cell.start()
+    writer.close()
+    assert reader.recv() == "here"
+    cell.kill()
+    # Nobody holds the other end any more.
+    assert reader.poll(20), "the rank lives on"
+    with pytest.raises(EOFError):
+        reader.recv()
+
+
+def test_machines_that_are_not_here_are_planned_and_marked_so(tmp_path: Path, in_process: Any) -> None:
+    hardware = [
+        {"name": name, "device": "a100", "planned": True, "ranks": 2, "memory": memory, "price_per_hour": 4}
+        for name, memory in (("large", None), ("small", "1MiB"))
+    ]
+    techniques = ["train thalweg bf16", "train thalweg checkpointing", "hugging face"]
+    study = study_of(rounds=2, hardware=hardware, techniques=techniques)
+    assert run_study(study, tmp_path, lambda line: None) == {"processes": 4, "cells": 4, "failed": 0}
+    found = collect(tmp_path)
+    assert found["rows"] == found["noise"] == [], "nothing was measured"
+    assert [row["plan"]["fits"] for row in found["planned"]] == [True, True, False, False]
+    first = found["planned"][0]
+    assert first["samples"] == 4
+    assert first["cost_per_1000"] == pytest.approx(1000 * first["plan"]["seconds"] / 4 * 4 / 3600)
+    assert not list(tmp_path.glob("models/*/*.safetensors")), "a plan needs no weights"
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "## Planned, not measured" in text and "no, 1 MiB" in text and "## Training" not in text
 
 
 def test_a_model_that_cannot_fit_is_a_row(tmp_path: Path, in_process: Any) -> None:
@@ -453,6 +545,15 @@ def test_a_model_that_cannot_fit_is_a_row(tmp_path: Path, in_process: Any) -> No
     small, large = collect(tmp_path)["rows"]
     assert small["status"] == "out of memory" and "64 KiB of memory" in small["reason"]
     assert large["status"] == "ok"
+
+
+def test_random_weights_that_cannot_fit_are_not_made(tmp_path: Path, in_process: Any) -> None:
+    huge = {**LLAMA, "hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 100}
+    models = [{"name": "huge", "config": huge}, {"name": "small", "config": LLAMA}]
+    run_study(study_of(rounds=1, turns=1, techniques=["hugging face"], models=models), tmp_path, lambda line: None)
+    row, small = collect(tmp_path)["rows"]
+    assert row["status"] == "out of memory" and "for its random weights" in row["reason"]
+    assert small["status"] == "ok"
 
 
 def test_a_technique_whose_library_is_missing_is_unsupported(tmp_path: Path, in_process: Any) -> None:

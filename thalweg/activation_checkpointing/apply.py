@@ -36,10 +36,11 @@ def setup_activation_checkpointing(
 
 
 def default_nvme_path(config: Config) -> str | None:
-    """The folder for what has no ``nvme_path`` of its own."""
+    """The folder that the config names for what goes to a disk and has no ``nvme_path`` of its own."""
     zero = config.zero_optimization
-    paths = (config.memory.nvme_path, zero.offload_param.nvme_path, zero.offload_optimizer.nvme_path)
-    return next((path for path in paths if path), None)
+    tiers = sorted((zero.offload_param, zero.offload_optimizer), key=lambda tier: tier.device != "nvme")
+    paths = (config.memory.nvme_path, *(tier.nvme_path for tier in tiers))
+    return next((path for path in paths if path and path != "auto"), None)
 
 
 def _noop() -> None:

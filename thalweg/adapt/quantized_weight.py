@@ -21,15 +21,20 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from thalweg.utils.dtypes import dtype_name
+
 WeightFormat = Literal["nf4", "int8"]
 BLOCK = 64
 _MIN_BLOCK = 16
 _CHUNK = 1 << 22  # numbers that are quantised at once
+_MIN_PARALLEL = 1 << 15  # numbers for which a second thread is asked
+_PAIRS: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 _OFFSET = 0.9677083  # the largest quantile that QLoRA takes: as far from 1 as the sixteen of both halves ask for
 
 
@@ -42,6 +47,26 @@ def nf4_values() -> tuple[float, ...]:
 
     values = torch.cat([-half(8), torch.zeros(1, dtype=torch.float64), half(9)]).sort().values
     return tuple((values / values.abs().max()).tolist())
+
+
+@lru_cache
+def _nf4_table(dtype: torch.dtype) -> np.ndarray:
+    """The sixteen numbers in fp32, each one that ``dtype`` has."""
+    return torch.tensor(nf4_values(), device="cpu").to(dtype).float().numpy()
+
+
+def _nf4_pairs(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The two numbers of each byte, on the device of ``codes``; made once, as their way there makes a device wait."""
+    key = codes.device, dtype
+    is_real = type(codes) is Tensor and not torch.compiler.is_compiling()
+    if is_real and key in _PAIRS:
+        return _PAIRS[key]
+    with torch.inference_mode(False):
+        values = torch.tensor(nf4_values(), dtype=dtype, device=codes.device)
+        pairs = torch.cartesian_prod(values, values)
+    if is_real and type(pairs) is Tensor:  # under a mode of fake tensors these would be fake, and stay
+        _PAIRS[key] = pairs
+    return pairs
 
 
 class QuantizedWeight(Tensor):
@@ -73,10 +98,36 @@ class QuantizedWeight(Tensor):
         dtype = dtype or self.dtype
         if self.weight_format == "int8":
             return self.codes.to(dtype) * self.scales.to(dtype)
-        values = torch.tensor(nf4_values(), dtype=dtype, device=self.codes.device)
-        pairs = torch.cartesian_prod(values, values)  # of each byte
-        numbers = pairs.index_select(0, self.codes.flatten().int()).view(*self.scales.shape, -1)
-        return numbers.mul_(self.scales.to(dtype)[..., None]).view(self.shape)
+        numbers = self.codes.new_empty(self.shape, dtype=dtype)
+        if self._is_plain(numbers) and self._run_kernel(numbers):
+            return numbers
+        pairs = _nf4_pairs(self.codes, dtype)
+        torch.index_select(pairs, 0, self.codes.flatten().int(), out=numbers.view(-1, 2))
+        numbers.view(*self.scales.shape, -1).mul_(self.scales.to(dtype)[..., None])
+        return numbers
+
+    def _is_plain(self, numbers: Tensor) -> bool:
+        """Whether all are memory of the host, of which a kernel sees addresses alone, in the forms that it knows."""
+        return (
+            not torch.compiler.is_compiling()
+            and all(type(t) is Tensor and t.is_contiguous() and t.is_cpu for t in (self.codes, self.scales, numbers))
+            and numbers.dtype in (torch.float32, torch.bfloat16)
+            and self.scales.dtype == torch.bfloat16
+            and numbers.numel() > 0
+        )
+
+    def _run_kernel(self, numbers: Tensor) -> bool:
+        from thalweg.ops import cpu_kernels  # LLVM is loaded for those who use such weights
+
+        if cpu_kernels.unsupported_reason():
+            return False
+        kernels, blocks = cpu_kernels.KernelSet(), self.scales.numel()
+        table = _nf4_table(numbers.dtype).ctypes.data
+        arguments = self.codes, self.scales, table, numbers, blocks, numbers.numel() // blocks
+        call = cpu_kernels.Instruction(kernels.dequantize_nf4(dtype_name(numbers.dtype)), arguments)
+        threads = 1 if numbers.numel() < _MIN_PARALLEL else 0
+        cpu_kernels.build_program([call], kernels.compile(), [], threads).run()
+        return True
 
     @property
     def block(self) -> int:

@@ -100,8 +100,8 @@ class TrainingState:
                 naming=components.param_naming,
             )
             components.sharded.reset_compression()
-            if optimizer is not None:
-                optimizer.adopt_state()
+            if components.optimizer is not None:
+                components.optimizer.adopt_state()
             components.sharded.publish_params()
             if not module_only:
                 self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
@@ -148,6 +148,8 @@ class TrainingState:
             state_dict, strict = dict(state_dict), False
         self.components.sharded.sync_params()
         result = load_full_state_dict(module, state_dict, strict)
+        if self.components.optimizer is not None:
+            self.components.optimizer.adopt_state()
         self.components.sharded.publish_params()
         return result
 

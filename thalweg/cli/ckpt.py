@@ -15,6 +15,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from thalweg.utils.formatting import format_bytes
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
@@ -94,9 +96,9 @@ def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
     lines = [
         f"{checkpoint.path}",
         f"  tag {head.tag}, step {head.step}, world {head.world}, {head.created}, {head.writer}",
-        f"  {len(manifest.tensors)} tensors in {len(manifest.files)} files, {_format_bytes(report['bytes'])}",
+        f"  {len(manifest.tensors)} tensors in {len(manifest.files)} files, {format_bytes(report['bytes'])}",
         *(
-            f"  {kind:<6} {c['tensors']:>6} tensors {c['elements']:>14,} elements {_format_bytes(c['bytes']):>12}"
+            f"  {kind:<6} {c['tensors']:>6} tensors {c['elements']:>14,} elements {format_bytes(c['bytes']):>12}"
             for kind, c in kinds.items()
         ),
         *(f"  {alias} is {target}" for alias, target in manifest.aliases.items()),
@@ -131,7 +133,7 @@ def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
         "damaged": [{"file": d.file, "tensor": d.tensor, "reason": d.reason} for d in damage],
     }
     lines = [f"damaged: {d.reason}" for d in damage]
-    lines.append(f"{path}: {'damaged' if damage else 'sound'}, {tensors} tensors, {_format_bytes(size)} read")
+    lines.append(f"{path}: {'damaged' if damage else 'sound'}, {tensors} tensors, {format_bytes(size)} read")
     _print_report(report, lines, as_json=as_json)
     return 1 if damage else 0
 
@@ -145,14 +147,6 @@ def _export(checkpoint: Any, args: argparse.Namespace) -> int:
     export_hf(checkpoint, out, dtype=dtype, max_shard_bytes=args.max_shard_bytes)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir()) if path.is_file()}
     report = {"path": str(checkpoint.path), "out": str(out), "files": files}
-    lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {_format_bytes(size)}" for name, size in files.items())]
+    lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {format_bytes(size)}" for name, size in files.items())]
     _print_report(report, lines, as_json=args.json)
     return 0
-
-
-def _format_bytes(count: int) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:,.1f} {unit}" if unit != "bytes" else f"{count} bytes"
-        count = count / 1024  # type: ignore[assignment]
-    raise AssertionError

@@ -5,8 +5,9 @@ examples:
   thalweg study run study.yaml --out results/mine
   thalweg study report report
 
-`run` goes on where it was when the same command is given again, and ends with the report. `report` and `training` are
-in the package; docs/study.md describes the file. Exit code 0 also where cells have failed: their rows say why.
+`run` goes on where it was when the same command is given again, and ends with the report. `report`, `training`,
+`decode` and `finetuning` are in the package; docs/study.md describes the file. Exit code 0 also where cells have
+failed: their rows say why.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The actions and their options."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     run_parser = actions.add_parser("run", help="measure what is missing of a study, then write its report")
-    run_parser.add_argument("study", metavar="STUDY", help="a YAML file, or `report` or `training` of the package")
+    run_parser.add_argument("study", metavar="STUDY", help="a YAML file, or one of the package such as `report`")
     run_parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the study's results")
     report_parser = actions.add_parser("report", help="write report.html, report.md and report.json again")
     report_parser.add_argument("folder", type=Path, metavar="DIR", help="what `run` was given as --out")

@@ -73,6 +73,22 @@ _NOT_WITH_PIPELINE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "true (windows of the program's own are not supported with pipeline parallelism)",
     ),
 )
+# What sites that train by themselves do not go with: path, whether a value means it is on, the value that goes.
+_NOT_WITH_SITES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("zero_optimization.stage", lambda stage: stage == 3, "0, 1 or 2"),
+    ("zero_optimization.mics_shard_size", lambda size: size > 0, "left out: a site shards within itself"),
+    ("zero_optimization.offload_optimizer.device", lambda device: device == "nvme", '"cpu" or "none"'),
+    ("zero_optimization.zenflow.topk_ratio", lambda ratio: ratio > 0, "no zenflow block"),
+    ("optimizer.type", lambda name: name in (*COMPRESSED_OPTIMIZERS, "Adafactor"), "another optimiser"),
+    ("optimizer.params.state_dtype", lambda dtype: dtype == "int8", '"fp32" or "bf16"'),
+    ("fp16.enabled", bool, "false, as in bf16: sites would have to agree on a loss scale at each step"),
+    ("token_weighted_loss", bool, "false: sites would have to count tokens together at each step"),
+    ("gradient_allreduce_op", lambda op: op == "sum", '"mean"'),
+    *(
+        (path, lambda size: isinstance(size, int) and size > 1, "1")
+        for path in (*_MODEL_SPLIT_PATHS, "pipeline.stages", "expert_parallel.autoep_size")
+    ),
+)
 # What does not go with layers or sequences that several ranks share: path, whether a value means it is on, the degrees
 # of which none may then be above 1, what is expected.
 _NO_TENSOR_RANKS = "tensor_parallel.autotp_size to be 1"
@@ -308,6 +324,14 @@ RULES = (
             f"{default}, or pipeline.stages to be 1; the two are not built together yet",
         )
         for path, on, default in _NOT_WITH_PIPELINE
+    ),
+    *(
+        Rule(
+            (path, "outer_optimizer.sync_every"),
+            lambda value, every, is_on=is_on: is_on(value),
+            f"{expected}, or no outer_optimizer",
+        )
+        for path, is_on, expected in _NOT_WITH_SITES
     ),
     Rule(
         ("pipeline.micro_batches", "gradient_accumulation_steps", "pipeline.stages"),

@@ -31,7 +31,7 @@ class GeneratedOneBitCode(OneBitCode):
             assert all(place.is_contiguous() for place in places) and tensor.dtype == torch.float32
             items.append([*(place.data_ptr() for place in places), blocks])
         if items:
-            table = torch.tensor(items)
+            table = torch.tensor(items, device="cpu")
             self._run(self._compress, [table, len(items)], int(table[:, -1].sum()))
 
     def decompress(self, payloads: Tensor, out: Tensor) -> None:

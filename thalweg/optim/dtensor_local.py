@@ -276,3 +276,39 @@ def match_layout(tensor: Tensor, param: Tensor, placements: Sequence[Placement])
     if not isinstance(tensor, DTensor):
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return tensor if tensor.placements == tuple(placements) else tensor.redistribute(mesh, placements)
+
+
+def get_worker_axis(param: Tensor) -> int | None:
+    """The mesh axis of several ranks along which ``param`` is replicated."""
+    if not isinstance(param, DTensor):
+        return None
+    mesh = param.device_mesh
+    return next((axis for axis, p in enumerate(param.placements) if p.is_replicate() and mesh.size(axis) > 1), None)
+
+
+def _row_placements(param: DTensor, by_worker: bool) -> list[Any]:
+    """Where (workers, *shape) lies: the first dim over workers (or everywhere), the others as ``param``."""
+    axis = get_worker_axis(param)
+    first = Shard(0) if by_worker else Replicate()
+    return [first if i == axis else _shift(placement) for i, placement in enumerate(param.placements)]
+
+
+def _shift(placement: Any) -> Any:
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+
+
+def get_worker_rows(state: Tensor, param: Tensor) -> Tensor:
+    """The rows of all workers of a ``state`` of shape (workers, *shape), as far as this rank has ``param``."""
+    placements = _row_placements(param, by_worker=False) if isinstance(param, DTensor) else ()
+    return to_local(match_layout(state, param, placements))
+
+
+def as_rows_of_workers(piece: Tensor, param: Tensor) -> Tensor:
+    """This worker's row of a state of shape (workers, *shape)."""
+    assert isinstance(param, DTensor)
+    shape = torch.Size((param.device_mesh.size(get_worker_axis(param)), *param.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    placements = _row_placements(param, by_worker=True)
+    return DTensor.from_local(
+        piece.unsqueeze(0), param.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )

@@ -56,7 +56,7 @@ def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, By
 
 def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
     """The data axis' part."""
-    num_shards = run_spec.topology.world_size if run_spec.replicates_states else run_spec.num_shards
+    num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
     by_collective: Counter[str] = Counter()
     by_link: Counter[str] = Counter()
     for call in _iter_collectives(trace, run_spec):
@@ -68,12 +68,32 @@ def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, B
         shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
         link = INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE
         by_link[link] += 2 * shard * (copies - 1) // copies
+    if run_spec.outer_optimizer is not None:
+        _add_outer_steps(trace, run_spec, by_collective, by_link)
     return dict(by_collective), {link: total for link, total in by_link.items() if total}
+
+
+def _add_outer_steps(trace: StepTrace, run_spec: RunSpec, by_collective: Counter[str], by_link: Counter[str]) -> None:
+    """A step's part of what sites exchange when they meet: each rank of a site has a part of the parameters to send."""
+    assert run_spec.outer_optimizer is not None
+    num_ranks, num_sites = run_spec.num_site_ranks, run_spec.topology.world_size // run_spec.num_site_ranks
+    every = run_spec.outer_optimizer.sync_every
+    numel = sum(prod(spec.shape) for name, spec in trace.param_specs.items() if name not in trace.frozen_params)
+    part = numel // num_ranks
+    row = part // num_sites
+    row_bytes = 8 * row
+    if run_spec.outer_optimizer.quantized_deltas:
+        row_bytes = GRADIENT_QUANTIZER.num_bytes(row) + WEIGHT_QUANTIZER.num_bytes(row)
+    by_collective["all_reduce"] += 8 * part * (num_sites - 1) // num_sites // every
+    by_link[INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE] += (num_sites - 1) * row_bytes // every
+    if run_spec.replicates_states and num_ranks > 1:
+        by_collective["all_gather"] += 4 * numel * (num_ranks - 1) // num_ranks // every
+        by_link[INTRA_NODE] += 4 * part * (num_ranks - 1) // every
 
 
 def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collective]:
     num_micro_batches, policy = run_spec.accumulation_steps, run_spec.policy
-    num_shards = run_spec.topology.world_size if run_spec.replicates_states else run_spec.num_shards
+    num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
     trained = [unit for unit in trace.units if unit.is_trainable]
     num_reductions = num_micro_batches if policy.reduces_each_backward else 1
     for unit in trained:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from thalweg.activation_checkpointing.apply import default_nvme_path
 from thalweg.config import Config
 from thalweg.config.schema.base import replace_by_path
 from thalweg.plan.comm_volume import estimate_comm_volume
@@ -25,7 +26,7 @@ from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
 from thalweg.plan.memory.replay import replay_events
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster, build_cluster, get_disk_limit
-from thalweg.plan.spec.config_changes import choose_max_in_cpu, find_nvme_path
+from thalweg.plan.spec.config_changes import choose_max_in_cpu
 from thalweg.plan.spec.devices import CONTEXT_BYTES, library_bytes
 from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
 from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_time
@@ -150,7 +151,7 @@ class Planner:
             not_counted=unmodelled_keys,
             assumptions=self._list_assumptions(is_deferred),
             published=self._formula_bytes(run_spec, input_spec),
-            disk_limit=get_disk_limit(cluster, find_nvme_path(config)),
+            disk_limit=get_disk_limit(cluster, default_nvme_path(config)),
             ranks_per_node=cluster.devices_per_node,
             model=type(model).__name__,
             config=config,

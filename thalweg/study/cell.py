@@ -8,6 +8,7 @@ The spec holds all there is to know, and the file that it names gets a result wh
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import sys
@@ -18,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from thalweg.study.prepare import load_tokenizer, read_json, write_json
-from thalweg.utils.formatting import format_bytes, parse_bytes
+from thalweg.study.prepare import check_free_memory, load_tokenizer, read_json, write_json
 from thalweg.utils.log import enable_console
 from thalweg.utils.procfs import resident_bytes
 
@@ -74,15 +74,11 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_memory(spec: dict[str, Any], parameters: int) -> None:
-    """Raise MemoryError where the plain weights cannot fit, before the system kills somebody."""
-    from thalweg.utils.procfs import available_host_memory
-
-    limit = spec["hardware"]["memory"]
-    available = available_host_memory() if limit is None else parse_bytes(limit, "memory")
+    """Raise MemoryError where the plain weights cannot fit."""
     # fp32 weights; in training their gradients and two moments beside them.
     needed = parameters * (16 * spec["hardware"]["ranks"] if spec["task"] == "training" else 4)
-    if available is not None and needed > available and not spec["technique"]["options"].get("weight_offload"):
-        raise MemoryError(f"{format_bytes(needed)} of weights and states, {format_bytes(available)} of memory")
+    if not spec["technique"]["options"].get("weight_offload"):
+        check_free_memory(needed, "weights and states", spec["hardware"]["memory"])
 
 
 class ResourceMeter:
@@ -214,12 +210,14 @@ def describe_work(spec: dict[str, Any], generator: Any, batch_size: int, prompts
     }  # fmt: skip
 
 
-def _end_with_parent() -> None:
-    """End this process with the study's own, which holds its standard input open."""
-    sys.stdin.buffer.read()
-    os._exit(1)
+def end_with_parent() -> None:
+    """End this process as soon as the one that has started it ends, however that was."""
+    parent = multiprocessing.parent_process()
+    # A peer's interpreter is no child of multiprocessing: the study holds its standard input open.
+    wait = sys.stdin.buffer.read if parent is None else parent.join
+    threading.Thread(target=lambda: (wait(), os._exit(1)), daemon=True).start()
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     run_cell(sys.argv[1])

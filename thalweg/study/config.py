@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import Formatter
 from typing import Any, Literal
 
 import yaml
@@ -35,6 +36,8 @@ class StudyModel(_Section):
     def _one_source(self) -> StudyModel:
         if (self.path is None) == (self.config is None):
             raise ValueError("give path (a folder, or a name on the hub) or config (random weights), one of them")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("config needs model_type, such as llama")
         return self
 
 
@@ -57,6 +60,12 @@ class StudyDataset(_Section):
     batch_size: int = Field(8, ge=1)
     new_tokens: int = Field(16, ge=2)
     max_prompt_tokens: int = Field(256, ge=1)
+
+    @field_validator("template")
+    @classmethod
+    def _parses(cls, template: str | None) -> str | None:
+        list(Formatter().parse(template or ""))  # a ValueError for a brace without its other half
+        return template
 
     @field_validator("schema_name")
     @classmethod
@@ -200,6 +209,9 @@ def load_study(path: str | Path) -> StudyConfig:
     try:
         config = StudyConfig.model_validate({"name": file.stem, **tree})
     except ValidationError as error:
-        problems = ("/".join(map(str, one["loc"])) + f": {one['msg']}" for one in error.errors())
+        # pydantic counts what is left of a list once faulty entries are out: what is wrong is said already.
+        faulty = {one["loc"][0] for one in error.errors() if len(one["loc"]) > 1}
+        found = [one for one in error.errors() if one["type"] != "too_short" or one["loc"][0] not in faulty]
+        problems = ("/".join(map(str, one["loc"])) + f": {one['msg']}" for one in found)
         raise ValueError(f"{path}: " + "; ".join(problems)) from None
     return config

@@ -36,7 +36,6 @@ def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
             raise ValueError(f"there is no sample {name!r} in the package: there are {names}")
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     import datasets
-    from datasets.exceptions import DatasetGenerationError
 
     suffix = Path(dataset.path).suffix.lstrip(".").lower()
     if suffix not in _BUILDERS:
@@ -48,11 +47,15 @@ def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
         raise ValueError(f"there is no file {dataset.path}")
     if suffix != "parquet":
         _check_text_file(Path(dataset.path))
-    options: dict[str, Any] = {"sep": "\t"} if suffix == "tsv" else {}
+    options: dict[str, Any] = {}
+    if _BUILDERS[suffix] == "csv":
+        # Without index_col a line with more fields than the header shifts all columns, and nobody is told.
+        options = {"sep": "\t" if suffix == "tsv" else ",", "index_col": False}
     try:
         loaded = datasets.load_dataset(_BUILDERS[suffix], data_files=dataset.path, split="train", **options)
-    except DatasetGenerationError as error:
-        raise ValueError(f"{dataset.path} cannot be read: {error.__cause__ or error}") from error
+    except Exception as error:  # of many kinds; of a file without a row, a StopIteration that says nothing
+        reason = str(error.__cause__ or error) or "it has no row"
+        raise ValueError(f"{dataset.path} cannot be read: {reason}") from error
     return list(loaded)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from thalweg.study.config import StudyConfig, StudyDataset, StudyModel, slug
 from thalweg.study.datasets import explore, load_rows, normalize
 from thalweg.utils.atomic_file import publish_file
+from thalweg.utils.formatting import format_bytes, parse_bytes
+from thalweg.utils.procfs import available_host_memory
 
 # The ids that T5 gives them; other families do not mind.
 _SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
@@ -77,7 +79,9 @@ def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
+    shape = describe_shape(config)
     if weights:
+        check_free_memory(4 * shape["parameters"], "its random weights")
         torch.manual_seed(seed)
         made: Any = auto_class(config).from_config(config)
         # Random weights would name an end at random: without one all outputs are of the length that was asked for.
@@ -88,7 +92,14 @@ def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int
     _train_tokenizer(texts, config.vocab_size).save_pretrained(temporary)
     shutil.rmtree(folder, ignore_errors=True)  # half of one, from a run that was killed
     temporary.rename(folder)
-    return {"path": str(folder.absolute()), "random": True, "shape": describe_shape(config)}
+    return {"path": str(folder.absolute()), "random": True, "shape": shape}
+
+
+def check_free_memory(needed: int, purpose: str, limit: int | str | None = None) -> None:
+    """Raise MemoryError where that many bytes are not there (or beyond ``limit``), before the system kills somebody."""
+    available = available_host_memory() if limit is None else parse_bytes(limit, "memory")
+    if available is not None and needed > available:
+        raise MemoryError(f"{format_bytes(needed)} for {purpose}, {format_bytes(available)} of memory")
 
 
 def auto_class(config: Any) -> Any:

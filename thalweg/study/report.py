@@ -73,6 +73,9 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
             "Models marked (random) have random weights: their times and bytes are those of the shape, their quality"
             " means nothing, and only the equality of outputs says something about a technique."
         )
+    measured = [row for row in found["rows"] if row["status"] == "ok"]
+    if measured and all(row["joules_per_sample"] is None for row in measured):
+        blocks.append("No energy: this machine has no RAPL counters that may be read.")
     if found["recommended"]:
         blocks += ["## What to use", _recommended_table(found["recommended"])]
     for task, title in (("inference", "Inference"), ("training", "Training")):
@@ -169,16 +172,23 @@ def _overview_table(rows: list[dict[str, Any]]) -> ReportTable:
 
 def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
     is_inference = rows[0]["task"] == "inference"
-    timed = ["first token ms", "next tokens ms"] if is_inference else []
+    timed = ["first token ms", "next tokens ms"] if is_inference else ["samples/s"]
     headers = [*_PLACE, "technique", "ms a sample", "baseline's / its time", *timed, "tokens/s"]
     headers += ["load s", "memory peak", "of it after loading", "disk"]
-    headers += ["J a sample", "1,000 samples cost", "equal outputs" if is_inference else "plan ms a step", "quality"]
+    headers += [
+        "J a sample",
+        "1,000 samples cost",
+        "equal outputs" if is_inference else "plan: ms a step, a rank",
+        "quality",
+    ]
     body = []
     for row in rows:
         if row["status"] != "ok":
             continue
         cells = [*_place(row), row["technique"], _ms(row["seconds_per_sample"]), _ratio(row.get("ratio"))]
-        cells += [_ms(row[key]) for key in ("first_seconds", "step_seconds") if is_inference]
+        rate = 1 / row["seconds_per_sample"][0]
+        timings = [_ms(row[key]) for key in ("first_seconds", "step_seconds") if is_inference]
+        cells += timings or [(_digits(rate), rate)]
         peak = row["host_peak"] if row["device_peak"] is None else row["device_peak"]
         running = row["host_run_peak"] if row["device_peak"] is None else row["device_peak"]
         load, speed = row["load_seconds"], row["tokens_per_second"]
@@ -193,7 +203,8 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
             cells.append("-" if equal is None else (f"{equal:.0%}, {different} different", equal))
         else:
             planned = row["plan"].get("seconds")
-            cells.append("-" if planned is None else (f"{1e3 * planned:.1f}", planned))
+            size = "-" if planned is None else format_bytes(row["plan"]["bytes"])
+            cells.append("-" if planned is None else (f"{1e3 * planned:.1f}, {size}", planned))
         quality = (f"{key} {'-' if value is None else f'{value:.3f}'}" for key, value in row["quality"].items())
         body.append([*cells, ", ".join(quality)])
     return ReportTable(headers, body)

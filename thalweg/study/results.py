@@ -83,7 +83,7 @@ def _make_row(
     samples = rounds[0]["samples"]
     if rounds[0]["status"] == "planned":
         cost = _cost(cell.hardware, rounds[0]["plan"]["seconds"] / samples)
-        return row | rounds[0] | {"ranks": cell.hardware.ranks, "cost_per_1000": cost}
+        return row | rounds[0] | {"random_weights": False, "cost_per_1000": cost}
 
     def per_sample(which: list[dict[str, Any]]) -> list[list[float]]:
         # Of training a turn is a step; of inference it is all samples once.

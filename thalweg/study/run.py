@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,7 +26,7 @@ from typing import Any
 
 import thalweg
 from thalweg.study import prepare
-from thalweg.study.cell import run_cell
+from thalweg.study.cell import end_with_parent, run_cell
 from thalweg.study.config import (
     StudyConfig,
     StudyDataset,
@@ -146,7 +145,8 @@ def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: StudyCe
     ]
     earlier = read_json(result_path(folder, cell, 0)) if number else {"status": "ok"}
     if any(problems):
-        result = {"status": "failed", "reason": next(filter(None, problems))}
+        reason = next(filter(None, problems))
+        result = {"status": "out of memory" if reason.startswith("MemoryError") else "failed", "reason": reason}
     elif earlier["status"] != "ok":  # it would fail again
         result = {"status": earlier["status"], "reason": earlier["reason"]}
     else:
@@ -240,15 +240,8 @@ def _enter(function: Callable[[str], None], argument: str, log: str, variables: 
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with_parent()
     function(argument)
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
 
 
 def _tail(log: Path) -> str:

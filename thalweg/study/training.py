@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.study.cell import end_with_parent
 from thalweg.study.prepare import load_tokenizer
 from thalweg.study.techniques import UnsupportedTechnique, load_plain, now
 
@@ -56,6 +57,7 @@ def measure_training(spec: dict[str, Any], meter: Any) -> dict[str, Any]:
 
 def _run_rank(spec: dict[str, Any], rank: int) -> None:
     """Another rank: it trains on its own batches, and tells nobody."""
+    end_with_parent()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     _train(spec, None, rank)
 

@@ -26,6 +26,14 @@ def build_mics_mesh(mesh: DeviceMesh, shard_group_size: int) -> DeviceMesh | Non
     return None if shard_group_size <= 1 or shard_group_size == mesh.size() else split_data_mesh(mesh, shard_group_size)
 
 
+def build_site_mesh(mesh: DeviceMesh, site_size: int | str | None, device: torch.device) -> DeviceMesh | None:
+    """Sites x ranks of a site ("auto": of a host) where sites train by themselves, else None; collective."""
+    if site_size is None:
+        return None
+    size = count_ranks_of_a_host(mesh, device) if isinstance(site_size, str) else site_size
+    return split_data_mesh(mesh, size, "outer_optimizer.site_size")
+
+
 def count_ranks_of_a_host(mesh: DeviceMesh, device: torch.device) -> int:
     """The most consecutive ranks of ``mesh`` that share a host, whichever of its equal parts one takes; collective."""
     hosts = HostTopology.discover(mesh.get_group(), device).host_ids
@@ -35,13 +43,15 @@ def count_ranks_of_a_host(mesh: DeviceMesh, device: torch.device) -> int:
 
 
 def make_layout_fn(
-    mesh: DeviceMesh, mics_mesh: DeviceMesh | None, tp_layout: TensorParallelLayout | None, replicate: bool
+    mesh: DeviceMesh, outer_mesh: DeviceMesh | None, tp_layout: TensorParallelLayout | None, replicate: bool
 ) -> Callable[[str, torch.Size], DTensorLayout | None]:
-    """By name and shape: the layout that a parameter shows, where FSDP2 works with another one."""
+    """By name and shape: the layout that a parameter shows, where FSDP2 works with another one; ``outer_mesh``: of
+    copies x shards, if there is one."""
     if tp_layout is not None:
         return lambda name, shape: tp_layout.get_layout(name, shape, replicate)
     if replicate:
-        return lambda name, shape: DTensorLayout(mesh, (Replicate(),), shape)
-    if mics_mesh is not None:
-        return lambda name, shape: DTensorLayout(mics_mesh, (Replicate(), Shard(0)), shape)
+        whole_mesh = outer_mesh or mesh
+        return lambda name, shape: DTensorLayout(whole_mesh, (Replicate(),) * whole_mesh.ndim, shape)
+    if outer_mesh is not None:
+        return lambda name, shape: DTensorLayout(outer_mesh, (Replicate(), Shard(0)), shape)
     return lambda name, shape: None

@@ -72,6 +72,7 @@ def build_shard_options(model: nn.Module, config: Config) -> ShardOptions:
         unit_policy=unit_policy,
         sum_gradients=config.gradient_allreduce_op == "sum",
         within_hosts=config.optimizer is not None and config.optimizer.type in COMPRESSED_OPTIMIZERS,
+        site_size=None if config.outer_optimizer is None else config.outer_optimizer.site_size,
         fp32_modules=_find_fp32_modules(model, config, precision),
     )
 

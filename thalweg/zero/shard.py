@@ -35,7 +35,13 @@ from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.full_state_dict import all_gather_into
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
-from thalweg.zero.meshes import build_mics_mesh, count_ranks_of_a_host, make_layout_fn, single_rank_mesh
+from thalweg.zero.meshes import (
+    build_mics_mesh,
+    build_site_mesh,
+    count_ranks_of_a_host,
+    make_layout_fn,
+    single_rank_mesh,
+)
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.storage.base import (
     FSDPStorage,
@@ -66,6 +72,7 @@ class ShardOptions:
     """How to shard: stage, dtypes, units, and how gradients are averaged.
 
     ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them.
+    ``site_size``: so many ranks ("auto": those of a host) shard and reduce by themselves; nothing crosses to others.
     """
 
     policy: ZeroPolicy
@@ -74,6 +81,7 @@ class ShardOptions:
     unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
     sum_gradients: bool = False
     within_hosts: bool = False
+    site_size: int | str | None = None
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
 
@@ -118,7 +126,7 @@ class ShardedModel:
     """A model under ZeRO; ``module`` is the same object that was given, now sharded.
 
     ``storages``: where its parameters are, unit by unit; ``other_params``: those outside of FSDP2's units;
-    ``paging``: what of it rests on a disk; ``reducers``: empty where FSDP2's own reduce.
+    ``paging``: what of it rests on a disk; ``sites``: 2-D, those that train by themselves and their ranks.
     """
 
     def __init__(
@@ -133,10 +141,11 @@ class ShardedModel:
         collectives: Collectives,
         other_params: Sequence[ScalarParams | ZeroExpertParams],
         paging: ParamPaging | None = None,
+        sites: DeviceMesh | None = None,
     ) -> None:
         self.module, self.options, self.device, self.groups = module, options, device, groups
         self.ledger: CommsLog = collectives.spec.ledger
-        self.paging = paging
+        self.paging, self.sites = paging, sites
         self.replica_sync = collectives.spec.sync
         self.option_messages = collectives.option_messages | get_offload_messages(options.zero, device)
         self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.spec.divisor
@@ -198,7 +207,7 @@ class ShardedModel:
         self._divisor.value = scale / (self._world_size if self.options.sum_gradients else 1)
         if not self._reducers:
             for group in self.groups:
-                group.module.set_gradient_divide_factor(self._divisor.value * self._world_size)
+                group.module.set_gradient_divide_factor(self._divisor.value * self._collectives.spec.mesh.size())
 
     def reset_iteration_state(self) -> None:
         """Return to rest after an exception in forward or backward; gradients are left as they are."""
@@ -397,8 +406,10 @@ def shard_model(
     pages_params, mics_size = zero.offload_param.device == "nvme", zero.mics_shard_size
     if sharded and options.within_hosts and mics_size <= 0:
         mics_size = count_ranks_of_a_host(mesh, device)
+    sites = build_site_mesh(mesh, options.site_size, device)
     mics_mesh = build_mics_mesh(mesh, mics_size) if sharded else None
-    shard_mesh = mesh if mics_mesh is None else mics_mesh["dp"]
+    outer_mesh = sites or mics_mesh
+    shard_mesh = mesh if outer_mesh is None else outer_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
     param_specs = _build_param_specs(named_params, options, 1 if replicate else shard_mesh.size())
     blocks = find_units(model, options.unit_policy)
@@ -465,7 +476,7 @@ def shard_model(
     groups = private_api.get_fsdp_groups(model)
     private_api.check_private_names(groups)
     storages_by_group = _install_storages(
-        groups, storages, locations, make_layout_fn(mesh, mics_mesh, tp_layout, replicate)
+        groups, storages, locations, make_layout_fn(mesh, outer_mesh, tp_layout, replicate)
     )
     assert isinstance(model, FSDPModule)
     private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
@@ -492,6 +503,7 @@ def shard_model(
         collectives,
         [params for params in (ScalarParams(scalars, mesh.get_group()), expert_params) if params],
         paging,
+        sites,
     )
     register_sharded_model(model, collectives.spec.ledger)
     return sharded_model

@@ -10,18 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from pydantic import model_validator
 
 from thalweg.compat.deepspeed.logs import logger
 from thalweg.config import Config, ConfigError, load_config
+from thalweg.config.batch_size import MICRO, STEPS, TOTAL, resolve_batch_sizes
+from thalweg.config.errors import ConfigProblem
 from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.load import read_partial_config
 from thalweg.config.reader import read_source
-from thalweg.config.schema.base import AUTO, list_options
+from thalweg.config.schema.base import AUTO, list_options, replace_by_path
 from thalweg.config.schema.training import BF16, FP16
 from thalweg.config.schema.zero import OffloadOptimizer, OffloadParam
 
-DeepSpeedZeroOffloadParamConfig = OffloadParam
+DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig = OffloadParam, OffloadOptimizer
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
@@ -74,15 +75,6 @@ def translate_config(tree: dict[str, Any]) -> dict[str, Any]:
             del zero[name]
             logger.warning("zero_optimization.%s does nothing at stage %d", name, stage)
     return tree
-
-
-class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer):
-    """The section ``offload_optimizer``, whose ``pipeline`` follows from ``pipeline_read`` and ``pipeline_write``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _set_pipeline(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        return keys | {"pipeline": bool(keys.get("pipeline_read") or keys.get("pipeline_write"))}
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -145,9 +137,19 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict = dict(read_source(config)[0].tree or {})
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         with raising_deepspeed_errors():
-            self.resolved: Config = load_config(config, world_size=world_size, translate=translate_config)
+            self.resolved: Config = load_config(config, world_size=self._world_size, translate=translate_config)
+
+    def _configure_train_batch_size(self) -> None:
+        """Derive, of the three batch sizes, those that a program has set to None."""
+        given = {name: getattr(self, name) for name in (TOTAL, MICRO, STEPS)}
+        sizes, _, problems = resolve_batch_sizes(replace_by_path(self.resolved, given), self._world_size)
+        if given[TOTAL] is None and given[MICRO] is None:
+            problems.append(ConfigProblem(TOTAL, None, f"a number of samples, or one for {MICRO}"))
+        if problems:
+            raise DeepSpeedConfigError(problems)
+        vars(self).update({name: sizes[name] for name in given})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "resolved" not in vars(self):

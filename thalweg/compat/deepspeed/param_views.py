@@ -71,6 +71,11 @@ class _ParamNames:
         return _ids[self]
 
     @property
+    def ds_active_sub_modules(self) -> set[int]:
+        """The modules that hold it whole on their own account: none, units gather and free by themselves."""
+        return set()
+
+    @property
     def ds_shape(self) -> Any:
         """Its whole shape."""
         return _get_shard(self).shape

@@ -7,7 +7,11 @@ is one for each of its parameters here, in the same order, over the same memory,
 
 from __future__ import annotations
 
-from torch import Tensor
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from thalweg.config import Config
 from thalweg.optim.step import EngineOptimizer
@@ -56,8 +60,28 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return self._flat_masters()
 
 
+class ParameterOffload:
+    """DeepSpeed's hooks on a model at stage 3, for programs that take them off to generate and put them on again (TRL).
+
+    There are none: a forward pass within ``GatheredParameters`` is right as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = SimpleNamespace(named_parameters=model.named_parameters, ds_external_parameters=tuple)
+        self.forward_hooks: list[RemovableHandle] = []
+        self.backward_hooks: list[RemovableHandle] = []
+
+    def _register_deepspeed_module(self, module: Any, count: Any = None) -> None:
+        """Nothing to put on again."""
+
+
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """Stage 3."""
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """The model's hooks."""
+        return ParameterOffload(self._sharded.module)
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:

@@ -91,6 +91,7 @@ class Config(UNREAD_BLOCKS):
     use_data_before_expert_parallelism: bool = ignored(False, "expert-parallel ranks are neighbours on the data axis")
 
     optimizer: training.Optimizer | None = None
+    outer_optimizer: training.OuterOptimizerConfig | None = None
     scheduler: training.SchedulerConfig | None = None
     fp16: training.FP16 = training.FP16()
     bf16: training.BF16 = training.BF16()

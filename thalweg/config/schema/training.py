@@ -9,12 +9,14 @@ from pydantic import BeforeValidator, Field
 from thalweg.config.schema.base import (
     SINGLE_GRADIENT_PATH,
     AnyDict,
+    DecayRate,
     Dtype,
     FrozenDict,
     IntTuple,
     LowerCase,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     PositiveIntTuple,
     Section,
@@ -77,6 +79,21 @@ class Optimizer(Section):
     type: str
     params: AnyDict = FrozenDict()
     legacy_fusion: bool = ignored(False, "chose between two fused kernels of DeepSpeed")
+
+
+class OuterOptimizerConfig(Section):
+    """Sites train by themselves for ``sync_every`` steps, then their mean step goes through Nesterov SGD (DiLoCo,
+    arXiv 2311.08105).
+
+    ``site_size``: consecutive ranks of a site, ``"auto"``: those of a host.  ``quantized_deltas``: what sites exchange
+    goes out in 4 bits and comes back in 8.
+    """
+
+    sync_every: PositiveInt = 100
+    lr: PositiveFloat = 0.7
+    momentum: DecayRate = 0.9
+    site_size: Literal["auto"] | PositiveInt = "auto"
+    quantized_deltas: bool = False
 
 
 class SchedulerConfig(Section):

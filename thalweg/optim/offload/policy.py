@@ -37,6 +37,7 @@ from thalweg.optim.offload.step_in_backward import (
     grad_offload_bytes,
     trainable_params,
 )
+from thalweg.optim.outer_optimizer import OuterOptimizer
 from thalweg.optim.step import EngineOptimizer, InMemoryStep
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.storage_io.allocator import round_up
@@ -61,9 +62,11 @@ def may_step_in_backward(config: Config, *, on_cpu: bool) -> bool:
     """Whether updates may run within the backward pass, of ranks that compute on the CPU or not.
 
     Nothing later in a step (clipping) can then change them; nor, in place on the host, is it likely that they must be
-    taken back (as with a loss scale).
+    taken back (as with a loss scale); nor has an outer optimizer to see what they begin with.
     """
-    if config.gradient_clipping > 0 or not on_cpu:  # gradients on their way from a GPU arrive when the pass is over
+    if (
+        config.gradient_clipping > 0 or config.outer_optimizer is not None or not on_cpu
+    ):  # gradients on their way from a GPU arrive when the pass is over
         return False
     return config.zero_optimization.offload_optimizer.device == "nvme" or not config.fp16.enabled
 
@@ -76,6 +79,7 @@ def build_engine_optimizer(
     scaler: LossScaler,
     replicate_group: dist.ProcessGroup | None,
     pipeline_peers: TiedWeights | None = None,
+    outer: OuterOptimizer | None = None,
 ) -> EngineOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
     build_strategy = partial(_build_step_strategy, inner, config, window, sharded, replicate_group)
@@ -86,7 +90,7 @@ def build_engine_optimizer(
         window.add_listener(strategy)
     if swap is not None:
         window.add_listener(StepCallbacks(on_close=swap.close))
-    groups: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers}
+    groups: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers, "outer": outer}
     return EngineOptimizer(
         inner, sharded, window, scaler, max_norm=config.gradient_clipping, strategy=strategy, **groups
     )

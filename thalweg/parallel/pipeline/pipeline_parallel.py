@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from thalweg.comm import CommsLog
 from thalweg.config import Config
-from thalweg.deferred_init.context import has_meta_tensors
 from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule, PipelineModuleStages, add_dummy_param
 from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.partition import partition_balanced
@@ -161,7 +160,7 @@ class PipelineParallel:
         if self._block_layout is None:
             return
         model, layout = self.model, self._block_layout
-        if self._meshes.tp is None and not has_meta_tensors(model):  # else the tensor ranks have done so
+        if self._meshes.tp is None:  # else the tensor ranks have done so
             broadcast_model(model, self._meshes.world_group)
         stage_ranges = self._get_stage_ranges(model, layout)
         self._stages = SplitModelStages(model, layout, stage_ranges, self._local_stages)

@@ -16,6 +16,10 @@ a small random input; replace each parameter by this rank's piece, and each
 module's forward by the split one; run again and compare.  What ``shard`` then sees is a plain,
 smaller model; the :class:`TensorParallelLayout` returned say which logical tensor each piece belongs to.
 
+A model built under ``zero.Init`` is never whole anywhere: the plan comes from its shapes, rank 0's values arrive one
+full tensor at a time, and each rank keeps its piece.  Such a model cannot be run whole, so nothing is compared, and a
+plan that only a run would show is refused.
+
 Invariants: parameters keep their names; every element has one owner (see :mod:`thalweg.parallel.shard_spec`) or
 is whole on all ranks and gets the same gradient there.
 """
@@ -30,9 +34,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thalweg.deferred_init.context import has_meta_tensors, materialize_module
+from thalweg.deferred_init.op_graph import is_meta
 from thalweg.device import get_rng_state, set_rng_state
 from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.shard_spec import ShardSpec
@@ -68,9 +74,10 @@ def apply_tensor_parallel(
     """
     broadcast_model(model, world_group)
     plan = _agree_on_plan(model, tp_group, world_group)
+    check = check and not has_meta_tensors(model)
     inputs = make_dummy_inputs(model) if check else None
     expected = run_for_parity(model, plan, inputs) if check else None
-    placements = _replace_parameters(model, plan, tp_group)
+    placements = _replace_parameters(model, plan, tp_group, world_group)
     _replace_forwards(model, plan, tp_group, kernels)
     tp_group.has_dropout = has_dropout(model)
     model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
@@ -98,13 +105,14 @@ def _build_plan(model: nn.Module, tp_group: ParallelGroup) -> TpPlan:
         plan = build_tp_plan(model, tp_group.size, tp_group.rank)
     except UnshardableModelError as error:
         plan, reason = None, str(error)
+    has_values = not has_meta_tensors(model)
     if plan is None or not plan.layers:
-        plan = infer_plan(model, tp_group.size, tp_group.rank)
+        plan = infer_plan(model, tp_group.size, tp_group.rank) if has_values else None
     if plan is None:
-        raise UnshardableModelError(
-            f"{type(model).__name__} cannot be cut over tensor ranks: {reason}, and running it shows none; "
-            "set tensor_parallel.autotp_size to 1"
-        )
+        cure = "running it shows none; set tensor_parallel.autotp_size to 1"
+        if not has_values:
+            cure = "it cannot be run before it has values; build it outside of zero.Init and of the meta device"
+        raise UnshardableModelError(f"{type(model).__name__} cannot be cut over tensor ranks: {reason}, and {cure}")
     return plan
 
 
@@ -148,25 +156,30 @@ def _agree_on_plan(model: nn.Module, tp_group: ParallelGroup, world_group: dist.
 
 
 def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
-    """Give every rank rank 0's parameters and buffers, tensor by tensor."""
-    root = dist.get_global_rank(world_group, 0)
+    """Give every rank rank 0's parameters and buffers, tensor by tensor, but for those without memory."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_meta:
-                raise UnshardableModelError(
-                    "a model on the meta device or under zero.Init cannot be cut over tensor ranks yet: "
-                    "build it outside of the context"
-                )
-            if tensor.is_contiguous():
-                dist.broadcast(tensor.data, src=root, group=control_group(world_group, tensor.device))
-            else:
-                value = tensor.detach().contiguous()
-                dist.broadcast(value, src=root, group=control_group(world_group, tensor.device))
-                tensor.copy_(value)
+            if not is_meta(tensor):
+                _broadcast(tensor.detach(), world_group)
 
 
-def _replace_parameters(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup) -> dict[str, tuple[torch.Size, Any]]:
-    """Put pieces in place of whole parameters, wherever they are held; shape and placement by name."""
+def _broadcast(tensor: Tensor, world_group: dist.ProcessGroup | None) -> None:
+    """Overwrite ``tensor`` with that of rank 0 of ``world_group`` (None: of the job)."""
+    root = 0 if world_group is None else dist.get_global_rank(world_group, 0)
+    group = control_group(world_group, tensor.device)
+    value = tensor.contiguous()
+    dist.broadcast(value.view(-1).view(torch.uint8), src=root, group=group)  # gloo knows few dtypes
+    if value is not tensor:
+        tensor.copy_(value)
+
+
+def _replace_parameters(
+    model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, world_group: dist.ProcessGroup | None = None
+) -> dict[str, tuple[torch.Size, Any]]:
+    """Put pieces in place of whole parameters, wherever they are held; shape and placement by name.
+
+    ``world_group``: whose rank 0 has the values of tensors without memory; None: they stay without.
+    """
     names: dict[int, list[str]] = {}  # a stage of a pipeline may know a shared weight by its second name only
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -178,17 +191,36 @@ def _replace_parameters(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup)
             registered = specs.setdefault(id(parameter), (parameter, spec))
             if registered[1] != spec:
                 raise UnshardableModelError(f"{name}.{key} is shared with a layer that cuts it otherwise")
-    new_params: dict[int, nn.Parameter] = {}
+    deferred = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers()) if world_group and is_meta(t)}
+    received = torch.empty(max(deferred.values(), default=0), dtype=torch.uint8)
+    new_tensors: dict[int, Any] = {}
     placements: dict[str, tuple[torch.Size, Any]] = {}
     for key, (parameter, spec) in specs.items():
-        with torch.no_grad():
-            local = spec.local_slice(parameter, tp_group.rank)
-        new_params[key] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        if key in deferred:  # room comes before values: pieces among full tensors would keep the heap's holes apart
+            shape = [*parameter.shape]
+            shape[spec.dim] = spec.local_size(tp_group.rank)
+            local = torch.empty(shape, dtype=parameter.dtype)
+        else:
+            local = spec.local_slice(parameter.detach(), tp_group.rank)
+        new_tensors[key] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         placements |= dict.fromkeys(names[key], (parameter.shape, spec.placement()))
+
+    def load(name: str, tensor: Tensor, full: Tensor) -> None:
+        value = received[: full.nbytes].view(full.dtype).view(full.shape).copy_(full)
+        _broadcast(value, world_group)
+        if id(tensor) in specs:
+            new_tensors[id(tensor)].detach().copy_(specs[id(tensor)][1].local_slice(value, tp_group.rank))
+        else:
+            whole = value.clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            new_tensors[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+
+    if deferred:
+        materialize_module(model, load)
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in new_params:
-                module._parameters[key] = new_params[id(parameter)]
+        held: dict[str, Any]
+        for held in (module._parameters, module._buffers):
+            held.update({key: new_tensors[id(old)] for key, old in held.items() if id(old) in new_tensors})
     return placements
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from thalweg.activation_checkpointing.apply import default_nvme_path
 from thalweg.config import Config
 from thalweg.config.batch_size import resolve_dp_size
 from thalweg.config.errors import ConfigError
@@ -26,7 +27,7 @@ from thalweg.config.schema.base import AUTO, get_by_path, replace_by_path
 from thalweg.plan.planner import Planner
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster
-from thalweg.plan.spec.config_changes import MAX_IN_CPU_KEY, find_nvme_path, resolve_with_changes
+from thalweg.plan.spec.config_changes import MAX_IN_CPU_KEY, resolve_with_changes
 from thalweg.utils.formatting import format_bytes, format_seconds
 from thalweg.utils.log import get_logger
 
@@ -78,7 +79,7 @@ class SearchSpace:
         for key in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY):
             block = key.removesuffix(".device")
             if changes.get(key) == "nvme" and not get_by_path(self.config, f"{block}.nvme_path"):
-                changes[f"{block}.nvme_path"] = find_nvme_path(self.config)
+                changes[f"{block}.nvme_path"] = default_nvme_path(self.config)
         if placement[1] == "nvme" and self.page_all_params:
             changes[MAX_IN_CPU_KEY] = 0
         return changes
@@ -185,7 +186,7 @@ def tuning_space(config: Config) -> SearchSpace:
 def _placements(config: Config, cluster: Cluster, keys: Any) -> tuple[tuple[str, str], ...]:
     """(device of the optimizer's state, device of the parameters), the cheapest first."""
     # On processors the host's memory is the ranks' own.
-    others = [*(["cpu"] if cluster.device != "cpu" else []), *(["nvme"] if find_nvme_path(config) else [])]
+    others = [*(["cpu"] if cluster.device != "cpu" else []), *(["nvme"] if default_nvme_path(config) else [])]
     choices = [
         ["none", *others] if key in keys else [get_by_path(config, key)]
         for key in (OFFLOAD_OPTIMIZER_KEY, OFFLOAD_PARAM_KEY)

@@ -43,13 +43,6 @@ def apply_changes(config_dict: dict[str, Any], changes: dict[str, Any]) -> dict[
     return config_dict
 
 
-def find_nvme_path(config: Config) -> str | None:
-    """The folder that the config names for what goes to a disk, by whatever option."""
-    zero = config.zero_optimization
-    paths = (config.memory.nvme_path, zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
-    return next((path for path in paths if path and path != "auto"), None)
-
-
 def choose_max_in_cpu(config: Config, rank_memory: int | None) -> dict[str, Any]:
     """The changes that keep paged parameters in memory where a rank has ``rank_memory`` bytes: none where the config
     says how many, or has no tier that asks."""

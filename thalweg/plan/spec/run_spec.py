@@ -12,7 +12,7 @@ from thalweg.activation_checkpointing import ActivationCheckpointPolicy
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
-from thalweg.config.schema.training import Optimizer, Tiling
+from thalweg.config.schema.training import Optimizer, OuterOptimizerConfig, Tiling
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
 from thalweg.optim.offload.policy import may_step_in_backward
@@ -70,6 +70,7 @@ class RunSpec(ShardOptions):
     sp_size: int = 1
     tiling: Tiling = field(default_factory=Tiling)
     tp_link: str = INTRA_NODE
+    outer_optimizer: OuterOptimizerConfig | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -82,9 +83,16 @@ class RunSpec(ShardOptions):
         return not self.policy.shards_optimizer_states or self.num_shards == 1
 
     @property
+    def num_site_ranks(self) -> int:
+        """Ranks that train as one job: all of them, or those of a site."""
+        if self.site_size is None:
+            return self.topology.world_size
+        return self.topology.ranks_per_node if isinstance(self.site_size, str) else self.site_size
+
+    @property
     def num_shards(self) -> int:
-        """Into how many pieces states are cut: one a rank, or one a rank of a group (MiCS)."""
-        world, group = self.topology.world_size, self.zero.mics_shard_size
+        """Into how many pieces states are cut: one a rank, or one a rank of a group (MiCS, a site)."""
+        world, group = self.num_site_ranks, self.zero.mics_shard_size
         if not self.policy.shards_optimizer_states:
             return 1
         return world if group <= 0 or group == world else group
@@ -92,13 +100,13 @@ class RunSpec(ShardOptions):
     @property
     def num_replica_groups(self) -> int:
         """Groups that hold the same shards (MiCS)."""
-        return 1 if self.replicates_states else self.topology.world_size // self.num_shards
+        return 1 if self.replicates_states else self.num_site_ranks // self.num_shards
 
     @property
     def shard_topology(self) -> RankTopology:
         """The ranks among which states are sharded (replicated: averaged), by host."""
         topology = self.topology
-        size = topology.world_size if self.replicates_states else self.num_shards
+        size = self.num_site_ranks if self.replicates_states else self.num_shards
         local = min(size, topology.ranks_per_node)
         return RankTopology(max(1, size // local), local, topology.device)
 
@@ -188,6 +196,7 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: ShardO
         sp_size=int(config.sequence_parallel_size or 1),
         tp_link=INTRA_NODE if tp_size * int(config.sequence_parallel_size or 1) <= per_node else INTER_NODE,
         tiling=config.tiling,
+        outer_optimizer=config.outer_optimizer,
     )
 
 
