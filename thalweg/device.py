@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -235,6 +235,27 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = pin(tensor)
     return tensor.to(device, non_blocking=True)
+
+
+def iter_host_parts(tensor: Tensor, part_numel: int) -> Iterator[Tensor]:
+    """A 1-D tensor of an accelerator in parts on the host, each valid until the next is asked for.
+
+    Two page-locked buffers take turns, so that one part is copied while the caller works on the one before."""
+    parts = tensor.split(part_numel)
+    buffers = [pin(torch.empty_like(part, device="cpu")) for part in parts[:2]]
+    copies: list[tuple[Tensor, torch.Event]] = []
+
+    def start_copy(index: int) -> None:
+        if index < len(parts):
+            host = buffers[index % 2][: parts[index].numel()].copy_(parts[index], non_blocking=True)
+            copies.append((host, torch.accelerator.current_stream(tensor.device).record_event()))
+
+    start_copy(0)
+    for index in range(len(parts)):
+        start_copy(index + 1)
+        host, done = copies[index]
+        done.synchronize()
+        yield host
 
 
 def lock_pages(memory: Tensor) -> bool:

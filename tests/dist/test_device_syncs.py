@@ -185,6 +185,40 @@ def test_a_checkpoint_knows_what_became_of_the_last_step(tmp_path):
     assert run_ranks(_checkpoint_after_a_skip, 1, str(tmp_path), device="sim") == [[1, 1, 1]]
 
 
+def _write_shard(rank: int, world: int, folder: str) -> Any:
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    from thalweg.checkpoint.filesystem import FileSystem
+    from thalweg.checkpoint.format import shards
+
+    values = {
+        "f": torch.arange(10_500.0).view(3, 3500).bfloat16(),  # five parts and a ragged one
+        "t": torch.arange(12.0).view(3, 4).t(),
+        "n": torch.tensor(7, dtype=torch.int64),
+        "z": torch.zeros(0, 3),
+    }
+    on_device = {key: value.to("sim") for key, value in values.items()}
+    names = {"f": "bfloat16", "t": "float32", "n": "int64", "z": "float32"}
+    entries = [shards.TensorEntry(key, names[key], tuple(value.shape)) for key, value in values.items()]
+    writer = shards.ShardWriter(FileSystem(), Path(folder) / "x.safetensors", entries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "STAGING_BYTES", 1 << 12)
+        syncs = _count_syncs(lambda: [writer.write(entry.key, on_device[entry.key]) for entry in entries])
+    writer.finish()
+    writer.close()
+    again = load_file(f"{folder}/x.safetensors")
+    return syncs, all(torch.equal(again[key], value) for key, value in values.items())
+
+
+def test_a_checkpoint_is_copied_through_page_locked_memory(tmp_path):
+    """S10: part by part, the next under way while one is hashed; only what lies in another order is copied at once."""
+    syncs, equal = run_ranks(_write_shard, 1, str(tmp_path), device="sim")[0]
+    assert equal
+    assert syncs == {"event": 6 + 1, "copy to the host": 1}
+
+
 def _huge_gradient(rank: int, world: int) -> list[float]:
     from thalweg.optim.norms import global_grad_norm
 

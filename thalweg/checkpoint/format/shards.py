@@ -26,7 +26,9 @@ from thalweg.checkpoint.filesystem import FileSystem
 from thalweg.checkpoint.format.direct_writer import DirectWriter
 from thalweg.checkpoint.format.dtypes import DTYPES, safetensors_dtype_and_shape
 from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord
+from thalweg.device import iter_host_parts
 
+STAGING_BYTES = 16 << 20  # of each of the two buffers through which an accelerator's tensor comes
 READ_BLOCK_BYTES = 4 << 20  # bytes read and hashed at a time, small enough to stay in cache
 
 
@@ -49,10 +51,14 @@ def sort_for_alignment(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return sorted(entries, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The values of a tensor as host bytes in row-major order (a view where it already is that)."""
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return host.reshape(-1).view(torch.uint8).numpy().data
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The values of a tensor as host bytes in row-major order, part by part (views where it already is that)."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        tensor = tensor.cpu().contiguous()
+    flat = tensor.reshape(-1).view(torch.uint8)
+    for part in [flat] if flat.device.type == "cpu" or not flat.numel() else iter_host_parts(flat, STAGING_BYTES):
+        yield part.cpu().numpy().data
 
 
 def build_header(tensor_entries: Sequence[TensorEntry]) -> bytes:
@@ -88,10 +94,10 @@ class ShardWriter:
         """Write the values of the next slot, which must be ``key``."""
         self._write_header()
         entry = self._remaining.pop(0)
-        data = tensor_bytes(value)
-        assert entry.key == key and data.nbytes == entry.nbytes, (entry, key, data.nbytes)
+        assert entry.key == key and value.nbytes == entry.nbytes, (entry, key, value.nbytes)
         digest = hashlib.sha256()
-        self._writer.append(data, digest.update)
+        for data in tensor_bytes(value):
+            self._writer.append(data, digest.update)
         self._digests[key] = digest.hexdigest()
 
     def finish(self) -> tuple[FileRecord, dict[str, str]]:
