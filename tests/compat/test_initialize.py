@@ -181,29 +181,3 @@ def test_batch_sizes_that_are_set_to_none_are_derived() -> None:
         config._configure_train_batch_size()
         sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         assert sizes == expected
-
-
-def _model_states(rank: int, world: int, folder: str) -> tuple[list[str], list[str], bool]:
-    from thalweg.compat.deepspeed.fp32_weights import get_model_ckpt_name_for_rank
-
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
-    model[0].requires_grad_(False)
-    engine = initialize(model=model, config=config | {"zero_optimization": {"stage": 2}})[0]
-    found = []
-    for tag, excludes in (("all", False), ("trained", True)):
-        engine.save_checkpoint(folder, tag, exclude_frozen_parameters=excludes)
-        states = torch.load(get_model_ckpt_name_for_rank(f"{folder}/{tag}", "00"))["module"]
-        assert torch.equal(states["1.weight"], engine.state_dict()["1.weight"])
-        found.append(sorted(states))
-    assert not Path(get_model_ckpt_name_for_rank(f"{folder}/all", "01")).exists(), "the first has the whole"
-    assert not Path(get_model_ckpt_name_for_rank(folder, "00")).exists(), "no checkpoint of one tag"
-    torch.distributed.barrier()
-    loads = engine.load_checkpoint(folder, "all")[0] is not None  # with that file in its folder
-    engine.close()
-    return found[0], found[1], loads
-
-
-def test_a_file_of_the_models_states_is_made_when_its_name_is_asked_for(tmp_path: Path) -> None:
-    whole = ["0.bias", "0.weight", "1.weight"]
-    assert run_ranks(_model_states, 2, str(tmp_path)) == [(whole, ["1.weight"], True)] * 2

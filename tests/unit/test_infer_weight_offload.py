@@ -337,7 +337,7 @@ def test_any_model_runs_in_a_quarter_of_its_weights(layers: int, width: int, voc
     )
     attention = AttentionSpec(1, 1, width, wide, square, 1.0)
     layer = DecoderLayerSpec(nothing, attention, MLPSpec(square, square, "relu", False), nothing)
-    decoder = DecoderSpec(vocab, width, 64, torch.empty(0), [layer] * layers, None, head)
+    decoder = DecoderSpec(vocab, width, 64, torch.empty(0), [layer] * layers, None, lm_head=head)
     ranges, sizes = split_into_segments(decoder, form)
     assert len(ranges) == 4 * layers + 1 and all(size % 4096 == 0 for size in sizes)
     flat = [r for x in ranges for r in x]

@@ -78,23 +78,16 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
         app_state.resolve_adapter(name)
         return _model_card(app_state, name)
 
-    @app.post("/v1/completions")
-    async def completions_endpoint(http_request: Request) -> Response:
-        _require_model_kind(app_state, "text generation", generative=True)
-        request = api.parse_body(api.CompletionRequest, await http_request.body())
-        return await responses.Completion(app_state, request).respond(http_request.receive)
+    def add_generation(path: str, kind: str, request_class: Any, answer_class: Any) -> None:
+        @app.post(path)
+        async def generate(http_request: Request) -> Response:
+            _require_model_kind(app_state, kind, generative=True)
+            request = api.parse_body(request_class, await http_request.body())
+            return await answer_class(app_state, request).respond(http_request.receive)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions_endpoint(http_request: Request) -> Response:
-        _require_model_kind(app_state, "chat", generative=True)
-        request = api.parse_body(api.ChatRequest, await http_request.body())
-        return await responses.ChatCompletion(app_state, request).respond(http_request.receive)
-
-    @app.post("/v1/responses")
-    async def responses_endpoint(http_request: Request) -> Response:
-        _require_model_kind(app_state, "chat", generative=True)
-        request = api.parse_body(responses_api.ResponsesRequest, await http_request.body())
-        return await responses_api.ResponsesAnswer(app_state, request).respond(http_request.receive)
+    add_generation("/v1/completions", "text generation", api.CompletionRequest, responses.Completion)
+    add_generation("/v1/chat/completions", "chat", api.ChatRequest, responses.ChatCompletion)
+    add_generation("/v1/responses", "chat", responses_api.ResponsesRequest, responses_api.ResponsesAnswer)
 
     @app.post("/v1/embeddings")
     async def embeddings_endpoint(http_request: Request) -> Response:

@@ -126,7 +126,7 @@ SURFACE: dict[str, Names] = with_parents({
     "deepspeed.checkpoint.ds_to_universal": {FALLBACK: f"{_HERE}.universal", PROGRAM: _PROGRAMS},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "thalweg.zero.whole_tensors:clone_tensors_for_torch_save",
-        "get_model_ckpt_name_for_rank": f"{_HERE}.fp32_weights:get_model_ckpt_name_for_rank",
+        "get_model_ckpt_name_for_rank": NotOffered("thalweg.checkpoint.Checkpoint.open(DIR) reads tensors by name"),
     },
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,

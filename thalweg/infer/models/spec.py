@@ -208,9 +208,7 @@ class DecoderLayerSpec:
 
 
 @dataclass(frozen=True)
-class EncoderSpec:
-    """A stack in which every token sees the whole of its sequence."""
-
+class _StackSpec:
     vocab_size: int
     hidden_size: int
     max_length: int
@@ -219,8 +217,14 @@ class EncoderSpec:
     final_norm: NormSpec | None = None
     embed_scale: float = 1.0
     embed_norm: NormSpec | None = None
-    # (length, width) learned positions, offset applied; token types of the only kind added.
+    # (length, width) learned positions, offset applied; in an encoder token types of the only kind added.
     position_embeddings: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EncoderSpec(_StackSpec):
+    """A stack in which every token sees the whole of its sequence."""
+
     # A token that takes no position: wherever it stands it has the table's first row, and others count from
     # the second.  -1: there is none.
     pad_token_id: int = -1
@@ -233,21 +237,11 @@ class EncoderSpec:
         return not_pad.cumsum(0) * not_pad
 
 
-@dataclass(frozen=True)
-class DecoderSpec:
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec(_StackSpec):
     """A causal language model, or the decoder of a model with an ``encoder``."""
 
-    vocab_size: int
-    hidden_size: int
-    max_length: int
-    embed: Tensor
-    layers: Sequence[DecoderLayerSpec]
-    final_norm: NormSpec | None
     lm_head: LinearSpec
-    embed_scale: float = 1.0
-    embed_norm: NormSpec | None = None
-    # (length, width) learned positions, offset applied.
-    position_embeddings: Tensor | None = None
     logit_softcap: float = 0.0
     encoder: EncoderSpec | None = None
 

@@ -8,23 +8,23 @@ occurs is an error after its first forward pass: nothing is left dense in silenc
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from thalweg.config.schema.training import SparseAttention
 from thalweg.nn.sparse_attention.sparse_self_attention import get_attention
 from thalweg.nn.sparse_attention.sparsity_config import build_sparsity_config
 from thalweg.ops.attention.block_sparse import MaskMod
-from thalweg.parallel.sequence.sequence_parallel import is_trivial_mask
+from thalweg.ops.attention.intercept import (
+    find_attention_configs,
+    intercepting_forward,
+    is_trivial_mask,
+    register_attention,
+)
 from thalweg.parallel.tensor.layers import replace_forward
-
-_interface_ids = itertools.count()
 
 
 def apply_sparse_attention(model: nn.Module, section: SparseAttention | None, blocks: Iterable[nn.Module]) -> None:
@@ -45,16 +45,13 @@ def apply_sparse_attention(model: nn.Module, section: SparseAttention | None, bl
             "another sequence as well: remove the block"
         )
     attention = _SparseModelAttention(section, type(model).__name__)
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    hub_configs = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
-    if hub_configs:
-        name = _register_attention_interface(attention)
-        for config in hub_configs:
-            config._attn_implementation = name
+    if hub_configs := find_attention_configs([model]):
+        refusal = "sparse_attention does not work with attention's {}: remove the block"
+        register_attention("sparse", hub_configs, attention.attend, _make_mask, refusal)
     else:
         for block in list(blocks) or [model]:
-            replace_forward(block, _intercepting_forward(type(block).forward, attention))
-    replace_forward(model, _checking_forward(type(model).forward, attention))
+            replace_forward(block, intercepting_forward(type(block).forward, attention.attend))
+    model.register_forward_hook(lambda *_: attention.check_was_used())
 
 
 class _SparseModelAttention:
@@ -65,18 +62,12 @@ class _SparseModelAttention:
         self.was_used = False
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        mask_mod: MaskMod | None = None,
-        bias: MaskMod | None = None,
-        dropout: float = 0.0,
-        scale: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, dropout: float, scale: float | None
     ) -> Tensor:
-        """q (B, H, T, D), k and v (B, H / repeat, T, D) -> as q; fewer queries than keys are the last ones."""
+        """q (B, H, T, D), k and v (B, H / repeat, T, D) -> as q; fewer queries than keys are the last ones.
+
+        ``mask``: a function of places, or a tensor for the whole sequence, of what may be seen or what is added.
+        """
         if dropout > 0:
             raise ValueError(
                 f"sparse_attention cannot drop attention weights (probability {dropout}): set the attention dropout of "
@@ -84,9 +75,12 @@ class _SparseModelAttention:
                 "elsewhere is fine"
             )
         self.was_used = True
-        attention = get_attention(build_sparsity_config(self._section, query.shape[1]), key.shape[2])
-        attend = attention if query.shape[2] == key.shape[2] else attention.attend_last
-        return attend(query, key, value, causal=causal, mask_mod=mask_mod, bias=bias, scale=scale)
+        attention = get_attention(build_sparsity_config(self._section, q.shape[1]), k.shape[2])
+        attend = attention if q.shape[2] == k.shape[2] else attention.attend_last
+        options = {"mask_mod": mask}
+        if isinstance(mask, Tensor):
+            options = {"mask_mod" if mask.dtype == torch.bool else "bias": _read_whole(mask)}
+        return attend(q, k, v, causal=causal, scale=scale, **options)
 
     def check_was_used(self) -> None:
         """Raises: ValueError: no attention has passed by."""
@@ -96,41 +90,6 @@ class _SparseModelAttention:
                 "F.scaled_dot_product_attention nor by Hugging Face's attention interface. Let it use one of them, or "
                 "thalweg.nn.sparse_attention.SparseSelfAttention itself, or remove the block"
             )
-
-
-def _checking_forward(inner: Callable[..., Any], attention: _SparseModelAttention) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = inner(self, *args, **kwargs)
-        attention.check_was_used()
-        return output
-
-    return forward
-
-
-# Models that call F.scaled_dot_product_attention
-
-
-class _SparseSdpaMode(TorchFunctionMode):
-    def __init__(self, attention: _SparseModelAttention) -> None:
-        super().__init__()
-        self._attention = attention
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        mask, options = named.get("attn_mask"), {}
-        if mask is not None:
-            options["mask_mod" if mask.dtype == torch.bool else "bias"] = _read_whole(mask)
-        return self._attention.attend(
-            *(named[name] for name in names[:3]),
-            causal=named.get("is_causal", False),
-            dropout=named.get("dropout_p", 0.0),
-            scale=named.get("scale"),
-            **options,
-        )
 
 
 def _read_whole(mask: Tensor) -> MaskMod:
@@ -143,60 +102,21 @@ def _read_whole(mask: Tensor) -> MaskMod:
     return read
 
 
-def _intercepting_forward(inner: Callable[..., Any], attention: _SparseModelAttention) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _SparseSdpaMode(attention):
-            return inner(self, *args, **kwargs)
-
-    return forward
-
-
-# Hugging Face's attention interface
-
-
-def _register_attention_interface(attention: _SparseModelAttention) -> str:
-    from transformers import AttentionInterface, AttentionMaskInterface
+def _make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> MaskMod | None:
+    """A mask of Hugging Face's attention interface, as a function of places."""
     from transformers.masking_utils import and_masks, padding_mask_function
 
-    name = f"thalweg_sparse_{next(_interface_ids)}"
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        for option in ("softcap", "position_bias", "s_aux"):
-            if kwargs.get(option) is not None:
-                raise ValueError(f"sparse_attention does not work with attention's {option!r}: remove the block")
-        causal = kwargs.get("is_causal")
-        options: dict[str, Any] = {"mask_mod": attention_mask}
-        if isinstance(attention_mask, Tensor):
-            options = {"mask_mod" if attention_mask.dtype == torch.bool else "bias": _read_whole(attention_mask)}
-        y = attention.attend(
-            query,
-            key,
-            value,
-            causal=getattr(module, "is_causal", True) if causal is None else causal,
-            dropout=kwargs.get("dropout", 0.0),
-            scale=kwargs.get("scaling"),
-            **options,
-        )
-        return y.transpose(1, 2).contiguous(), None
-
-    def make_mask(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        *,
-        mask_function: Any,
-        attention_mask: Tensor | None = None,
-        use_vmap: bool = False,
-        **kwargs: Any,
-    ) -> MaskMod | None:
-        if use_vmap:
-            raise ValueError("sparse_attention does not work with the masks that this model makes: remove the block")
-        if attention_mask is not None and not bool(attention_mask.all()):
-            return and_masks(mask_function, padding_mask_function(attention_mask))
-        return None if is_trivial_mask(kv_length, **kwargs) else mask_function
-
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, make_mask)
-    return name
+    if use_vmap:
+        raise ValueError("sparse_attention does not work with the masks that this model makes: remove the block")
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return and_masks(mask_function, padding_mask_function(attention_mask))
+    return None if is_trivial_mask(kv_length, **kwargs) else mask_function

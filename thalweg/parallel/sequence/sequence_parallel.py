@@ -27,7 +27,6 @@ this model's blocks run.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,9 +36,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from thalweg.observe.step_meter import SEQUENCE_META_KEY
+from thalweg.ops.attention.intercept import (
+    find_attention_configs,
+    intercepting_forward,
+    is_trivial_mask,
+    register_attention,
+)
 from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.sequence.batch_split import (
     BatchSplitter,
@@ -57,7 +61,6 @@ from thalweg.parallel.shard_spec import split_evenly
 from thalweg.parallel.tensor.heads import AttentionHeads, assign_heads
 from thalweg.parallel.tensor.layers import replace_forward
 
-_interface_ids = itertools.count()
 _TILE_TOKENS = 1024  # tokens up to which a mask of the whole sequence is made; on CUDA, whose kernels
 _CUDA_TILE_FACTOR = 16  # for blocks take no mask, 16 times as many
 _CONFIG_KEYS = "sequence_parallel_size or context_parallel_size above 1"
@@ -183,6 +186,17 @@ class SequenceParallelAttention:
         finally:
             self.is_attending = was_attending
 
+    def attend_sdpa(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, scale: float | None
+    ) -> Tensor:
+        """:meth:`attend` in place of ``F.scaled_dot_product_attention``."""
+        if mask is not None:
+            raise ValueError(
+                f"{_CONFIG_KEYS} needs attention without a mask of its own (is_causal=True), "
+                "or a model of Hugging Face's attention interface, whose mask is made for the whole sequence"
+            )
+        return self.attend(q, k, v, self.document_mask(causal), dropout, causal, scale)
+
     def document_mask(self, causal: bool) -> MaskFn | None:
         """What documents need, as a function of positions; None for one document."""
         documents = self.sequence_meta.documents
@@ -194,30 +208,6 @@ class SequenceParallelAttention:
             return same & (columns <= rows[:, None]) if causal else same
 
         return mask_fn
-
-
-class _SdpaInterceptor(TorchFunctionMode):
-    """While a block runs: ``F.scaled_dot_product_attention`` is over the whole sequence."""
-
-    def __init__(self, attention: SequenceParallelAttention) -> None:
-        super().__init__()
-        self._attention = attention
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or self._attention.is_attending:
-            return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        if named.get("attn_mask") is not None:
-            raise ValueError(
-                f"{_CONFIG_KEYS} needs attention without a mask of its own (is_causal=True), "
-                "or a model of Hugging Face's attention interface, whose mask is made for the whole sequence"
-            )
-        causal, dropout = named.get("is_causal", False), named.get("dropout_p", 0.0)
-        mask = self._attention.document_mask(causal)
-        q, k, v = named["query"], named["key"], named["value"]
-        return self._attention.attend(q, k, v, mask, dropout, causal, named.get("scale"))
 
 
 def apply_sequence_parallel(
@@ -259,18 +249,11 @@ def apply_sequence_parallel(
 
 def install_attention(blocks: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
     """Let attention in ``blocks`` be over the sequences that ``attention`` knows of."""
-    if any(hasattr(getattr(m, "config", None), "_attn_implementation") for b in blocks for m in b.modules()):
+    if find_attention_configs(blocks):
         _register_attention_interface(blocks, attention)
     for block in blocks:
-        replace_forward(block, _forward_with_interceptor(type(block).forward, attention))
-
-
-def _forward_with_interceptor(inner: Callable[..., Any], attention: SequenceParallelAttention) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _SdpaInterceptor(attention):
-            return inner(self, *args, **kwargs)
-
-    return forward
+        how = attention.attend_sdpa, lambda: attention.is_attending
+        replace_forward(block, intercepting_forward(type(block).forward, *how))
 
 
 def _split_batch_forward(
@@ -299,24 +282,12 @@ def _split_batch_forward(
 
 
 def _register_attention_interface(models: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import and_masks, packed_sequence_mask_function, padding_mask_function, sdpa_mask
 
-    name = f"thalweg_sequence_{next(_interface_ids)}"
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        for option in ("softcap", "position_bias", "s_aux"):
-            if kwargs.get(option) is not None:
-                raise ValueError(f"{_CONFIG_KEYS} does not work with attention's {option!r}")
-        if isinstance(attention_mask, Tensor):
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, dropout: float, scale: float | None) -> Tensor:
+        if isinstance(mask, Tensor):
             raise ValueError(f"{_CONFIG_KEYS} needs masks that the model makes for the whole sequence by itself")
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-        y = attention.attend(query, key, value, attention_mask, dropout, causal, scale)
-        return y.transpose(1, 2).contiguous(), None
+        return attention.attend(q, k, v, mask, dropout, causal, scale)
 
     def make_mask(
         batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, **kwargs: Any
@@ -348,23 +319,5 @@ def _register_attention_interface(models: Sequence[nn.Module], attention: Sequen
 
         return mask_fn
 
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, make_mask)
-    modules = [module for model in models for module in model.modules()]
-    configs: dict[int, Any] = {id(m.config): m.config for m in modules if hasattr(m, "config")}
-    for config in configs.values():
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = name
-
-
-def is_trivial_mask(
-    length: int,
-    *,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **_: Any,
-) -> bool:
-    """Whether a mask that nothing is hidden by is just causal, or none at all."""
-    covers_sequence = local_size is None or length < local_size
-    return covers_sequence and (allow_is_causal_skip or allow_is_bidirectional_skip)
+    refusal = f"{_CONFIG_KEYS} does not work with attention's {{}}"
+    register_attention("sequence", find_attention_configs(models), attend, make_mask, refusal)

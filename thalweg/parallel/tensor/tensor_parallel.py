@@ -165,7 +165,8 @@ def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
 
 def _broadcast(tensor: Tensor, world_group: dist.ProcessGroup | None) -> None:
     """Overwrite ``tensor`` with that of rank 0 of ``world_group`` (None: of the job)."""
-    root, group = dist.get_global_rank(world_group or dist.group.WORLD, 0), control_group(world_group, tensor.device)
+    root = 0 if world_group is None else dist.get_global_rank(world_group, 0)
+    group = control_group(world_group, tensor.device)
     value = tensor.contiguous()
     dist.broadcast(value.view(-1).view(torch.uint8), src=root, group=group)  # gloo knows few dtypes
     if value is not tensor:
@@ -192,7 +193,7 @@ def _replace_parameters(
                 raise UnshardableModelError(f"{name}.{key} is shared with a layer that cuts it otherwise")
     deferred = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers()) if world_group and is_meta(t)}
     received = torch.empty(max(deferred.values(), default=0), dtype=torch.uint8)
-    new_tensors: dict[int, Tensor] = {}
+    new_tensors: dict[int, Any] = {}
     placements: dict[str, tuple[torch.Size, Any]] = {}
     for key, (parameter, spec) in specs.items():
         if key in deferred:  # room comes before values: pieces among full tensors would keep the heap's holes apart
@@ -217,6 +218,7 @@ def _replace_parameters(
     if deferred:
         materialize_module(model, load)
     for module in model.modules():
+        held: dict[str, Any]
         for held in (module._parameters, module._buffers):
             held.update({key: new_tensors[id(old)] for key, old in held.items() if id(old) in new_tensors})
     return placements
