@@ -137,7 +137,7 @@ BAD_FILES = {
     "not UTF-8": (b'{"premise": "a"}\n{"premise": "\xe9"}\n', "line 2: not UTF-8"),
     "a line without end": (b'{"premise": "' + b"a" * (3 << 20), "line 1: over 1 MiB"),
     "no row at all": (b"", "has no row"),
-    "zeros of a disk that was full": (bytes(4096), "cannot be read"),
+    "zeros of a disk that was full": (bytes(4096), "has no row"),
     "damaged": (b'{"premise": "a", \n', "cannot be read"),
 }
 
