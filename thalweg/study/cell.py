@@ -8,11 +8,8 @@ The spec holds all there is to know, and the file that it names gets a result wh
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import resource
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -21,7 +18,7 @@ from typing import Any
 
 from thalweg.study.prepare import check_free_memory, load_tokenizer, read_json, write_json
 from thalweg.utils.log import enable_console
-from thalweg.utils.procfs import resident_bytes
+from thalweg.utils.procfs import end_with_parent, resident_bytes
 
 
 def run_cell(spec_path: str) -> None:
@@ -208,14 +205,6 @@ def describe_work(spec: dict[str, Any], generator: Any, batch_size: int, prompts
             str(precision): cluster.peak_flops(precision) * (hardware["threads"] if cluster.device == "cpu" else 1),
         },
     }  # fmt: skip
-
-
-def end_with_parent() -> None:
-    """End this process as soon as the one that has started it ends, however that was."""
-    parent = multiprocessing.parent_process()
-    # A peer's interpreter is no child of multiprocessing: the study holds its standard input open.
-    wait = sys.stdin.buffer.read if parent is None else parent.join
-    threading.Thread(target=lambda: (wait(), os._exit(1)), daemon=True).start()
 
 
 if __name__ == "__main__":

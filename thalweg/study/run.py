@@ -26,7 +26,7 @@ from typing import Any
 
 import thalweg
 from thalweg.study import prepare
-from thalweg.study.cell import end_with_parent, run_cell
+from thalweg.study.cell import run_cell
 from thalweg.study.config import (
     StudyConfig,
     StudyDataset,
@@ -37,7 +37,7 @@ from thalweg.study.config import (
     slug,
 )
 from thalweg.study.prepare import read_json, write_json
-from thalweg.utils.procfs import read_fields
+from thalweg.utils.procfs import end_with_parent, read_fields
 
 
 @dataclass(frozen=True)

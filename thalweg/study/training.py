@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.study.cell import end_with_parent
 from thalweg.study.prepare import load_tokenizer
 from thalweg.study.techniques import UnsupportedTechnique, load_plain, now
+from thalweg.utils.procfs import end_with_parent
 
 _LEARNING_RATE = 1e-4
 _WARMUP_STEPS = 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
+import threading
 from pathlib import Path
 
 
@@ -67,3 +71,11 @@ def resident_bytes(*, peak: bool = False) -> int:
     """
     found = read_fields("/proc/self/status").get("VmHWM" if peak else "VmRSS", "0 kB")
     return int(found.split()[0]) * 1024
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the one that has started it ends, however that was."""
+    parent = multiprocessing.parent_process()
+    # Another environment's interpreter is no child of multiprocessing: who starts it holds its standard input open.
+    wait = sys.stdin.buffer.read if parent is None else parent.join
+    threading.Thread(target=lambda: (wait(), os._exit(1)), daemon=True).start()
