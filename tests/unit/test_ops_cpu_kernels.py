@@ -210,7 +210,6 @@ def test_avx_vnni_multiplies_bytes_in_one_instruction(form: str) -> None:
     assert not any("zmm" in text for text in assemblies)
 
 
-@pytest.mark.parametrize("form", list(ERRORS))
 @NEEDS_EMULATOR
 @pytest.mark.nightly
 def test_an_arm_processor_decodes_signs_and_nf4() -> None:
@@ -232,6 +231,7 @@ def test_an_arm_processor_decodes_signs_and_nf4() -> None:
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("form", list(ERRORS))
 @NEEDS_EMULATOR
 def test_an_arm_processors_products(form: str) -> None:
     x, weight = torch.randn(7, 96), torch.randn(70, 96)
