@@ -173,7 +173,9 @@ def summarize(name: str, outcome: dict[str, Any], target: float) -> dict[str, An
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all contestants, one after another, and return the run's JSON object."""
-    head = f"GPT {args.model}, 2 hosts, {args.rate}, stage {args.stage}, {args.steps} steps"
+    head = f"GPT {args.model}, 2 hosts, {args.rate}, stage {args.stage}, {args.steps} steps" + (
+        "" if args.lr == 1e-3 else f", rate {args.lr:g}"
+    )
     job = {"model": args.model, "steps": args.steps, "seed": args.seed, "lr": args.lr, "stage": args.stage}
     outcomes = {}
     load = os.getloadavg()[0]
@@ -213,7 +215,8 @@ def render(run: dict[str, Any]) -> str:
     keys = {"loss": 4, "final_loss": 4, "seconds": 0, "sent_mib": 1, "seconds_to_target": 0, "mib_to_target": 1}
     keys["kib_a_step_at_the_end"] = 1
     lines = [
-        [c["contestant"], *(format_cell(c[key], digits) for key, digits in keys.items())] for c in run["contestants"]
+        [c["contestant"], *(format_cell(c.get(key), digits) for key, digits in keys.items())]
+        for c in run["contestants"]
     ]
     headers = [
         "optimizer",
