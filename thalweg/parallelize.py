@@ -229,6 +229,13 @@ def parallelize(
     if inner is not None:
         peers = None if pipeline is None else pipeline.tied_weights()
         if config.outer_optimizer is not None:
+            assert sharded.sites is not None
+            scalars = [name for name, p in named_shards(model) if p.requires_grad and p.dim() == 0]
+            if scalars and config.gradient_clipping > 0 and sharded.sites.size(0) > 1:
+                raise ValueError(
+                    f"gradient_clipping goes by each site's norm, and {scalars[0]} has no dimensions: it has the mean "
+                    "gradient of all sites and would become another at each; give it the shape (1,), or leave one out"
+                )
             outer = OuterOptimizer(config.outer_optimizer, inner, sharded, window)
         managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers, outer)
     if loss_tiling is not None:

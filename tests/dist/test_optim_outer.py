@@ -127,6 +127,24 @@ def test_the_engine_follows_the_papers_algorithm(world: int, site_size: int, sta
     assert follow(world, site_size, stage, micros) < 1e-6
 
 
+@pytest.mark.parametrize("site_size", [1, nightly(2)])
+def test_states_on_the_host_change_nothing(site_size: int) -> None:
+    """Updates then wait for the step, as sites remember before it where they began."""
+    offloaded = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert follow(2 * site_size, site_size, 1, zero_optimization=offloaded) < 1e-6
+
+
+def test_sites_agree_in_bf16() -> None:
+    first, second = run_ranks(_trajectory, 2, 1, 1, 1, {"bf16": {"enabled": True}})
+    assert all(map(torch.equal, first, second))
+    assert 1e-6 < largest_difference(first, simulate(2, 2, 50)) < 0.1
+
+
+def test_a_number_that_sites_would_clip_differently_is_refused() -> None:
+    with pytest.raises(Exception, match="scale has no dimensions"):
+        run_ranks(_trajectory, 2, 1, 0, 1, {"gradient_clipping": 0.1})
+
+
 def test_what_the_simulation_would_notice() -> None:
     """No momentum, another period or rate, sites that never meet, one site: none passes for the algorithm."""
     plain = simulate(2, 2, 50)
