@@ -487,7 +487,7 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("source", "path"), BROKEN)
 def test_contradictions_are_refused(source: dict[str, Any], path: str) -> None:
-    axes = {"tensor_parallel", "pipeline", "sequence_parallel_size"} & source.keys()
+    axes = {"tensor_parallel", "pipeline", "sequence_parallel_size", "context_parallel_size"} & source.keys()
     assert only_problem(source, world_size=8 if axes else 1).path == path
     with pytest.raises(ConfigError):
         load(source)

@@ -31,6 +31,8 @@ def _model(seed: int = 0) -> nn.Module:
 class _NothingToReduce:
     """What an update asks of a sharded model, of a plain one."""
 
+    sites = None
+
     def finalize_grads(self) -> None:
         pass
 

@@ -278,7 +278,7 @@ def test_paged_parameters_stay_in_memory_as_far_as_there_is_room():
     assert small.per_rank.parameters == 0
     assert small.tiers["disk"] > ample.tiers["disk"]
     asked = config_of(3, {"offload_param": {**NVME, "max_in_cpu": numel}, "offload_optimizer": NVME})
-    shown = thalweg.plan(SHAPE, asked, cluster=Cluster(device="cpu", host_memory=150 << 20), process_bytes=0)
+    shown = thalweg.plan(SHAPE, asked, cluster=Cluster(device="cpu", host_memory=149 << 20), process_bytes=0)
     assert shown.fits is False
     assert shown.suggestion == {"zero_optimization.offload_param.max_in_cpu": 0}
 

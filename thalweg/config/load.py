@@ -195,7 +195,8 @@ def _unknown_key_problem(
     text = f"one of the keys of {block or 'the top level'}{context}"
     if other_paths:
         text += f" ({key} is known as {', '.join(other_paths)})"
-    return UnknownKey(path, value, text, suggestion or (other_paths[0] if len(other_paths) == 1 else None))
+    likely = [other_path for other_path in other_paths if other_path.startswith("optimizer.")] or other_paths
+    return UnknownKey(path, value, text, suggestion or (likely[0] if len(likely) == 1 else None))
 
 
 def _remove_invalid(tree: Any, loc: tuple[str | int, ...]) -> None:
