@@ -14,8 +14,10 @@ import thalweg.engine
 import thalweg.infer.engine.engine
 import thalweg.plan.preflight
 import thalweg.plan.runtime  # noqa: F401
+from thalweg.ops.onebit import get_onebit_code
 
 torch.set_num_threads(1)
+get_onebit_code(torch.device("cpu"))  # generates its kernels, in 0.4 s
 with contextlib.suppress(ImportError):  # absent in the smallest installations
     import transformers
 
