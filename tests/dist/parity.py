@@ -165,6 +165,20 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return value.cpu()
 
 
+def train(engine: Any, rank: int, world: int, first: int, last: int, micros: int = 1) -> list[torch.Tensor]:
+    """The parameters after the windows [first, last) of ``micros`` micro-batches, two rows a rank."""
+    for batch in range(first * micros, last * micros):
+        tokens, labels = make_batch(batch, 2 * world)
+        engine.backward(engine(tokens[rank::world], labels[rank::world]))
+        engine.step()
+    return [full_tensor(p).clone() for p in engine.module.parameters()]
+
+
+def largest_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """How far numbers of the one are from those of the other, at most."""
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
 def bitwise_equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     """Whether two lists of tensors agree in every bit."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

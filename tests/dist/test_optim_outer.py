@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.models import VOCAB_SIZE, make_batch
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_tensor, largest_difference, train
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -90,18 +90,6 @@ def make_engine(rank: int, site_size: int = 1, stage: int = 0, **more: Any) -> A
         **more,
     }
     return thalweg.initialize(model=Net(), config=config)[0]
-
-
-def train(engine: Any, rank: int, world: int, first: int, last: int, micros: int = 1) -> list[Tensor]:
-    for batch in range(first * micros, last * micros):
-        tokens, labels = make_batch(batch, 2 * world)
-        engine.backward(engine(tokens[rank::world], labels[rank::world]))
-        engine.step()
-    return [full_tensor(p).clone() for p in engine.module.parameters()]
-
-
-def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
 
 def _trajectory(rank: int, world: int, site_size: int, stage: int, micros: int, more: dict[str, Any]) -> list[Tensor]:
