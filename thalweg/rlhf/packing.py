@@ -148,7 +148,7 @@ def forward_rows(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
     if engine not in _takes_packed:
         _takes_packed[engine] = model is not None and _agrees(engine, batch)
     packed = None
-    if _takes_packed[engine]:
+    if model is not None and _takes_packed[engine]:
         packed = pack_rows(batch, model.config.get_text_config().hidden_size, max_width)
     return _forward(engine, batch, packed)
 
