@@ -1,48 +1,97 @@
-"""A file of ``torch.save``, read without torch's unpickler: its tree now, its tensors when asked for.
+"""A file of ``torch.save``, read by torch's ``weights_only`` reader: its tree now, its tensors mapped from the file.
 
-It is a zip whose entries are not compressed: ``<name>/data.pkl`` is the tree, ``<name>/data/<key>`` a storage each,
-so the elements of a tensor lie at a place in the file that is known from the zip's directory alone.  Each entry has
-a CRC-32, which is what can be said about damage.
+That reader interprets the pickle's opcodes itself and imports nothing; it calls what torch's own list has, and the
+stand-ins of this file: plain containers, numpy's numbers and arrays.  DeepSpeed's own classes become an
+``InertObject``, their arguments and fields.  Any other name is an error that names it.
 """
 
 from __future__ import annotations
 
-import struct
+import argparse
+import datetime
+import pathlib
+import threading
 import zipfile
-import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from thalweg.checkpoint.deepspeed.unpickle import StoredTensor, unpickle
-from thalweg.checkpoint.errors import CorruptCheckpointError
+from thalweg.checkpoint.errors import CorruptCheckpointError, UnserializableStateError
 from thalweg.checkpoint.filesystem import FileSystem
-from thalweg.checkpoint.format.shards import READ_BLOCK_BYTES
+from thalweg.checkpoint.format.codec import parse_numpy_dtype
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
+# torch has one list of safe names for the whole process.
+_safe_globals_lock = threading.Lock()
+
+
+class InertObject:
+    """What stands for an object of DeepSpeed's: what it was made with, its fields."""
+
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: Any) -> InertObject:
+        self = super().__new__(cls)
+        self.args, self.fields = args, {}
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        # Two parts where the class has ``__slots__``.
+        for part in state if isinstance(state, tuple) else (state,):
+            self.fields.update(part or {})
+
+
+class _NumpyDtype:
+    """A numpy dtype of numbers; numpy's own ``__setstate__`` would take fields and sizes that no array has."""
+
+    def __init__(self, name: str, *flags: Any) -> None:
+        self.value = parse_numpy_dtype(numpy.dtype(str(name)[:8]).str)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[3] is not None or state[4] is not None:
+            raise ValueError("it holds a numpy dtype with fields")
+        if state[1] in ("<", ">"):
+            self.value = self.value.newbyteorder(state[1])
+
+
+class _NumpyArray:
+    """A numpy array of such a dtype."""
+
+    value: numpy.ndarray
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, raw = state
+        self.value = numpy.frombuffer(raw, dtype.value).copy().reshape(shape, order="F" if is_fortran else "C")
+
+
+def _make_numpy_scalar(dtype: _NumpyDtype, raw: bytes) -> Any:
+    return numpy.frombuffer(raw, dtype.value, count=1)[0]
+
+
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    **{f"builtins.{kind.__name__}": kind for kind in (dict, float, frozenset, int, list, str, tuple)},
+    "argparse.Namespace": argparse.Namespace,
+    "collections.defaultdict": lambda *factory: {},
+    "collections.deque": lambda items=(), maxlen=None: list(items),
+    "datetime.timedelta": datetime.timedelta,
+    "numpy.dtype": _NumpyDtype,
+    "numpy.ndarray": _NumpyArray,
+    **{f"numpy.{core}.multiarray.scalar": _make_numpy_scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": lambda *how: _NumpyArray() for core in ("core", "_core")},
+    **{f"pathlib{at}.{name}": pathlib.PurePosixPath
+       for at in ("", "._local") for name in ("PosixPath", "PurePosixPath")},
+}  # fmt: skip
 
 
 class TorchFile:
-    """One file of ``torch.save``; only its directory and its tree are in memory."""
+    """One file of ``torch.save``."""
 
     def __init__(self, io: FileSystem, path: Path) -> None:
         self.io, self.path = io, path
-        try:
-            with zipfile.ZipFile(path) as archive:
-                infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise CorruptCheckpointError(
-                f"{path} is damaged, or was written in the form before torch 1.6 ({error}); such a file is read after "
-                "torch.save(torch.load(FILE, weights_only=False), FILE), where you trust it"
-            ) from error
-        self._entries = infos
-        if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()) or "data.pkl" not in infos:
-            raise CorruptCheckpointError(f"{path} is a zip file, but not one that torch.save has written")
-        if "byteorder" in infos and self._read("byteorder") != b"little":
-            raise CorruptCheckpointError(f"{path} was written on a big-endian machine; save it again on this one")
 
     @property
     def size(self) -> int:
@@ -50,58 +99,62 @@ class TorchFile:
         return self.io.size(self.path)
 
     def tree(self) -> Any:
-        """What was saved, with a ``StoredTensor`` for each tensor."""
-        return unpickle(self._read("data.pkl"), str(self.path), self)
+        """What was saved; the values of its tensors come into memory page by page, where they are used.
 
-    def read_storage(self, key: str, start: int, nbytes: int) -> torch.Tensor:
-        """``nbytes`` bytes from byte ``start`` of a storage, as uint8."""
-        return self._read_range(f"data/{key}", start, nbytes)
+        Raises:
+            CorruptCheckpointError: not a file of ``torch.save``, or a damaged one.
+            UnserializableStateError: it holds an object of a class that is not read.
+        """
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                    raise ValueError("its entries are compressed, which torch.save never does")
+            with _safe_globals_lock, safe_globals([(known, name) for name, known in self._stand_ins().items()]):
+                return torch.load(str(self.path), map_location="cpu", mmap=True, weights_only=True)
+        except UnserializableStateError:
+            raise
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path} is missing") from None
+        except Exception as error:  # whatever a stranger's bytes lead to, it is the file that is at fault
+            raise CorruptCheckpointError(
+                f"{self.path} is damaged, or was written in the form before torch 1.6 ({type(error).__name__}: "
+                f"{error}); such a file is read after torch.save(torch.load(FILE, weights_only=False), FILE), where "
+                "you trust it"
+            ) from error
+
+    def _stand_ins(self) -> dict[str, Callable[..., Any]]:
+        """What is to stand for each name in the file that torch does not know."""
+        names = sorted(get_unsafe_globals_in_checkpoint(str(self.path)))
+        theirs = {name: type(name.rpartition(".")[2], (InertObject,), {})
+                  for name in names if name.startswith("deepspeed.")}  # fmt: skip
+        unknown = [name for name in names if name not in theirs and name not in _STAND_INS]
+        if unknown:
+            raise UnserializableStateError(
+                f"{self.path} holds an object of {', '.join(unknown)}, which is not read: nothing that a checkpoint "
+                "names is imported or called here. Where you trust the file, load it with torch.load(..., "
+                "weights_only=False), replace that object by plain values, and save it again"
+            )
+        return {**_STAND_INS, **theirs}
 
     def find_damage(self) -> str | None:
-        """What is wrong with the bytes of the file, all of which are read, or None."""
-        for name, info in self._entries.items():
-            digest = 0
-            try:
-                for start in range(0, info.file_size, READ_BLOCK_BYTES):
-                    block = self._read_range(name, start, min(READ_BLOCK_BYTES, info.file_size - start))
-                    digest = zlib.crc32(block.numpy().data, digest)
-            except CorruptCheckpointError as error:
-                return str(error)
-            if digest != info.CRC:
-                return f"{self.path}: the entry {name} has changed since it was saved (its CRC-32 differs)"
-        return None
-
-    def _read(self, name: str) -> bytes:
-        return self._read_range(name, 0, self._entries[name].file_size).numpy().tobytes()
-
-    def _read_range(self, name: str, start: int, nbytes: int) -> torch.Tensor:
-        info = self._entries.get(name)
-        if info is None or start < 0 or start + nbytes > info.file_size:
-            raise CorruptCheckpointError(f"{self.path}: a tensor lies outside the entry {name}")
-        values = torch.empty(nbytes, dtype=torch.uint8)
+        """What is wrong with the bytes of the file, all of which are read, or None: each entry has a CRC-32."""
         try:
-            handle = self.io.open_read(self.path)
-            try:
-                header = bytearray(_LOCAL_HEADER.size)
-                self.io.pread_into(handle, header, info.header_offset)
-                _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-                first = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes + start
-                done = self.io.pread_into(handle, values.numpy(), first)
-            finally:
-                self.io.close(handle)
-        except OSError as error:
-            raise CorruptCheckpointError(f"{self.path} cannot be read: {error}") from error
-        if done < nbytes:
-            raise CorruptCheckpointError(f"{self.path}: the file ends inside the entry {name}")
-        return values
+            with zipfile.ZipFile(self.path) as archive:
+                name = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            return f"{self.path} cannot be read: {error}"
+        return name and f"{self.path}: the entry {name} has changed since it was saved (its CRC-32 differs)"
 
 
 def load_tensors(tree: Any) -> Any:
-    """``tree`` with the values of its tensors read."""
-    if isinstance(tree, StoredTensor):
-        return tree.read().view(tree.shape)
+    """``tree`` with tensors and arrays of its own, in memory."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, _NumpyArray):
+        return tree.value
     if isinstance(tree, dict):
         return {key: load_tensors(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(load_tensors(value) for value in tree)
+        values = [load_tensors(value) for value in tree]
+        return values if isinstance(tree, list) else tuple(values)
     return tree
