@@ -64,10 +64,13 @@ def test_wheel_is_pure_python(wheel: Path) -> None:
         ".jsonl",
         ".yaml",
         ".csv",
+        ".toml",
+        ".ini",
     }
     with zipfile.ZipFile(wheel) as archive:
         assert all(archive.getinfo(name).external_attr >> 16 & 0o111 for name in programs) and len(programs) == 4
-    assert "thalweg/serve/page.html" in packaged
+    tables = {"config/rules.toml", "compat/deepspeed/surface.ini", "compat/mii/surface.ini", "study/schemas.yaml"}
+    assert {f"thalweg/{name}" for name in ("serve/page.html", *tables)} <= packaged
     assert not [name for name in names if name.startswith(("tests/", "bench/", "examples/"))]
 
 
