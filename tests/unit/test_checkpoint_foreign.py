@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import io
 import math
 import os
@@ -13,7 +12,7 @@ import pickletools
 import shutil
 import struct
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy
 import pytest
@@ -73,26 +72,25 @@ def test_a_malicious_pickle_runs_nothing_and_is_named(tmp_path: Path) -> None:
         b"\x82\x01.",
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cdeepspeed.x\nY\n)R}(S'__class__'\ncposix\nsystem\nu\x86b.",
+        b"cbuiltins\nbytearray\n(J\xff\xff\xff\x7ftR.",
         b"]]" + b"a" * 9,
         b"\x80\x02}q\x00",
         b"K\x01K\x02b.",
     ],
 )
 def test_hostile_opcodes_are_errors(payload: bytes, tmp_path: Path) -> None:
-    save([1], tmp_path / "sound.pt")
-    with zipfile.ZipFile(tmp_path / "sound.pt") as sound, zipfile.ZipFile(tmp_path / "a.pt", "w") as hostile:
-        for info in sound.infolist():
-            hostile.writestr(info.filename, payload if info.filename.endswith("data.pkl") else sound.read(info))
+    file = save([1], tmp_path / "a.pt")
+    file._read = lambda name: payload  # type: ignore[method-assign]
     with pytest.raises((UnserializableStateError, CorruptCheckpointError), match=r"a\.pt"):
-        TorchFile(FileSystem(), tmp_path / "a.pt").tree()
+        file.tree()
 
 
-def test_values_come_back_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_values_come_back_equal(protocol: int, tmp_path: Path) -> None:
     strided = torch.arange(24.0).view(4, 6).t()[1:, ::2]
     value = {
         "plain": [1, -(2**70), 2.5, "text", b"bytes", None, True, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
         "sets": [{1, 2}, frozenset({3})],
-        "path and time": [PurePosixPath("/a/b"), datetime.timedelta(days=2)],
         "containers": [collections.OrderedDict(a=1), collections.defaultdict(list, {"b": [2]}), bytearray(b"xy")],
         "numpy": [numpy.float32(0.5), numpy.int64(7), numpy.arange(6, dtype="<i4").reshape(2, 3)],
         "namespace": argparse.Namespace(lr=0.5, names=["a"]),
@@ -100,21 +98,24 @@ def test_values_come_back_equal(tmp_path: Path) -> None:
         "torch": [torch.Size([2, 3]), torch.float16],
         7: "number",
     }
-    tree = load_tensors(save(value, tmp_path / "a.pt").tree())
+    tree = load_tensors(save(value, tmp_path / "a.pt", pickle_protocol=protocol).tree())
     for expected, found in zip(value["tensors"], tree["tensors"], strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
     for expected, found in zip(value["numpy"], tree["numpy"], strict=True):
         assert found.dtype == expected.dtype and numpy.array_equal(found, expected)
     assert tree["torch"] == [(2, 3), torch.float16]
-    for key in ("plain", "sets", "path and time", "containers", "namespace", 7):
+    for key in ("plain", "sets", "containers", "namespace", 7):
         assert tree[key] == value[key]
 
 
-@pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_a_protocol_that_deepspeed_never_writes_is_an_error(protocol: int, tmp_path: Path) -> None:
-    file = save({"a": 2**70, "b": b"bytes"}, tmp_path / "a.pt", pickle_protocol=protocol)
-    with pytest.raises(CorruptCheckpointError, match=r"a\.pt is damaged, or was written"):
-        file.tree()
+def test_a_file_that_was_packed_anew_reads_the_same(tmp_path: Path) -> None:
+    saved = {"a": torch.arange(5.0, dtype=torch.float64), "b": torch.arange(12).view(3, 4).t()}
+    save(saved, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive, zipfile.ZipFile(tmp_path / "b.pt", "w") as packed:
+        for info in archive.infolist():  # under names of any length: storages lie at any byte
+            packed.writestr("longer/" + info.filename.partition("/")[2], archive.read(info))
+    found = TorchFile(FileSystem(), tmp_path / "b.pt").tree()
+    assert all(torch.equal(found[key], value) for key, value in saved.items())
 
 
 def test_a_user_class_in_the_client_state_is_named_with_the_cure(tmp_path: Path) -> None:

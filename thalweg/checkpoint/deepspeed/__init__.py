@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed wrote: recognised, read without its classes, loaded into any layout.
 
-``torch_file`` reads one file, its tensors mapped; ``flat_tensors`` cuts the flat vectors of ZeRO into boxes;
-``checkpoint_folder`` knows the folders; ``checkpoint`` gives them the face of ours.
+``unpickle`` interprets a pickle as data; ``torch_file`` finds the tensors of a file; ``flat_tensors`` cuts the flat
+vectors of ZeRO into boxes; ``checkpoint_folder`` knows the folders; ``checkpoint`` gives them the face of ours.
 """
 
 from __future__ import annotations

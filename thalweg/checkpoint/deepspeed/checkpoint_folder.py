@@ -35,7 +35,8 @@ from thalweg.checkpoint.deepspeed.flat_tensors import (
     cut_concatenation,
     cut_parameter_shares,
 )
-from thalweg.checkpoint.deepspeed.torch_file import InertObject, TorchFile
+from thalweg.checkpoint.deepspeed.torch_file import TorchFile
+from thalweg.checkpoint.deepspeed.unpickle import InertObject
 from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.utils.log import get_logger
@@ -91,7 +92,7 @@ def is_deepspeed_folder(io: FileSystem, path: Path) -> bool:
 
 
 def read_deepspeed_folder(io: FileSystem, path: Path) -> ForeignContents:
-    """What a folder of DeepSpeed's holds; of the tensors only the places are read."""
+    """What a folder of DeepSpeed's holds; its tensors are mapped, not read."""
     return _FolderReader(io, path).read()
 
 
