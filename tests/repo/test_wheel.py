@@ -69,7 +69,7 @@ def test_wheel_is_pure_python(wheel: Path) -> None:
     }
     with zipfile.ZipFile(wheel) as archive:
         assert all(archive.getinfo(name).external_attr >> 16 & 0o111 for name in programs) and len(programs) == 4
-    tables = {"config/rules.toml", "compat/deepspeed/surface.ini", "compat/mii/surface.ini", "study/schemas.yaml"}
+    tables = {"config/aliases.toml", "config/rules.toml", "compat/mii/surface.ini", "study/schemas.yaml"}
     assert {f"thalweg/{name}" for name in ("serve/page.html", *tables)} <= packaged
     assert not [name for name in names if name.startswith(("tests/", "bench/", "examples/"))]
 
