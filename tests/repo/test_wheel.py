@@ -69,8 +69,8 @@ def test_wheel_is_pure_python(wheel: Path) -> None:
     }
     with zipfile.ZipFile(wheel) as archive:
         assert all(archive.getinfo(name).external_attr >> 16 & 0o111 for name in programs) and len(programs) == 4
-    tables = {"config/aliases.toml", "config/rules.toml", "compat/mii/surface.ini", "study/schemas.yaml"}
-    assert {f"thalweg/{name}" for name in ("serve/page.html", *tables)} <= packaged
+    tables = [path for path in (ROOT / "thalweg").rglob("*") if path.suffix in (".csv", ".ini", ".toml", ".yaml")]
+    assert {"thalweg/serve/page.html", *(path.relative_to(ROOT).as_posix() for path in tables)} <= packaged
     assert not [name for name in names if name.startswith(("tests/", "bench/", "examples/"))]
 
 
