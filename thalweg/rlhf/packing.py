@@ -14,8 +14,9 @@ as well, so a batch of pairs has about half of its padded tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,9 @@ from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 Batch = Mapping[str, Tensor]
-_WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # of a laid out row, in widest units
+_SLACK = (1.0, 1.04, 1.1)  # room in a row beyond its even part of the tokens
+_MOST_LAYOUTS = 12  # numbers of rows that are looked at
+_MOST_SHARED = (2, 4, 8)  # widths of a prompt with its answers, in longest rows: the larger, the more is shared
 _MLP_TO_ATTENTION = 6  # a token's products with weights cost as much as attention to 6 hidden sizes of tokens
 # Outputs of the two layouts of one batch differ by no more, in parts of the largest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
@@ -47,9 +50,7 @@ class PackedRows:
 
 
 @torch.no_grad()
-def pack_rows(
-    batch: Batch, hidden_size: int, max_width: float = float("inf"), *, always: bool = False
-) -> PackedRows | None:
+def pack_rows(batch: Batch, hidden_size: int, max_width: float = inf, *, always: bool = False) -> PackedRows | None:
     """Lay out ``input_ids``, ``attention_mask`` and ``response_mask``, (B, T), padded on the right.
 
     Returns ``input_ids`` and ``position_ids`` (R, W) and ``attention_mask`` bool (R, 1, W, W), or None where no layout
@@ -59,18 +60,14 @@ def pack_rows(
     lengths = batch["attention_mask"].sum(1).tolist()
     begins = (batch["attention_mask"].bool() & ~batch["response_mask"].bool()).sum(1).tolist()
     rows = [ids[:length] for ids, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
-    units = _share_prompts(rows, begins, 2 * max(lengths))
-    widest = max(unit.width for unit in units)
-
-    def cost(width: int, num_rows: int) -> float:
-        return num_rows * width * (1 + width / (_MLP_TO_ATTENTION * hidden_size))
-
-    layouts = [_fill(units, int(widest * factor)) for factor in _WIDTHS]
-    sized = [(layout, max(sum(unit.width for unit in row) for row in layout)) for layout in layouts]
-    costs = [cost(width, len(layout)) if width <= max_width else float("inf") for layout, width in sized]
-    if min(costs) >= cost(max(lengths), len(rows)) and not always:
+    least, layout, width = inf, list[list[_Unit]](), 0
+    for choice in _choose_layouts(rows, begins):
+        row_width = max(sum(unit.width for unit in units) for units in choice)
+        price = _cost(len(choice), row_width, hidden_size)
+        if price < least and row_width <= max_width:
+            least, layout, width = price, choice, row_width
+    if not layout or (least >= _cost(len(rows), max(lengths), hidden_size) and not always):
         return None
-    layout, width = sized[costs.index(min(costs))]
     input_ids, position_ids, documents, parents = (torch.zeros(len(layout), width, dtype=torch.int64) for _ in range(4))
     places = torch.zeros(batch["input_ids"].shape, dtype=torch.int64)
     num_documents = 0
@@ -106,6 +103,23 @@ class _Unit:
 
     rows: list[int]
     width: int
+
+
+def _cost(num_rows: int, width: int, hidden_size: int) -> float:
+    return num_rows * width * (1 + width / (_MLP_TO_ATTENTION * hidden_size))
+
+
+def _choose_layouts(rows: Sequence[list[int]], begins: Sequence[int]) -> Iterator[list[list[_Unit]]]:
+    """Yield layouts among which one is cheap: in so many rows, with prompts shared by so much."""
+    seen = -1
+    for most in _MOST_SHARED:
+        units = _share_prompts(rows, begins, most * max(map(len, rows)))
+        if len(units) == seen:
+            return
+        seen, total, widest = len(units), sum(unit.width for unit in units), max(unit.width for unit in units)
+        counts = range(1, len(units) + 1, -(-len(units) // _MOST_LAYOUTS))
+        for width in sorted({max(widest, ceil(total / n * slack)) for n in counts for slack in _SLACK}):
+            yield _fill(units, width)
 
 
 def _share_prompts(rows: Sequence[list[int]], begins: Sequence[int], limit: int) -> list[_Unit]:
@@ -173,7 +187,7 @@ def _find_model(engine: Engine) -> tuple[Any, float]:
     text = model.config.get_text_config()
     plain = text._attn_implementation in ("sdpa", "eager") and not getattr(text, "attention_chunk_size", None)
     whole = engine.meshes.sequence is None and engine.meshes.pp is None
-    return model if plain and whole else None, getattr(text, "sliding_window", None) or float("inf")
+    return model if plain and whole else None, getattr(text, "sliding_window", None) or inf
 
 
 @torch.no_grad()
