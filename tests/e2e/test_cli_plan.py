@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from thalweg.cli import main
+from thalweg.plan.inputs import model_loader
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 64}
@@ -72,6 +74,26 @@ def test_plan_draws_the_schedule_of_a_pipeline(called, tmp_path):
     assert done.returncode == 0 and "rank 3:" in done.stdout and "no rank waits forever" in done.stdout
     done = called("plan", "--pipeline", *options, "--schedule", "2f2b")
     assert done.returncode == 2 and "zb_h1" in done.stderr
+
+
+def test_plan_imports_without_the_garbage_collector(called, files, monkeypatch):
+    """It walks what libraries leave again and again: half a second while they are imported, one as the program ends."""
+    seen, at_exit = [], []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    build = model_loader._build_module
+
+    def watched(fields):
+        seen.append(gc.isenabled())
+        return build(fields)
+
+    monkeypatch.setattr(model_loader, "_build_module", watched)
+    try:
+        assert called("plan", *files, "--device", "h100").returncode == 0
+        assert seen == [False] and gc.isenabled() and gc.freeze in at_exit
+        assert called("plan", "--model", files[1] + "/none", "--device", "h100").returncode == 2
+        assert gc.isenabled()  # after an error too
+    finally:
+        gc.unfreeze()
 
 
 def test_plan_names_the_cure_of_wrong_use(called, files, tmp_path):

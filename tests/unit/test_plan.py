@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import thalweg
+from thalweg.config import load, resolve
 from thalweg.config.schema.training import Tiling
 from thalweg.nn.tiling import apply_tiling
 from thalweg.nn.transformer import GPT, GPTConfig
@@ -20,6 +21,7 @@ from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import load_meta_model
 from thalweg.plan.memory.rank_memory import CachingAllocator, RankMemory
+from thalweg.plan.planner import build_planner
 from thalweg.plan.preflight import Preflight
 from thalweg.plan.spec.cluster import Cluster, accelerator_cluster, build_cluster
 from thalweg.plan.spec.devices import DEVICES, find_device, get_device
@@ -299,6 +301,58 @@ def test_a_deep_model_is_continued_from_shallow_ones():
     whole = measure(on_meta(shape))
     assert continued["peak"] == pytest.approx(whole["peak"], rel=0.01)
     assert continued["flops"] == whole["flops"]
+
+
+@pytest.fixture
+def traced_ops(monkeypatch):
+    """Operators of every trace that a plan makes: what its processor time goes into."""
+    counts = []
+
+    def count(*args):
+        trace = trace_step(*args)
+        counts.append(trace.num_ops)
+        return trace
+
+    monkeypatch.setattr("thalweg.plan.planner.trace_step", count)
+    return counts
+
+
+def test_a_plan_traces_as_much_of_a_deep_stack_as_of_a_shallow_one(traced_ops):
+    def plan_depth(model):
+        traced_ops.clear()
+        return thalweg.plan(model, CONFIG, devices_per_node=2, device="h100", suggest=False), list(traced_ops)
+
+    (shallow, ops), (deep, ops_of_deep) = (
+        plan_depth(on_meta(dataclasses.replace(SHAPE, n_layer=depth))) for depth in (26, 52)
+    )
+    assert ops_of_deep == ops and len(ops) == 2
+    assert deep.per_rank.activations > 1.8 * shallow.per_rank.activations
+    # Layers that differ are all traced: each is wider than the one before.
+    differing = on_meta(dataclasses.replace(SHAPE, n_layer=26))
+    for index, block in enumerate(differing.blocks):
+        width = 64 * (index + 1)
+        block.mlp = torch.nn.Sequential(*(torch.nn.Linear(*size, device="meta") for size in ((64, width), (width, 64))))
+    _, ops_of_differing = plan_depth(differing)
+    assert len(ops_of_differing) == 1 and ops_of_differing[0] > 3 * ops[0]
+
+
+def test_a_search_traces_once_what_its_configurations_share(traced_ops):
+    tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
+    machines = {"devices_per_node": 2, "device": "h100"}
+
+    def ask(planner, stage, accumulation):
+        traced_ops.clear()
+        config = {**CONFIG, "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": accumulation}
+        return planner.predict(resolve(load(config), world_size=2)).to_dict(), len(traced_ops)
+
+    planner = build_planner(tiny, **machines)
+    first, shared, third = (ask(planner, stage, 1) for stage in (1, 2, 3))
+    assert [first[1], shared[1], third[1]] == [1, 0, 1]
+    assert shared[0] == ask(build_planner(tiny, **machines), 2, 1)[0] != first[0]
+    # Of two micro-batches stage 1 reduces one's gradients and stage 2 both's.
+    once, twice = (ask(planner, stage, 2) for stage in (1, 2))
+    assert [once[1], twice[1]] == [1, 1]
+    assert once[0]["per_rank"] != twice[0]["per_rank"]
 
 
 def test_the_answer_has_its_keys_and_fits_or_not():

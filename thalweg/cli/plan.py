@@ -14,8 +14,11 @@ Exit code 0, also for a run that does not fit: `fits` says so.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +74,34 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ValueError("thalweg plan needs --model (or --pipeline, to look at a schedule alone)")
     check_parent_folder("--html", args.html)
-    if args.device_memory is None and args.device in (None, "cpu"):
-        import thalweg.engine  # noqa: F401  (a rank on this processor imports it: its pages count)
-    from thalweg.plan import plan
+    atexit.register(gc.freeze)  # or the interpreter's end looks for garbage in all that torch has made, for a second
+    is_like_rank = args.device_memory is None and args.device in (None, "cpu")
+    with nullcontext() if is_like_rank else _without_collector():
+        if is_like_rank:
+            import thalweg.engine  # noqa: F401  (a rank on this processor imports it: its pages count)
+        from thalweg.plan.api import plan
+        from thalweg.plan.inputs.model_loader import load_meta_model
 
-    result = plan(args.model, read_config(args), **cluster_options(args))
+        model = load_meta_model(args.model)
+    result = plan(model, read_config(args), **cluster_options(args))
     if args.html:
         from thalweg.plan.html import plan_to_html
 
         Path(args.html).write_text(plan_to_html(result))
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Import without the garbage collector, which would walk what libraries make, and keep, again and again; some 10
+    MiB of garbage stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def read_config(args: argparse.Namespace) -> Any:

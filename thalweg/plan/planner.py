@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -31,7 +31,7 @@ from thalweg.plan.spec.devices import CONTEXT_BYTES, library_bytes
 from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
 from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_time
 from thalweg.plan.trace.fake_groups import supports_tp
-from thalweg.plan.trace.step import trace_step
+from thalweg.plan.trace.step import StepTrace, drop_untraced_choices, trace_step
 from thalweg.utils.formatting import format_bytes
 from thalweg.utils.log import get_logger
 from thalweg.utils.procfs import resident_bytes
@@ -50,6 +50,7 @@ class Planner:
     in memory; None: it does where parameters rest on a disk.
     ``cpu_budget_s``: seconds of processor time that one trace may take (a model that goes token by token has
     a million operators).
+    ``traces``: those made so far, as a search asks about configs that differ in what no trace shows.
     """
 
     meta_model: MetaModel
@@ -61,6 +62,7 @@ class Planner:
     micro_batch: int | None = None
     cpu_budget_s: float | None = None
     deferred_init: bool | None = None
+    traces: dict[str, StepTrace] = field(default_factory=dict, repr=False, compare=False)
 
     def predict(self, config: Config) -> Plan:
         """The plan of a resolved config."""
@@ -87,7 +89,10 @@ class Planner:
             is_whole = self.cluster.device == "cpu" and not is_deferred
             initial_param_bytes = [parameter.nbytes for parameter in shallow_model.parameters()] if is_whole else []
             depths = {name: len(list(shallow_model.get_submodule(name).children())) for name in repeated_blocks}
-            trace = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
+            key = repr((depths, input_spec, drop_untraced_choices(run_spec)))
+            if key not in self.traces:
+                self.traces[key] = trace_step(shallow_model, input_spec, run_spec, self.cpu_budget_s)
+            trace = self.traces[key]
             replay_args = {"process_bytes": self.process_bytes, "initial_param_bytes": initial_param_bytes}
             replayed = replay_events(trace, run_spec, **replay_args)
             traffic, links = estimate_comm_volume(trace, run_spec)

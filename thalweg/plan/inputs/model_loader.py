@@ -37,7 +37,7 @@ class MetaModel:
 def load_meta_model(model: Any, model_kwargs: Mapping[str, Any] | None = None) -> MetaModel:
     """Find the model that ``model`` describes, without allocating it.
 
-    ``model``: a module (live or on meta), a class or function that makes one (with
+    ``model``: what this returns, a module (live or on meta), a class or function that makes one (with
     ``model_kwargs``), a Hugging Face config (object, dict, JSON file, or a folder with
     ``config.json``).
 
@@ -45,6 +45,8 @@ def load_meta_model(model: Any, model_kwargs: Mapping[str, Any] | None = None) -
         ValueError: nothing of this kind.
         FileNotFoundError: no such file or folder.
     """
+    if isinstance(model, MetaModel):
+        return model
     if isinstance(model, nn.Module):
         is_materialized = not all(parameter.is_meta for parameter in model.parameters())
         meta_model = copy_to_meta(model)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -39,6 +39,7 @@ from thalweg.plan.trace.gpu_attention import GpuAttentionMode
 from thalweg.plan.trace.offload_recorder import OffloadRecorder
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.trees import get_loss, iter_tensors
+from thalweg.zero.policy import ZeroPolicy
 from thalweg.zero.storage.base import ParamSpec
 from thalweg.zero.storage.nvme import select_paged_units
 from thalweg.zero.units import find_units, with_large_leaves
@@ -129,6 +130,16 @@ def trace_step(
         peak_offloaded_bytes=offload_recorder.peak_offloaded_bytes if offload_recorder else 0,
         offloaded_bytes=offload_recorder.offloaded_bytes if offload_recorder else 0,
     )
+
+
+def drop_untraced_choices(run_spec: RunSpec) -> RunSpec:
+    """``run_spec`` with one value for each choice that a trace cannot tell apart, so that it is a key of traces.
+
+    Stages 1 and 2 differ in which backward passes of a window reduce gradients; a window of one micro-batch has one.
+    """
+    if run_spec.policy.stage != 2 or run_spec.accumulation_steps > 1:
+        return run_spec
+    return replace(run_spec, policy=ZeroPolicy(1), zero=run_spec.zero.model_copy(update={"stage": 1}))
 
 
 def build_param_specs(model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
