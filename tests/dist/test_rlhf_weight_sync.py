@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, SamplingParams
+from thalweg.infer.parallel import executor
+from thalweg.infer.parallel.process_group import WorkerDiedError
+from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.rlhf.losses import token_logprobs
-from thalweg.rlhf.rollout import generate_rollout
+from thalweg.rlhf.rollout import Rollout, generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
 REUSE_RANKS = True
@@ -324,6 +328,116 @@ def _quantized(rank: int, world: int, weight_format: str) -> tuple[bool, bool, s
 @pytest.mark.parametrize("weight_format", ["nf4", nightly("int8")])
 def test_row45_a_base_in_few_bits_is_made_numbers_bucket_by_bucket(weight_format: str) -> None:
     assert run_ranks(_quantized, 2, weight_format) == [(True, True, None)] * 2
+
+
+def _draw(core: Any, prompts: Any, eos: int, rank: int, world: int) -> list[Rollout]:
+    """Greedy responses and, but on the last rank, samples: ranks need not generate equally often."""
+    greedy = SamplingParams(max_tokens=NEW, temperature=0, stop_token_ids=(eos,), ignore_eos=True)
+    rollouts = [generate_rollout(core, prompts, greedy, seed=0, pad_id=0)]
+    if rank < world - 1:
+        params = replace(greedy, temperature=1.0)
+        rollouts.append(generate_rollout(core, prompts, params, seed=7 + rank, pad_id=0, num_samples=2))
+    return rollouts
+
+
+def _grouped(rank: int, world: int, degree: int, kind: str, lora: Any, runner: str | None) -> dict[str, Any]:
+    """What a degree generates against what each rank generates by itself."""
+    engine, found = _actor(3, kind, lora=lora), {"equal": True, "gap": 0.0, "trainer_gap": 0.0, "lengths": []}
+    alone = HybridEngine(engine, runner=runner)
+    hybrid = HybridEngine(engine, EngineConfig(tensor_parallel_size=degree), runner=runner)
+    prompts, sizes = PROMPTS[rank % 2], []
+    for round_ in range(2):  # weights change between the two
+        _train(engine, round_)
+        with alone.generation() as core:
+            params = SamplingParams(max_tokens=1, temperature=0)
+            # The first response of ranks 1 and 3 ends with its first token.
+            eos = generate_rollout(core, PROMPTS[1], params, seed=0, pad_id=0).responses()[0][0]
+            want = _draw(core, prompts, eos, rank, world)
+            sizes.append(getattr(core.runner, "weight_bytes", 1))
+        with hybrid.generation() as core:
+            got = _draw(core, prompts, eos, rank, world)
+            member = core.member
+            sizes.append(getattr(getattr(member, "runner", None) or member._runner, "weight_bytes", 0))
+        for one, other in zip(want, got, strict=True):
+            found["equal"] &= one.responses() == other.responses() and torch.equal(one.ended, other.ended)
+            found["gap"] = max(found["gap"], float((one.logprobs - other.logprobs).abs().max()))
+        found["trainer_gap"] = max(found["trainer_gap"], float(_gap(engine, got[0]).max()))
+        found["lengths"].append([len(x) for x in got[0].responses()])
+        assert all(t.untyped_storage().size() == 0 for t in hybrid.weights._tensors.values())
+    _train(engine, 2)
+    found |= {"stale_gap": float(_gap(engine, got[0]).mean()), "share": sizes[-1] / sizes[-2]}
+    alone.close()
+    hybrid.close()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "degree", "kind", "lora", "runner"),
+    [
+        (2, 2, "llama", None, None),
+        nightly(2, 2, "llama", None, "torch"),
+        nightly(2, 2, "gpt2", {"target_modules": TARGETS["gpt2"], "fan_in_fan_out": True}, None),
+        nightly(4, 2, "llama", {"target_modules": TARGETS["llama"], "use_dora": True}, None),
+        nightly(4, 4, "gpt2", None, None),
+    ],
+)
+def test_ranks_that_generate_together_draw_what_each_draws_alone(
+    world: int, degree: int, kind: str, lora: Any, runner: str | None
+) -> None:
+    results = run_ranks(_grouped, world, degree, kind, lora, runner)
+    for found in results:
+        assert found["equal"] and max(found["gap"], found["trainer_gap"]) < 1e-4 < found["stale_gap"], found
+        assert found["share"] < 0.75, found  # its part of the weights, and of the vocabulary whole panels
+    assert [row[0] for row in results[1]["lengths"]] == [1, 1]
+
+
+def _wrong_part(rank: int, world: int) -> str:
+    def first_heads(decoder: Any, rank: int, options: Any) -> Any:
+        own, first = shard_for_rank(decoder, rank, options), shard_for_rank(decoder, 0, options)
+        pairs = zip(own.layers, first.layers, strict=True)
+        return replace(own, layers=[replace(layer, attention=other.attention) for layer, other in pairs])
+
+    engine = _actor(3, "gpt2")
+    hybrid = HybridEngine(engine, EngineConfig(tensor_parallel_size=2))
+    executor.shard_for_rank = first_heads
+    try:
+        with (
+            pytest.raises(ValueError, match="of generation") as error,
+            hybrid.generation(),
+        ):
+            pass
+    finally:
+        executor.shard_for_rank = shard_for_rank
+    engine.close()
+    return str(error.value)
+
+
+def test_a_rank_that_has_another_one_s_part_is_found_out_on_all() -> None:
+    first, other = run_ranks(_wrong_part, 2)
+    assert "standard deviations" in first and "another rank" in other
+
+
+def _fails(rank: int, world: int) -> str:
+    engine = _actor(3, "llama")
+    hybrid = HybridEngine(engine, EngineConfig(tensor_parallel_size=2))
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    try:
+        with hybrid.generation() as core:
+            if rank == 1:
+                raise KeyError("the caller's own")
+            generate_rollout(core, PROMPTS[0], params, seed=0, pad_id=0)
+    except (KeyError, WorkerDiedError) as error:
+        found = type(error).__name__
+    with hybrid.generation() as core:  # all are there again
+        assert len(generate_rollout(core, PROMPTS[0], params, seed=0, pad_id=0)) == 3
+    hybrid.close()
+    engine.close()
+    return found
+
+
+def test_a_rank_that_fails_keeps_nobody_of_its_group_waiting() -> None:
+    assert run_ranks(_fails, 2) == ["WorkerDiedError", "KeyError"]
 
 
 def _refused(rank: int, world: int) -> str:

@@ -26,7 +26,7 @@ IGNORED = {
 }  # fmt: skip
 # What they say and has no counterpart here yet, with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "generation_batches": (1, None), "unsupervised_dataset_config_name": (None, ""), "inference_tp_size": (1, None),
+    "generation_batches": (1, None), "unsupervised_dataset_config_name": (None, ""),
     "lora_learning_rate": (None,), "actor_lora_learning_rate": (None,), "critic_lora_learning_rate": (None,),
     "critic_lora_dim": (0, None), "critic_lora_module_name": (None, ""),
     "enable_mixed_precision_lora": (False, None), "mixed_precision_lora": (False, None),
@@ -104,6 +104,9 @@ class RLHFConfig:
         0,
         "PPO, GRPO: 1: generate the next iteration's responses while this one trains, by the weights before it",
         (0, 1),
+    )
+    inference_tp_size: int = _option(
+        1, "PPO, GRPO: neighbouring ranks that generate together, each with a part of every layer; training as it is"
     )
     importance_cap: float = _option(2.0, "rollout_ahead: the most that a token of the older policy counts")
     ppo_epochs: int = _option(1, "passes over an iteration's responses")

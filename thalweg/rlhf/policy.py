@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.engine import Engine
-from thalweg.infer.engine.engine import LLMEngine
+from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import SamplingParams
 from thalweg.parallel_dims import control_group
 from thalweg.rlhf import checkpoint, losses
@@ -46,7 +46,7 @@ from thalweg.rlhf.models import (
     rollout_values,
     update_ema,
 )
-from thalweg.rlhf.rollout import Rollout, RolloutAhead, generate_rollout
+from thalweg.rlhf.rollout import Rollout, RolloutAhead, RolloutEngine, generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
 # Scores of responses: the rollout, each row's prompt and response as texts, each row's example.
@@ -132,7 +132,12 @@ class GRPOTrainer:
         self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer
         self.prompts, self.reward, self.iteration = prompts, reward, 0
         self.ema, self.pretraining, self._num_micro_batches = ema, pretraining, 0
-        self.hybrid = HybridEngine(actor)
+        if config.rollout_ahead and config.inference_tp_size > 1 and actor.device.type != "cpu":
+            raise ValueError(
+                "rollout_ahead and inference_tp_size: on an accelerator generation's collectives and training's may "
+                "wait for each other; give one of the two"
+            )
+        self.hybrid = HybridEngine(actor, EngineConfig(tensor_parallel_size=config.inference_tp_size))
         self.params = SamplingParams(
             max_tokens=config.max_answer_seq_len, temperature=config.temperature,
             stop_token_ids=(tokenizer.eos_token_id,), ignore_eos=True,
@@ -165,8 +170,8 @@ class GRPOTrainer:
         count = self.config.per_device_generation_batch_size
         return self.prompts.take(iteration, count, dist.get_rank(), dist.get_world_size())
 
-    def _generator(self, iteration: int) -> Callable[[LLMEngine], Rollout]:
-        """What generates an iteration's responses on this rank, and asks no other."""
+    def _generator(self, iteration: int) -> Callable[[RolloutEngine], Rollout]:
+        """What generates an iteration's responses to this rank's prompts."""
         return partial(
             generate_rollout, prompts=[prompt for prompt, _ in self._items(iteration)], params=self.params,
             pad_id=pad_token_id(self.tokenizer), num_samples=self.config.num_generations,
