@@ -132,6 +132,11 @@ class GRPOTrainer:
         self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer
         self.prompts, self.reward, self.iteration = prompts, reward, 0
         self.ema, self.pretraining, self._num_micro_batches = ema, pretraining, 0
+        if actor.meshes.tp is not None:
+            raise ValueError(
+                "PPO and GRPO: ranks that divide a layer would train on the same responses, and each rank here has its "
+                "own; leave tensor_parallel out (inference_tp_size is generation's alone)"
+            )
         if config.rollout_ahead and config.inference_tp_size > 1 and actor.device.type != "cpu":
             raise ValueError(
                 "rollout_ahead and inference_tp_size: on an accelerator generation's collectives and training's may "

@@ -52,6 +52,7 @@ from thalweg.infer.parallel.process_group import InferenceGroup, join_launched_g
 from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners.base import ModelInput, QuerySpan
+from thalweg.parallel.tensor.vocab_parallel import VocabParallelLogits
 from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 
@@ -67,19 +68,14 @@ class HybridEngine:
     neighbouring ranks are one inference engine.  ``runner`` insists on one, as in ``load_engine``.
 
     Raises:
-        ValueError: the actor's layers, or stages of them, are divided among ranks, or there is no such group of ranks.
+        ValueError: the actor has stages of a pipeline, or there are no groups of so many ranks.
     """
 
     def __init__(
         self, actor: Engine, config: EngineConfig | None = None, tokenizer: Any = None, *, runner: str | None = None
     ) -> None:
-        axes = {"tensor": actor.meshes.tp, "pipeline": actor.meshes.pp}
-        divided = [name for name, mesh in axes.items() if mesh is not None]
-        if divided:
-            raise ValueError(
-                f"a rollout's actor may not have {' and '.join(divided)} parallelism, where no rank has all of a "
-                "layer: leave it to ZeRO"
-            )
+        if actor.meshes.pp is not None:
+            raise ValueError("a rollout's actor may not have pipeline parallelism: leave it to ZeRO")
         dtype = "bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32"
         self.actor, self.tokenizer = actor, tokenizer
         config = config or EngineConfig()
@@ -201,6 +197,8 @@ class HybridEngine:
         ids = torch.tensor([self._probe_tokens], device=self.actor.device)
         with torch.no_grad(), eval_mode(self.actor.module):
             expected = self.actor(input_ids=ids).logits[0].float()
+        if isinstance(expected, VocabParallelLogits):  # whole on all ranks, or on none
+            expected = expected.full_tensor()
         if logits is None:
             return None
         dtypes = {self.weights.dtype, _WEIGHT_DTYPES[get_weight_format(self.config)]}
