@@ -397,6 +397,7 @@ def _grouped(rank: int, world: int, degree: int, kind: str, lora: Any, runner: s
         nightly(2, 2, "gpt2", {"target_modules": TARGETS["gpt2"], "fan_in_fan_out": True}, None),
         nightly(4, 2, "llama", {"target_modules": TARGETS["llama"], "use_dora": True}, None),
         nightly(4, 4, "gpt2", None, None),
+        nightly(2, 2, "qwen2_moe", None, None),
     ],
 )
 def test_ranks_that_generate_together_draw_what_each_draws_alone(

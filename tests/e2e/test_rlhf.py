@@ -70,7 +70,7 @@ def test_deepspeed_chat_s_three_commands_and_its_one(tmp_path: Path) -> None:
         "--critic_learning_rate", "5e-6", "--actor_weight_decay", "0.1", "--critic_weight_decay", "0.1",
         "--actor_gradient_checkpointing", "--critic_gradient_checkpointing", "--offload_reference_model",
         "--disable_actor_dropout", "--disable_critic_dropout", "--actor_zero_stage", "3", "--critic_zero_stage", "3",
-        "--enable_hybrid_engine", "--inference_tp_size", "1", "--tp_gather_partition_size", "4",
+        "--enable_hybrid_engine", "--inference_tp_size", "2", "--tp_gather_partition_size", "4",
         "--actor_lora_dim", "4", "--actor_lora_module_name", "layers.", "--output_dir", out[2],
     )  # fmt: skip
     assert ppo.returncode == 0, ppo.stderr

@@ -18,7 +18,9 @@ describes the skeleton anew and wakes it with that.  Nothing of the actor change
 there is nothing to unmerge.
 
 Invariants: every rank reads the same layers in the same order, so the gathers meet; from then on a rank generates by
-itself, without collectives, so unequal lengths (or no prompts at all) cannot make another one wait for ever.
+itself, without collectives, so unequal lengths (or no prompts at all) cannot make another one wait for ever.  Where
+``tensor_parallel_size`` neighbours are one inference engine, each cuts its part out of the bucket, and one that has no
+requests (any more) computes for the others until none of them has.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ class HybridEngine:
 
     @contextmanager
     def generation(self) -> Iterator[LLMEngine | GroupEngine]:
-        """Yield an inference engine of the actor's weights as they are now; collective, at its beginning alone."""
+        """Yield an inference engine of the actor's weights as they are now; collective at its beginning, and at its end
+        over the ranks that generate together."""
         core, self._core = self._core, None
         core = self._load() if core is None else self._wake_up(core)
         try:
