@@ -81,10 +81,7 @@ class RolloutAhead:
 
     @classmethod
     def begin(
-        cls,
-        version: int,
-        generation: AbstractContextManager[RolloutEngine],
-        generate: Callable[[RolloutEngine], Rollout],
+        cls, version: int, generation: AbstractContextManager[Any], generate: Callable[[Any], Rollout]
     ) -> RolloutAhead:
         """Enter ``generation``, which is collective, and generate in a thread."""
         ahead = cls(version)
