@@ -29,6 +29,7 @@ from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.losses import token_logprobs
 from thalweg.rlhf.policy import GRPOTrainer
 from thalweg.rlhf.rollout import Rollout, generate_rollout
+from thalweg.rlhf.rollout_ranks import RolloutRanks
 from thalweg.rlhf.weight_sync import HybridEngine
 
 REUSE_RANKS = True
@@ -497,9 +498,11 @@ def _refused(rank: int, world: int) -> None:
     engine = thalweg.initialize(model=tiny_decoder("llama"), config=config)[0]
     with pytest.raises(ValueError, match="ranks that divide a layer would train on the same responses"):
         GRPOTrainer(RLHFConfig(), engine, None, None, None, None)  # type: ignore[arg-type]
-    for options, runner in [({"pipeline_parallel_size": 2}, None), ({"tensor_parallel_size": 3}, None)]:
+    for options, runner in [({"pipeline_parallel_size": 2}, None), ({"tensor_parallel_size": 2}, "transformers")]:
         with pytest.raises(ValueError, match="must divide the number of ranks, 2"):
             HybridEngine(engine, EngineConfig(**options), runner=runner)
+    with pytest.raises(ValueError, match="of 2 ranks, one at least must train"):
+        RolloutRanks(2)
     engine.close()
 
 
