@@ -151,16 +151,17 @@ def run_engine(
         position += window
         dist.all_reduce(total)
         losses.append(float(total) / (world * window))
-    parameters = [full_tensor(p) for p in engine.module.parameters()]
+    rounded = case.config()["zero_optimization"].get("zero_quantized_weights", False)
+    parameters = [full_tensor(p, rounded=rounded) for p in engine.module.parameters()]
     engine.close()
     return TrainOutcome(losses, parameters, gradients or [])
 
 
-def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """The logical value of a parameter, gathered, in the host's memory."""
+def full_tensor(parameter: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
+    """The logical value of a parameter, gathered, in the host's memory; ``rounded``: programs see it quantised."""
     value = get_shard(parameter).detach()
     value = value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
-    if isinstance(parameter, WholeParameter) and not parameter.is_written:
+    if isinstance(parameter, WholeParameter) and not parameter.is_written and not rounded:
         assert torch.equal(parameter.detach(), value.to(parameter.dtype)), "a program sees what is not trained"
     return value.cpu()
 

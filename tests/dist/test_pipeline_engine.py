@@ -67,6 +67,11 @@ def test_row38_a_pipeline_with_any_stage_of_zero_equals_one_process(every):
     assert wrong["loss"] > TOLERANCE["loss"] and wrong["parameter"] > TOLERANCE["parameter"]
 
 
+def test_weight_gradients_of_a_split_backward_are_reduced_over_data_ranks():
+    """Below stage 3, where the gradient that a program sees is not the one that autograd fills."""
+    check(4, [PipelineCase("layers", 2, stage=1, schedule="zb_h1", num_micro_batches=3)])
+
+
 @pytest.mark.parametrize("every", [nightly(5), nightly(1)])
 def test_pipelines_with_data_ranks(every):
     check(4, AT_4[::every])

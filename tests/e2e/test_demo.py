@@ -57,14 +57,14 @@ def demo(out: Path, *arguments: str, small: bool = False) -> tuple[dict, str]:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(True, id="small", marks=pytest.mark.nightly), nightly(False)])
-def first(request, tmp_path_factory) -> tuple[dict, str, Path]:
+def first(request, tmp_path_factory) -> tuple[dict, str, Path, bool]:
     out = tmp_path_factory.mktemp("demo")
-    return *demo(out, "--steps", "8", small=request.param), out
+    return *demo(out, "--steps", "8", small=request.param), out, request.param
 
 
 @pytest.mark.slow
 def test_the_demo_learns_and_its_checkpoint_gives_the_same_loss(first):
-    summary, _, out = first
+    summary, _, out, _ = first
     assert set(summary) >= KEYS
     assert summary["loss_saved"] == summary["loss_reloaded"]
     assert summary["weights_saved"] == summary["weights_reloaded"]
@@ -80,7 +80,7 @@ def test_the_demo_learns_and_its_checkpoint_gives_the_same_loss(first):
 
 @pytest.mark.slow
 def test_everything_lies_in_the_demos_folder(first):
-    summary, _, out = first
+    summary, _, out, _ = first
     assert Path(summary["checkpoint"]).is_dir()
     assert out in Path(summary["checkpoint"]).parents
     picture = Path(summary["picture"])
@@ -105,7 +105,7 @@ def test_everything_lies_in_the_demos_folder(first):
 
 @pytest.mark.slow
 def test_the_sample_continues_the_prompt(first):
-    summary, _, _ = first
+    summary, _, _, _ = first
     prompt = DemoSettings(out="", results="").prompt
     assert summary["sample"].startswith(prompt)
     assert len(summary["sample"]) > len(prompt) + 20
@@ -114,9 +114,9 @@ def test_the_sample_continues_the_prompt(first):
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_again_in_the_same_folder_at_another_stage_and_world(first):
-    before, _, out = first
+    before, _, out, small = first
     stamp = (out / "tokenizer.json").stat().st_mtime_ns
-    summary, said = demo(out, "--steps", "4", "--stage", "1", "--nproc", "1", "--precision", "fp32")
+    summary, said = demo(out, "--steps", "4", "--stage", "1", "--nproc", "1", "--precision", "fp32", small=small)
     assert "kept from before" in said
     assert (out / "tokenizer.json").stat().st_mtime_ns == stamp
     assert summary["loss_saved"] == summary["loss_reloaded"] != before["loss_saved"]

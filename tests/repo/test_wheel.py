@@ -64,10 +64,13 @@ def test_wheel_is_pure_python(wheel: Path) -> None:
         ".jsonl",
         ".yaml",
         ".csv",
+        ".toml",
+        ".ini",
     }
     with zipfile.ZipFile(wheel) as archive:
         assert all(archive.getinfo(name).external_attr >> 16 & 0o111 for name in programs) and len(programs) == 4
-    assert "thalweg/serve/page.html" in packaged
+    tables = [path for path in (ROOT / "thalweg").rglob("*") if path.suffix in (".csv", ".ini", ".toml", ".yaml")]
+    assert {"thalweg/serve/page.html", *(path.relative_to(ROOT).as_posix() for path in tables)} <= packaged
     assert not [name for name in names if name.startswith(("tests/", "bench/", "examples/"))]
 
 

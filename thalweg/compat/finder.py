@@ -1,8 +1,16 @@
 """What answers ``import deepspeed`` and ``import mii``: a finder, its modules, a distribution for who asks a version.
 
-A package is a table: for each module its names, and for each name where in Thalweg it lives (``module:attribute``, or
-a module), or a ``NotOffered``.  Two keys are not names: under ``FALLBACK`` stands the module whose names a module has
-beside its own, under ``PROGRAM`` the module that runs for ``python -m``.
+A package is a table, its ``surface.ini``: for each module its names, and for each name where in Thalweg it lives, or a
+``NotOffered``.  A section is for one module or several::
+
+    [deepspeed.ops.adam deepspeed.ops.adam.cpu_adam]
+    FusedAdam DeepSpeedCPUAdam = thalweg.compat.deepspeed.optimizers    names of a module of ours
+    Adam = thalweg.compat.deepspeed.optimizers:FusedAdam                one that has another name there
+    lamb = thalweg.optim.algorithms.lamb:                               the module itself
+    CPUAdam = not offered: set "offload_optimizer" in the config        what to do instead
+
+Two keys are not names: under ``FALLBACK`` stands the module whose names a module has beside its own, under ``PROGRAM``
+the module that runs for ``python -m``.
 """
 
 from __future__ import annotations
@@ -12,8 +20,10 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from configparser import ConfigParser
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -21,6 +31,7 @@ from typing import Any, NoReturn
 from thalweg import __version__
 
 FALLBACK, PROGRAM = "*", "-m"
+_NOT_OFFERED = "not offered: "
 _ROOM = "thalweg.compat"
 
 
@@ -34,15 +45,28 @@ class NotOffered:
 Names = dict[str, str | NotOffered]
 
 
-def names_in(module: str, names: str) -> Names:
-    """Names, divided by blanks, that a module of ours has."""
-    return {name: f"{module}:{name}" for name in names.split()}
+def read_surface(package: str) -> dict[str, Names]:
+    """The table of a package that Thalweg stands for, by module; packages that its modules lie in are there, too."""
+    table = ConfigParser(delimiters=("=",), comment_prefixes=("#",), interpolation=None)
+    table.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their capitals
+    table.read(Path(__file__).parent / package / "surface.ini", encoding="utf-8")
+    surface: dict[str, Names] = {}
+    for modules, rows in table.items():
+        for module in modules.split() if rows else ():
+            for parent in accumulate(module.split("."), "{}.{}".format):
+                surface.setdefault(parent, {})
+            for names, where in rows.items():
+                surface[module] |= {name: _parse_target(name, where) for name in names.split()}
+    return surface
 
 
-def with_parents(surface: dict[str, Names]) -> dict[str, Names]:
-    """``surface`` with the packages that its modules lie in, where these have no names of their own."""
-    parents = {module.rsplit(".", depth)[0]: {} for module in surface for depth in range(1, module.count(".") + 1)}
-    return {**parents, **surface}
+def _parse_target(name: str, where: str) -> str | NotOffered:
+    """Where a name lives: ``module:attribute``, or a module."""
+    if where.startswith(_NOT_OFFERED):
+        return NotOffered(" ".join(where.removeprefix(_NOT_OFFERED).split()))
+    if name in (FALLBACK, PROGRAM) or where.endswith(":"):
+        return where.removesuffix(":")
+    return where if ":" in where else f"{where}:{name}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +150,7 @@ class SurfaceFinder:
         if name not in package.surface:
             raise ModuleNotFoundError(
                 f"{name} is not among the modules that Thalweg offers as {package.name} "
-                f"({package.room.replace('.', '/')}/surface.py lists them)",
+                f"({package.room.replace('.', '/')}/surface.ini lists them)",
                 name=name,
             )
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]

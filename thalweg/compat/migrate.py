@@ -2,7 +2,7 @@
 
 There is no list of keys or names here.  Of a config the schema knows what is renamed, ignored and not offered, and the
 shortest config is found by leaving things out while what is read stays the same.  Of a script the tables of
-``compat/*/surface.py`` know each name, and the objects behind them their arguments.
+``compat/*/surface.ini`` know each name, and the objects behind them their arguments.
 """
 
 from __future__ import annotations

@@ -5,39 +5,15 @@ Each move is remembered, so that a later complaint names the path that the user 
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from thalweg.config.errors import ConfigProblem, to_json_snippet
 
 ZERO = "zero_optimization"
-_STAGE3_KEYS = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-DEPRECATED_KEYS = {
-    "bfloat16": "bf16",
-    "ddp_bf16": "bf16",
-    "bf16.check_overflow": "bf16.check_grad_overflow",
-    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-    f"{ZERO}.gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-    **{f"{ZERO}.{name}": f"{ZERO}.stage3_{name}" for name in _STAGE3_KEYS},
-    "allgather_size": f"{ZERO}.allgather_bucket_size",
-    f"{ZERO}.aio": "aio",  # where the documentation of Hugging Face has it
-    "aio.intra_op_parallelism": "aio.thread_count",
-    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
-    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
-    "activation_checkpointing.partitioned_activations": "activation_checkpointing.partition_activations",
-    "quantize_training.quantize-algo": "quantize_training.quantize_algo",
-    "elasticity.prefer_large_batch": "elasticity.prefer_larger_batch",
-}
+DEPRECATED_KEYS: dict[str, str] = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
 _OFFLOAD_FLAGS = {"cpu_offload": "offload_optimizer"}
 _OFFLOAD_FLAGS |= dict.fromkeys(("cpu_offload_param", "cpu_offload_params"), "offload_param")
 

@@ -118,10 +118,7 @@ class AnswerDataset(Dataset[dict[str, list[int]]]):
 
 
 class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
-    """Examples laid end to end in rows of ``max_length`` tokens at most, the longest first, each where there is room.
-
-    None sees another: positions begin anew, and the mask is that of each alone.
-    """
+    """Examples gathered to rows of ``max_length`` tokens at most, the longest first, each where there is room."""
 
     def __init__(self, data: AnswerDataset, max_length: int) -> None:
         self.data, self.bins = data, list[list[dict[str, list[int]]]]()
@@ -143,27 +140,8 @@ class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
         return self.bins[index]
 
     def collate(self, bins: Sequence[list[dict[str, list[int]]]]) -> dict[str, Tensor]:
-        """As :meth:`AnswerDataset.collate`, with ``position_ids`` and an ``attention_mask`` bool (rows, 1, T, T)."""
-        width = max(sum(map(_length, rows)) for rows in bins)
-        input_ids = torch.full((len(bins), width), self.data.pad_id)
-        position_ids, documents = (torch.zeros(len(bins), width, dtype=torch.int64) for _ in range(2))
-        chosen = torch.zeros(len(bins), width, dtype=torch.bool)
-        for number, rows in enumerate(bins):
-            at = 0
-            for document, row in enumerate(rows, start=1):
-                tokens, stop = [*row["prompt"], *row["chosen"]], at + _length(row)
-                input_ids[number, at:stop] = torch.tensor(tokens)
-                position_ids[number, at:stop] = torch.arange(len(tokens))
-                documents[number, at:stop] = document
-                chosen[number, max(at + len(row["prompt"]), at + 1) : stop] = (
-                    True  # nothing of its own is before a first
-                )
-                at = stop
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        attention = (documents[:, None, :, None] == documents[:, None, None, :]) & causal
-        return {
-            "input_ids": input_ids, "attention_mask": attention, "response_mask": chosen, "position_ids": position_ids
-        }  # fmt: skip
+        """As :meth:`AnswerDataset.collate`: the model's rows are laid out anew (:mod:`.packing`)."""
+        return self.data.collate([row for rows in bins for row in rows])
 
 
 def _length(row: dict[str, list[int]]) -> int:

@@ -18,18 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each token but the first, (B, T - 1), under logits (B, T, V) of a causal model."""
-    logits = _widen(logits[:, :-1])
+def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each of ``tokens`` (...) under its logits (..., V)."""
+    logits = _widen(logits)
     if temperature != 1.0:
         logits = logits / temperature
-    chosen = logits.gather(-1, input_ids[:, 1:, None].to(logits.device)).squeeze(-1)
+    chosen = logits.gather(-1, tokens[..., None].to(logits.device)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
 
 
+def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each token but the first, (B, T - 1), under logits (B, T, V) of a causal model."""
+    return chosen_logprobs(logits[:, :-1], input_ids[:, 1:], temperature)
+
+
 def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of what follows each token but the last, (B, T - 1)."""
-    logprobs = _widen(logits[:, :-1]).log_softmax(-1)
+    """Entropy in nats of what follows, (...), by logits (..., V)."""
+    logprobs = _widen(logits).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -60,9 +65,9 @@ def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], object] 
 # Supervised
 
 
-def sft_loss(logits: Tensor, input_ids: Tensor, mask: Tensor) -> Tensor:
+def sft_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Mean negative log-likelihood of the tokens that count: responses alone, or all but each document's first."""
-    return -masked_mean(token_logprobs(logits, input_ids), mask)
+    return -masked_mean(logprobs, mask)
 
 
 # Preferences

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.adapt.quantized_weight import quantize_linears
 from thalweg.checkpoint.filesystem import FileSystem, remove_tree
-from thalweg.data.batches import to_device
 from thalweg.engine import Engine, initialize
 from thalweg.parallel_dims import control_group
 from thalweg.rlhf.bottleneck import add_bottleneck_adapters
 from thalweg.rlhf.config import RLHFConfig
-from thalweg.rlhf.losses import token_logprobs
+from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout
 from thalweg.rlhf.weight_sync import ActorWeights
 from thalweg.zero.whole_parameter import named_shards
@@ -58,9 +57,12 @@ class ValueModel(nn.Module):
         self.backbone.save_pretrained(path)
         save_file({name: t.contiguous() for name, t in self.value_head.state_dict().items()}, Path(path) / _HEAD_FILE)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Return the value at each token."""
-        states = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        states = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **positions).last_hidden_state
         return self.value_head(states).squeeze(-1).clone()  # a view would lose FSDP2's hooks to an in-place change
 
     def gradient_checkpointing_enable(self) -> None:
@@ -217,10 +219,8 @@ def rollout_logprobs(engine: Engine, rollout: Rollout, batch_size: int, temperat
     """A model's log-probabilities of a rollout's tokens, (rows, T - 1), 0 outside of responses; collective."""
     out = torch.zeros(rollout.mask.shape)
     for rows, part in _batches(rollout, batch_size):
-        inputs = {"input_ids": part.input_ids, "attention_mask": part.attention_mask}
-        logits = engine(**to_device(inputs, engine.device)).logits
-        out[rows, : part.mask.shape[1]] = token_logprobs(logits, part.input_ids, temperature).cpu()
-    return out.masked_fill(~rollout.mask, 0.0)
+        out[rows, : part.mask.shape[1]] = response_logprobs(engine, vars(part), temperature)[0].cpu()
+    return out
 
 
 @torch.no_grad()
@@ -228,9 +228,8 @@ def rollout_values(engine: Engine, rollout: Rollout, batch_size: int) -> Tensor:
     """A value model's values, fp32 (rows, T), 0 on padding; collective."""
     out = torch.zeros(rollout.input_ids.shape)
     for rows, part in _batches(rollout, batch_size):
-        inputs = {"input_ids": part.input_ids, "attention_mask": part.attention_mask}
-        values = engine(**to_device(inputs, engine.device))
-        out[rows, : values.shape[1]] = values.float().cpu()
+        values, places = forward_rows(engine, vars(part))
+        out[rows, : places.shape[1]] = values[places].float().cpu()
     return out.masked_fill(~rollout.attention_mask, 0.0)
 
 

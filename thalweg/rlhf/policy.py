@@ -46,6 +46,7 @@ from thalweg.rlhf.models import (
     rollout_values,
     update_ema,
 )
+from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout, RolloutAhead, generate_rollout
 from thalweg.rlhf.rollout_ranks import RolloutRanks
 from thalweg.rlhf.weight_sync import HybridEngine
@@ -283,17 +284,15 @@ class GRPOTrainer:
         number = (self.iteration * num_each + self._num_micro_batches) * self.num_ranks + dist.get_rank()
         self._num_micro_batches += 1
         rows = [data[(number * size + i) % len(data)] for i in range(size)]
-        batch = {name: table.to(self.actor.device) for name, table in data.collate(rows).items()}
-        logits = self.actor(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return config.unsup_coef * losses.sft_loss(logits, batch["input_ids"], batch["response_mask"][:, 1:])
+        batch = data.collate(rows)
+        logprobs, _ = response_logprobs(self.actor, batch)
+        return config.unsup_coef * losses.sft_loss(logprobs, batch["response_mask"][:, 1:].to(logprobs.device))
 
     def _actor_forward(self, part: Experience) -> tuple[Tensor, Tensor]:
-        rollout, device = part.rollout, self.actor.device
-        ids = rollout.input_ids.to(device)
-        logits = self.actor(input_ids=ids, attention_mask=rollout.attention_mask.to(device)).logits
+        logprobs, logits = response_logprobs(self.actor, vars(part.rollout), self.config.temperature)
         with torch.no_grad():
-            entropy = losses.masked_mean(losses.token_entropy(logits), rollout.mask.to(device))
-        return losses.token_logprobs(logits, ids, self.config.temperature), entropy
+            entropy = losses.token_entropy(logits).sum() / max(len(logits), 1)
+        return logprobs, entropy
 
     def _set_training(self, training: bool) -> None:
         """Gradient checkpointing asks for the mode of training; dropout is 0."""
@@ -373,10 +372,8 @@ class PPOTrainer(GRPOTrainer):
         self.actor.backward(policy + self._pretraining_loss(), num_items=num_tokens)
         self.actor.step()
         assert part.values is not None and part.returns is not None, "advantages() has made them"
-        rollout, device = part.rollout, self.critic.device
-        values = self.critic(
-            input_ids=rollout.input_ids.to(device), attention_mask=rollout.attention_mask.to(device)
-        )[:, :-1]  # fmt: skip
+        values, places = forward_rows(self.critic, vars(part.rollout))
+        values = values[places[:, :-1]]
         value = losses.value_loss(
             values, part.values.to(values), part.returns.to(values), mask, clip_range=config.value_clip_range
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.data.batches import cycle, to_device
+from thalweg.data.batches import cycle
 from thalweg.engine import Engine
 from thalweg.parallel_dims import init_distributed
 from thalweg.rlhf import checkpoint, losses
@@ -37,6 +37,7 @@ from thalweg.rlhf.models import (
     mean_over_ranks,
     save_model,
 )
+from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.policy import GRPOTrainer, PPOTrainer, RewardFn, reward_from_function, reward_from_model
 from thalweg.rlhf.report import RunLog
 from thalweg.rlhf.rollout_ranks import RolloutRanks
@@ -136,7 +137,7 @@ def _train_supervised(
         totals: dict[str, float] = {}
         for _ in range(config.gradient_accumulation_steps):
             engine.train()
-            loss, num_items, more = loss_fn(engine, to_device(next(batches), engine.device))
+            loss, num_items, more = loss_fn(engine, next(batches))
             engine.backward(loss, num_items=num_items)
             engine.step()
             for key, value in {"loss": loss.detach(), **more}.items():
@@ -157,14 +158,13 @@ def _record(
 
 
 def _sft(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
-    mask = batch["response_mask"][:, 1:]
-    logits = engine(**{name: table for name, table in batch.items() if name != "response_mask"}).logits
-    return losses.sft_loss(logits, batch["input_ids"], mask), int(mask.sum()), {}
+    mask, (logprobs, _) = batch["response_mask"][:, 1:], response_logprobs(engine, batch)
+    return losses.sft_loss(logprobs, mask.to(logprobs.device)), int(mask.sum()), {}
 
 
 def _reward(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
-    values = engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    chosen, rejected = losses.end_scores(values, batch["attention_mask"]).chunk(2)
+    values, places = forward_rows(engine, batch)
+    chosen, rejected = losses.end_scores(values[places], batch["attention_mask"]).chunk(2)
     more = {"accuracy": (chosen > rejected).float().mean(), "margin": (chosen - rejected).detach().mean()}
     return losses.pairwise_loss(chosen, rejected), len(chosen), more
 
@@ -195,9 +195,7 @@ class DPOLoss:
 
 
 def _summed_logprobs(engine: Engine, batch: Batch) -> Tensor:
-    logits = engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    logprobs = losses.token_logprobs(logits, batch["input_ids"])
-    return logprobs.masked_fill(~batch["response_mask"][:, 1:], 0.0).sum(1)
+    return response_logprobs(engine, batch)[0].sum(1)
 
 
 def _has_frozen_base(config: RLHFConfig) -> bool:

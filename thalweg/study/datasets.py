@@ -86,8 +86,8 @@ def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str
     usable, num_skipped = [], 0
     for number, row in enumerate(rows):
         try:
-            output = schema.output(row) if callable(schema.output) else row[schema.output]
-            columns = {**row, **schema.derive(row)}
+            columns = schema.add_columns(row)
+            output = columns[schema.output]
             prompt = template.format_map({key: _text(value) for key, value in columns.items()})
         except (KeyError, AttributeError) as error:
             raise ValueError(

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from thalweg.observe.html import render_page
 from thalweg.study.metrics import Estimate
 from thalweg.study.prepare import write_json
@@ -69,10 +71,7 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
     """Return what both texts say, in order."""
     blocks: list[Block] = [f"# Study: {found['name']}", _describe_machine(found["provenance"]), *found["notes"]]
     if any(row["random_weights"] for row in found["rows"]):
-        blocks.append(
-            "Models marked (random) have random weights: their times and bytes are those of the shape, their quality"
-            " means nothing, and only the equality of outputs says something about a technique."
-        )
+        blocks.append(_TEXTS["random weights"])
     measured = [row for row in found["rows"] if row["status"] == "ok"]
     if measured and all(row["joules_per_sample"] is None for row in measured):
         blocks.append("No energy: this machine has no RAPL counters that may be read.")
@@ -85,36 +84,18 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
         blocks += [f"## {title}", _overview_table(rows), _cells_table(rows), *_time_figures(found, task)]
         blocks += [f"### Why: {title.lower()}", _reasons_table(rows)]
     if found["planned"]:
-        blocks += ["## Planned, not measured", _PLANNED_TEXT, _planned_table(found["planned"])]
+        blocks += ["## Planned, not measured", _TEXTS["planned"], _planned_table(found["planned"])]
     failed = [row for row in (*found["rows"], *found["planned"]) if row["status"] not in ("ok", "planned")]
     if failed:
         lines = [[*_place(row), row["technique"], row["status"], row["reason"]] for row in failed]
         blocks += ["## Cells without a measurement", ReportTable([*_PLACE, "technique", "status", "reason"], lines)]
-    blocks += ["## Noise", _NOISE_TEXT, _noise_table(found["noise"])]
+    blocks += ["## Noise", _TEXTS["noise"], _noise_table(found["noise"])]
     blocks += ["## Datasets", *_dataset_blocks(found["explored"])]
-    return [*blocks, "## Method", _METHOD_TEXT.format(**found["config"])]
+    return [*blocks, "## Method", _TEXTS["method"].format(**found["config"])]
 
 
 _PLACE = ("hardware", "model", "dataset")
-_NOISE_TEXT = (
-    "Each baseline was measured a second time as if it were another technique. Its ratio would be 1 on a machine"
-    " without noise. The interval here is of its own rounds; the intervals of other ratios on this page are at least as"
-    " wide as all null comparisons of the same hardware and task together say."
-)
-_PLANNED_TEXT = (
-    "These machines were not here: each line is what thalweg.plan says of a step, from data sheets and formulas. Prices"
-    " are those of the study's file."
-)
-_METHOD_TEXT = (
-    "Each cell ran in {rounds} processes, forked with torch loaded and nothing else done. The techniques of a group"
-    " (hardware, model, dataset, task) ran one after the other in each round, beginning with another one each time. A"
-    " process measured {turns} passes over the samples (training: {steps} steps) after a warm-up. Times are medians;"
-    " a ratio is the median over rounds of the baseline's median to the technique's: above 1 the technique is faster."
-    " Intervals are 95%, Student's t of the rounds' logarithms; those of times hold for this study's hour, those of"
-    " ratios also when neighbours come and go. Memory is the peak of resident bytes,"
-    " libraries and loading included. The speeds of memory and"
-    " arithmetic are the best that any process of the study read."
-)
+_TEXTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("report.yaml").read_text("utf-8"))
 
 
 def _describe_machine(facts: dict[str, Any]) -> str:

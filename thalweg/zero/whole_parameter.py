@@ -148,6 +148,11 @@ class AutogradSide:
         return func(*(arg.whole if isinstance(arg, AutogradSide) else arg for arg in args), **(kwargs or {}))
 
 
+def get_autograd_side(param: Any) -> Any:
+    """The parameter whose ``grad`` is what autograd has put there; a plain one is its own."""
+    return AutogradSide(param) if isinstance(param, WholeParameter) else param
+
+
 def get_shard(param: Any) -> Any:
     """The parameter that training has: of a whole one its DTensor; anything else is its own."""
     return param.sharded if isinstance(param, WholeParameter) else param

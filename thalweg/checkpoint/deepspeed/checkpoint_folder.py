@@ -32,12 +32,11 @@ from thalweg.checkpoint.deepspeed.flat_tensors import (
     ForeignContents,
     Fragment,
     LogicalTensor,
-    Scalar,
     cut_concatenation,
     cut_parameter_shares,
 )
 from thalweg.checkpoint.deepspeed.torch_file import TorchFile
-from thalweg.checkpoint.deepspeed.unpickle import InertObject, StoredTensor
+from thalweg.checkpoint.deepspeed.unpickle import InertObject
 from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.utils.log import get_logger
@@ -93,7 +92,7 @@ def is_deepspeed_folder(io: FileSystem, path: Path) -> bool:
 
 
 def read_deepspeed_folder(io: FileSystem, path: Path) -> ForeignContents:
-    """What a folder of DeepSpeed's holds; of the tensors only the places are read."""
+    """What a folder of DeepSpeed's holds; its tensors are mapped, not read."""
     return _FolderReader(io, path).read()
 
 
@@ -115,7 +114,7 @@ class _FolderReader:
         self.contents = ForeignContents()
         self.groups: list[dict[str, Any]] = []
         self.canonical: dict[str, str] = {}
-        self.expert_values: dict[str, StoredTensor] = {}  # by DeepSpeed's names, with the experts' global numbers
+        self.expert_values: dict[str, torch.Tensor] = {}  # by DeepSpeed's names, with the experts' global numbers
         self.stacks: dict[str, dict[int, tuple[tuple[int, ...], list[Fragment]]]] = {}
 
     def read(self) -> ForeignContents:
@@ -147,7 +146,7 @@ class _FolderReader:
                 self._add_stored(f"model/{name}", value)
         for key, value in self.expert_values.items():
             name, row = self._place(key)
-            self._add_row(f"model/{name}", row, value.shape, [Fragment(0, value.numel, value)])
+            self._add_row(f"model/{name}", row, value.shape, [Fragment(0, value.numel(), value)])
         self._add_stacks()
         contents = self.contents
         contents.aliases = {
@@ -244,8 +243,11 @@ class _FolderReader:
             self._add(stored, LogicalTensor.of((max(rows) + 1, *rows[min(rows)][0]), fragments, stored))
 
     def _add_stored(self, name: str, value: Any) -> None:
-        if isinstance(value, StoredTensor):
+        if isinstance(value, torch.Tensor):
             self._add(name, LogicalTensor.whole(value))
+
+    def _add_step(self, name: str, step: float) -> None:
+        self._add(f"optim/step/{name}", LogicalTensor.whole(torch.tensor(step, dtype=torch.float32)))
 
     def _add_module(self, part: _Part) -> None:
         """What the module's own state dict adds: buffers, frozen parameters, all of it where there is no fp32."""
@@ -255,7 +257,7 @@ class _FolderReader:
         for name, fragments in (part.model.get("frozen_param_fragments") or {}).items():
             shape = tuple(part.model["frozen_param_shapes"][name])
             shares = [[model["frozen_param_fragments"][name]] for model in part.models]
-            cut = [Fragment(0, fragments.numel, fragments)] if fragments.numel else []
+            cut = [Fragment(0, fragments.numel(), fragments)] if fragments.numel() else []
             if is_stage3:
                 cut = next(cut_parameter_shares({name: shape}, shares))[2]
             self._add(f"model/{self._place(name)[0]}", LogicalTensor.of(shape, cut, name))
@@ -266,7 +268,7 @@ class _FolderReader:
 
     # A pipeline's layers.
 
-    def _read_layers(self) -> dict[str, StoredTensor]:
+    def _read_layers(self) -> dict[str, torch.Tensor]:
         """The tensors of a pipeline's layers, under the names that a ``PipelineModule`` has for them."""
         return {
             f"layers.{int(match.group(1))}.{key}": value
@@ -275,7 +277,7 @@ class _FolderReader:
             for key, value in self._load(name).items()
         }
 
-    def _name_layers(self, parts: list[_Part], layers: dict[str, StoredTensor]) -> dict[str, str]:
+    def _name_layers(self, parts: list[_Part], layers: dict[str, torch.Tensor]) -> dict[str, str]:
         """By DeepSpeed's name of each parameter that of ours; tied layers beyond the first become aliases."""
         shapes = {name: tuple(shape) for part in parts for group in part.model.get("param_shapes") or []
                   for name, shape in group.items()}  # fmt: skip
@@ -309,7 +311,7 @@ class _FolderReader:
             teams, num_local = self._divide_into_teams(members, [rank[index] for rank in ranks], is_data_first)
             for number, shares in enumerate(teams):
                 for key in shares[0].vectors:
-                    parts = [share.vectors.get(key) or shares[0].vectors[key] for share in shares]
+                    parts = [share.vectors.get(key, shares[0].vectors[key]) for share in shares]
                     cut = (
                         cut_parameter_shares(members, [[v] for v in parts])
                         if is_stage3
@@ -322,7 +324,7 @@ class _FolderReader:
             names = list(dict.fromkeys(self._place(name)[0] for name in members))
             if (step := teams[0][0].step) is not None:
                 for name in names:
-                    self._add(f"optim/step/{name}", LogicalTensor(torch.float32, (), (Fragment(0, 1, Scalar(step)),)))
+                    self._add_step(name, step)
             self._add_group(teams[0][0].group, teams[0][0].hyper, names)
 
     def _divide_into_teams(
@@ -360,7 +362,7 @@ class _FolderReader:
         folder = self.path / UNIVERSAL_FOLDER
         common = self._load(f"{UNIVERSAL_FOLDER}/optimizer_state.pt")
         numbered = (common.get("optimizer_state_dict") or {}).get("state") or {}
-        steps = [_as_number(state["step"]) for state in numbered.values() if "step" in state]
+        steps = [float(state["step"]) for state in numbered.values() if "step" in state]
         param_groups = common.get("param_groups") or []
         for index, members in enumerate(part.model.get("param_shapes") or []):
             if any(_EXPERT_NAME.fullmatch(name) for name in members):
@@ -376,14 +378,13 @@ class _FolderReader:
                     value = self._load_any(f"{UNIVERSAL_FOLDER}/{raw_name}/{file_name}")
                     value = value["param"] if isinstance(value, dict) else value
                     if key == "step":
-                        steps.append(_as_number(value))
+                        steps.append(float(value))
                         continue
                     stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
-                    if isinstance(value, StoredTensor):
+                    if isinstance(value, torch.Tensor):
                         self._add(stored, _first_elements(value, tuple(shape), stored))
                 if steps:
-                    scalar = Fragment(0, 1, Scalar(steps[-1]))
-                    self._add(f"optim/step/{name}", LogicalTensor(torch.float32, (), (scalar,)))
+                    self._add_step(name, steps[-1])
             group = next((i for i, g in enumerate(param_groups) if index in g.get("params", ())), 0)
             self._add_group(group, param_groups[group] if param_groups else {}, list(named.values()))
         part.optims.append(common)
@@ -421,7 +422,7 @@ class _FolderReader:
 class _Share:
     """A rank's part of one flat vector: its fp32 values and moments, the group that it belongs to."""
 
-    vectors: dict[str, StoredTensor]
+    vectors: dict[str, torch.Tensor]
     step: float | None
     group: int
     hyper: dict[str, Any]
@@ -447,10 +448,10 @@ def _read_shares(optim: dict[str, Any], is_stage3: bool) -> list[_Share]:
         vectors |= {
             str(key): value
             for key, value in state.items()
-            if isinstance(value, StoredTensor) and value.shape and value.numel >= master.numel
+            if isinstance(value, torch.Tensor) and value.shape and value.numel() >= master.numel()
         }
         step = state.get("step", hyper.get("step", optim.get("base_optimizer_state_step")))
-        shares.append(_Share(vectors, None if step is None else _as_number(step), group, dict(hyper)))
+        shares.append(_Share(vectors, None if step is None else float(step), group, dict(hyper)))
     return shares
 
 
@@ -459,11 +460,7 @@ def _stage(part: _Part) -> int:
     return int(stage.args[0] if isinstance(stage, InertObject) else stage)
 
 
-def _as_number(value: Any) -> float:
-    return float(value.read()[0] if isinstance(value, StoredTensor) else value)
-
-
-def _first_elements(value: StoredTensor, shape: tuple[int, ...], name: str) -> LogicalTensor:
+def _first_elements(value: torch.Tensor, shape: tuple[int, ...], name: str) -> LogicalTensor:
     """The tensor of ``shape`` whose elements a (perhaps padded) stored one begins with."""
     numel = math.prod(shape)
     return LogicalTensor.of(shape, [Fragment(0, numel, value)] if numel else [], name)

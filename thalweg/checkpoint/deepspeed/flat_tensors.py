@@ -10,59 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from thalweg.checkpoint.deepspeed.torch_file import TorchFile
-from thalweg.checkpoint.deepspeed.unpickle import StoredTensor
 from thalweg.checkpoint.errors import CorruptCheckpointError
 from thalweg.checkpoint.format.chunks import TensorChunk
 
 
-class FlatValues(Protocol):
-    """Elements in row-major order, somewhere."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Their dtype."""
-        ...
-
-    @property
-    def numel(self) -> int:
-        """How many there are."""
-        ...
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) as a 1-d tensor."""
-        ...
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """One number as a tensor: a count of steps that was saved as an int."""
-
-    value: float
-    dtype: torch.dtype = torch.float32
-    numel: int = 1
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) as a 1-d tensor."""
-        return torch.tensor([self.value], dtype=self.dtype)[start:stop]
-
-
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of a logical tensor: those of ``source`` from ``first`` on."""
+    """Elements [start, stop) of a logical tensor, in row-major order: those of ``source`` from ``first`` on."""
 
     start: int
     stop: int
-    source: FlatValues
+    source: torch.Tensor
     first: int = 0
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the logical tensor."""
-        return self.source.read(self.first + start - self.start, self.first + stop - self.start)
+        offset = self.first - self.start
+        return self.source.detach().reshape(-1)[offset + start : offset + stop]
 
 
 @dataclass(frozen=True)
@@ -78,7 +47,7 @@ class LogicalTensor:
         """The tensor that ``fragments`` make up; ``name`` is for the error where they do not."""
         shape, position = tuple(int(n) for n in shape), 0
         for fragment in fragments:
-            if fragment.start != position or fragment.first + fragment.stop - fragment.start > fragment.source.numel:
+            if fragment.start != position or fragment.first + fragment.stop - fragment.start > fragment.source.numel():
                 break
             position = fragment.stop
         if position != math.prod(shape):
@@ -91,11 +60,10 @@ class LogicalTensor:
         return cls(dtype, shape, tuple(fragments))
 
     @classmethod
-    def whole(cls, stored: StoredTensor, shape: Sequence[int] | None = None, name: str = "") -> LogicalTensor:
-        """One stored tensor, of the given shape."""
-        shape = stored.shape if shape is None else tuple(shape)
-        fragments = [Fragment(0, stored.numel, stored)] if stored.numel else []
-        return cls(stored.dtype, shape, tuple(fragments)) if not fragments else cls.of(shape, fragments, name)
+    def whole(cls, stored: torch.Tensor) -> LogicalTensor:
+        """One stored tensor."""
+        fragments = (Fragment(0, stored.numel(), stored),) if stored.numel() else ()
+        return cls(stored.dtype, tuple(stored.shape), fragments)
 
 
 @dataclass
@@ -142,21 +110,21 @@ def flat_start(chunk: TensorChunk, shape: Sequence[int]) -> int:
 
 
 def cut_concatenation(
-    shapes: Mapping[str, Sequence[int]], parts: Sequence[FlatValues]
+    shapes: Mapping[str, Sequence[int]], parts: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Fragment]]]:
     """Parameters that lie one after another in a vector of which ``parts[r]`` is rank r's equal share (stages 1, 2).
 
     Only the last shares may be shorter, by padding that was cut off.
     """
-    share, position = parts[0].numel, 0
+    share, position = parts[0].numel(), 0
     for name, shape in shapes.items():
         start, stop = position, position + math.prod(shape)
         fragments = []
         while start < stop and share:
             rank, first = divmod(start, share)
-            if rank >= len(parts) or first >= parts[rank].numel:
+            if rank >= len(parts) or first >= parts[rank].numel():
                 break
-            end = min(stop, rank * share + parts[rank].numel)
+            end = min(stop, rank * share + parts[rank].numel())
             fragments.append(Fragment(start - position, end - position, parts[rank], first))
             start = end
         yield name, tuple(shape), fragments
@@ -164,13 +132,13 @@ def cut_concatenation(
 
 
 def cut_parameter_shares(
-    shapes: Mapping[str, Sequence[int]], ranks: Sequence[Sequence[FlatValues]]
+    shapes: Mapping[str, Sequence[int]], ranks: Sequence[Sequence[torch.Tensor]]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Fragment]]]:
     """Parameters of which each rank holds an equal share, padded (stage 3); ``ranks[r]`` are rank r's vectors, in
     which its shares lie one after another."""
     bounds = [0]
     for values in ranks[0]:
-        bounds.append(bounds[-1] + values.numel)
+        bounds.append(bounds[-1] + values.numel())
     position, index = 0, 0  # in the concatenation of a rank's vectors, and the vector that it lies in
     for name, shape in shapes.items():
         numel = math.prod(shape)

@@ -1,4 +1,4 @@
-"""A file of ``torch.save``, read without torch's unpickler: its tree now, its tensors when asked for.
+"""A file of ``torch.save``, read without torch's unpickler: its tree, with tensors that are mapped from the file.
 
 It is a zip whose entries are not compressed: ``<name>/data.pkl`` is the tree, ``<name>/data/<key>`` a storage each,
 so the elements of a tensor lie at a place in the file that is known from the zip's directory alone.  Each entry has
@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import struct
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thalweg.checkpoint.deepspeed.unpickle import StoredTensor, unpickle
+from thalweg.checkpoint.deepspeed.unpickle import unpickle
 from thalweg.checkpoint.errors import CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem
-from thalweg.checkpoint.format.shards import READ_BLOCK_BYTES
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
+_LOCAL_HEADER = struct.Struct("<26xHH")  # length of the name, length of the extra field
 
 
 class TorchFile:
-    """One file of ``torch.save``; only its directory and its tree are in memory."""
+    """One file of ``torch.save``."""
 
     def __init__(self, io: FileSystem, path: Path) -> None:
         self.io, self.path = io, path
@@ -39,6 +37,7 @@ class TorchFile:
                 "torch.save(torch.load(FILE, weights_only=False), FILE), where you trust it"
             ) from error
         self._entries = infos
+        self._bytes = torch.from_file(str(path), shared=False, size=self.size, dtype=torch.uint8)
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()) or "data.pkl" not in infos:
             raise CorruptCheckpointError(f"{path} is a zip file, but not one that torch.save has written")
         if "byteorder" in infos and self._read("byteorder") != b"little":
@@ -50,56 +49,41 @@ class TorchFile:
         return self.io.size(self.path)
 
     def tree(self) -> Any:
-        """What was saved, with a ``StoredTensor`` for each tensor."""
-        return unpickle(self._read("data.pkl"), str(self.path), self)
-
-    def read_storage(self, key: str, start: int, nbytes: int) -> torch.Tensor:
-        """``nbytes`` bytes from byte ``start`` of a storage, as uint8."""
-        return self._read_range(f"data/{key}", start, nbytes)
+        """What was saved; the values of its tensors come into memory page by page, where they are used."""
+        return unpickle(self._read("data.pkl"), str(self.path), self._read_storage)
 
     def find_damage(self) -> str | None:
         """What is wrong with the bytes of the file, all of which are read, or None."""
-        for name, info in self._entries.items():
-            digest = 0
-            try:
-                for start in range(0, info.file_size, READ_BLOCK_BYTES):
-                    block = self._read_range(name, start, min(READ_BLOCK_BYTES, info.file_size - start))
-                    digest = zlib.crc32(block.numpy().data, digest)
-            except CorruptCheckpointError as error:
-                return str(error)
-            if digest != info.CRC:
-                return f"{self.path}: the entry {name} has changed since it was saved (its CRC-32 differs)"
-        return None
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                name = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            return f"{self.path} cannot be read: {error}"
+        return name and f"{self.path}: the entry {name} has changed since it was saved (its CRC-32 differs)"
 
     def _read(self, name: str) -> bytes:
         return self._read_range(name, 0, self._entries[name].file_size).numpy().tobytes()
+
+    def _read_storage(self, key: str, start: int, nbytes: int) -> torch.Tensor:
+        values = self._read_range(f"data/{key}", start, nbytes)
+        # torch aligns storages; who packs the zip anew may not.
+        return values if values.data_ptr() % 16 == start % 16 else values.clone()
 
     def _read_range(self, name: str, start: int, nbytes: int) -> torch.Tensor:
         info = self._entries.get(name)
         if info is None or start < 0 or start + nbytes > info.file_size:
             raise CorruptCheckpointError(f"{self.path}: a tensor lies outside the entry {name}")
-        values = torch.empty(nbytes, dtype=torch.uint8)
-        try:
-            handle = self.io.open_read(self.path)
-            try:
-                header = bytearray(_LOCAL_HEADER.size)
-                self.io.pread_into(handle, header, info.header_offset)
-                _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-                first = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes + start
-                done = self.io.pread_into(handle, values.numpy(), first)
-            finally:
-                self.io.close(handle)
-        except OSError as error:
-            raise CorruptCheckpointError(f"{self.path} cannot be read: {error}") from error
-        if done < nbytes:
+        name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(self._bytes.numpy().data, info.header_offset)
+        first = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes + start
+        if first + nbytes > len(self._bytes):
             raise CorruptCheckpointError(f"{self.path}: the file ends inside the entry {name}")
-        return values
+        return self._bytes[first : first + nbytes]
 
 
 def load_tensors(tree: Any) -> Any:
-    """``tree`` with the values of its tensors read."""
-    if isinstance(tree, StoredTensor):
-        return tree.read().view(tree.shape)
+    """``tree`` with tensors of its own, in memory."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
     if isinstance(tree, dict):
         return {key: load_tensors(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

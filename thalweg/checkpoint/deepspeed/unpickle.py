@@ -2,8 +2,8 @@
 
 ``pickletools.genops`` reads the opcodes; a stack of plain values follows them.  A global (the name of a class or
 function) is kept as its name.  Where the pickle would call one, ``_BUILDERS`` says what comes of it: containers,
-numpy values, references to stored tensors (``StoredTensor``, nothing is read).  DeepSpeed's own classes become an
-``InertObject``: their name, arguments and fields.  Any other name is an error that names it.
+numpy values, tensors over the storages of the file.  DeepSpeed's own classes become an ``InertObject``: their name,
+arguments and fields.  Any other name is an error that names it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
-import math
 import pathlib
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -25,13 +24,7 @@ from thalweg.checkpoint.errors import CorruptCheckpointError, UnserializableStat
 from thalweg.checkpoint.format.codec import parse_numpy_dtype
 from thalweg.checkpoint.format.dtypes import DTYPES
 
-
-class StorageFile(Protocol):
-    """The file that the bytes of a storage lie in."""
-
-    def read_storage(self, key: str, start: int, nbytes: int) -> torch.Tensor:
-        """``nbytes`` bytes from byte ``start`` of a storage, as uint8."""
-        ...
+StorageReader = Callable[[str, int, int], torch.Tensor]  # of a storage by its key, bytes [start, start + n), as uint8
 
 
 @dataclass(frozen=True)
@@ -40,48 +33,6 @@ class _Storage:
 
     key: str
     dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in a file; its values are read when asked for."""
-
-    file: StorageFile
-    key: str
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Its number of elements."""
-        return math.prod(self.shape)
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) in row-major order, as a 1-d tensor."""
-        stop = self.numel if stop is None else stop
-        if not 0 <= start <= stop <= self.numel:
-            raise CorruptCheckpointError(f"a tensor of {self.numel} elements has none at [{start}, {stop})")
-        if start == stop:
-            return torch.empty(0, dtype=self.dtype)
-        if self._is_contiguous():
-            return self._read_elements(self.offset + start, stop - start)
-        span = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
-        values = self._read_elements(self.offset, span)
-        return values.as_strided(self.shape, self.strides).reshape(-1)[start:stop]
-
-    def _read_elements(self, first: int, count: int) -> torch.Tensor:
-        size = self.dtype.itemsize
-        return self.file.read_storage(self.key, first * size, count * size).view(self.dtype)
-
-    def _is_contiguous(self) -> bool:
-        expected = 1
-        for n, step in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if n != 1 and step != expected:
-                return False
-            expected *= n
-        return True
 
 
 @dataclass
@@ -116,7 +67,7 @@ _STORAGE_DTYPES: dict[str, torch.dtype | None] = {
 }  # fmt: skip
 
 
-def unpickle(data: bytes, source: str, file: StorageFile) -> Any:
+def unpickle(data: bytes, source: str, read_storage: StorageReader) -> Any:
     """The value that a pickle describes; ``source`` (a path) begins the text of errors.
 
     Raises:
@@ -124,7 +75,7 @@ def unpickle(data: bytes, source: str, file: StorageFile) -> Any:
         UnserializableStateError: it holds an object of a class that is not read.
     """
     try:
-        return _Interpreter(source, file).run(data)
+        return _Interpreter(source, read_storage).run(data)
     except (UnserializableStateError, CorruptCheckpointError):
         raise
     except Exception as error:  # whatever a stranger's bytes lead to, it is the file that is at fault
@@ -136,8 +87,8 @@ def unpickle(data: bytes, source: str, file: StorageFile) -> Any:
 class _Interpreter:
     """One pickle's stack and memo."""
 
-    def __init__(self, source: str, file: StorageFile) -> None:
-        self.source, self.file = source, file
+    def __init__(self, source: str, read_storage: StorageReader) -> None:
+        self.source, self.read_storage = source, read_storage
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -224,14 +175,16 @@ class _Interpreter:
 
     def rebuild_tensor(
         self, storage: _Storage, offset: int, shape: Any, strides: Any, *rest: Any, dtype: torch.dtype | None = None
-    ) -> StoredTensor:
+    ) -> torch.Tensor:
         """A tensor over a storage; of the ``rest`` (requires_grad, hooks, metadata) nothing is needed."""
         dtype = dtype or storage.dtype
         if dtype is None or offset < 0 or len(shape) != len(strides) or min([0, *shape, *strides]) < 0:
             raise ValueError("it holds a tensor of an impossible shape")
-        return StoredTensor(
-            self.file, storage.key, dtype, int(offset), tuple(map(int, shape)), tuple(map(int, strides))
-        )
+        if 0 in shape:
+            return torch.empty(tuple(shape), dtype=dtype)
+        span = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        values = self.read_storage(storage.key, offset * dtype.itemsize, span * dtype.itemsize)
+        return values.view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def load_storage(self, persistent_id: Any) -> None:
         """The storage that ``torch.save`` has put beside the pickle."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import shutil
 import stat
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -44,39 +45,8 @@ from thalweg.parallelize import Components
 from thalweg.utils.dtypes import parse_dtype
 
 # Methods of DeepSpeed's engine that say what the config says, and where it says so.
-CONFIG_GETTERS = {
-    "steps_per_print": "steps_per_print",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "memory_breakdown": "memory_breakdown",
-    "dump_state": "dump_state",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "communication_data_type": "communication_data_type",
-    "amp_enabled": "amp.enabled",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "fp16_auto_cast": "fp16.auto_cast",
-    "autotp_size": "tensor_parallel.autotp_size",
-    "curriculum_enabled_legacy": "curriculum_learning.enabled",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "autotuning_enabled": "autotuning.enabled",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
-    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
-    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
-}
+_GETTERS_FILE = Path(__file__).with_name("config_getters.toml")
+CONFIG_GETTERS: dict[str, str] = tomllib.loads(_GETTERS_FILE.read_text(encoding="utf-8"))
 
 
 def _read_config(config: Config, path: str) -> Any:

@@ -5,7 +5,7 @@ keys of the JSON.  It passes through these files::
 
     hjson.py    text -> plain tree, with the line of every key
     load.py     plain tree -> Config, or every fault at once       (``load``)
-    rules.py    the rules between options; what is not built yet (support.py); what has no effect
+    rules.py    the rules between options (rules.toml); what is not built yet (support.py); what has no effect
     resolve.py  every "auto" and the batch equation filled in      (``resolve``)
 
 Invariants: an option that is not declared here is an error; an option that is declared is

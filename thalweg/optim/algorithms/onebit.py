@@ -41,10 +41,9 @@ from thalweg.comm.topology import HostTopology
 from thalweg.device import takes_tensors_of
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
+from thalweg.optim.algorithms.fused_adam import AbstractAdam
 from thalweg.optim.algorithms.lamb import Lamb
-from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.dtensor_local import (
-    StepMixin,
     all_reduce_tensors_,
     as_dtensor_like,
     as_rows_of_workers,
@@ -469,7 +468,7 @@ class OneBitLamb(WarmupMixin, Lamb):
         return min(max(factor, last * (1 - self._factor_threshold)), last * (1 + self._factor_threshold))
 
 
-class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
+class ZeroOneAdam(CompressedMixin, AbstractAdam):
     """0/1 Adam: bits from the first step, ever fewer looks at the variance, and local steps once it is fixed.
 
     The exact mean gradient is taken for the variance at intervals that double after every ``var_update_scaler`` of
@@ -483,24 +482,19 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
     worker has subtracted, times the denominator) and ``anchor`` (the parameter as they left it).
     """
 
+    keeps_saved_dtype = False
+
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
+        *options: Any,
         var_freeze_step: int = 100_000,
         var_update_scaler: int = 16,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
-        bias_correction: bool = True,
-        decoupled_weight_decay: bool = True,
-        maximize: bool = False,
         link: MomentumLink | None = None,
+        **hyper: Any,
     ) -> None:
-        check_hyperparameters("ZeroOneAdam", lr, betas, weight_decay)
         limits = {
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
@@ -510,12 +504,12 @@ class ZeroOneAdam(CompressedMixin, StepMixin, torch.optim.Optimizer):
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"ZeroOneAdam: {name} must be at least 1, got {value!r}")
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": bias_correction, "maximize": maximize}
-        defaults |= {"decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, *options, **hyper)
         # Where the policies stand: updates of the variance, the next step that has one, the next meeting.
-        defaults |= {"num_variance_updates": 0, "next_variance_step": 1, "next_meeting": 1, "rate_sum": 0.0}
-        super().__init__(params, defaults)
+        policies = {"num_variance_updates": 0, "next_variance_step": 1, "next_meeting": 1, "rate_sum": 0.0}
+        self.defaults |= policies
+        for group in self.param_groups:
+            group.update({**policies, **group})
         self._limits = limits
         self._init_link(link)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.parallel.pipeline.schedules.schedule import Action, ActionKind
+from thalweg.zero.whole_parameter import get_autograd_side
 
 _KINDS: dict[str, ActionKind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
 
@@ -68,9 +69,10 @@ def backward_inputs(
 
 
 def backward_weights(weights: list[nn.Parameter], graph_state: Any) -> None:
-    """Add the gradients of ``weights`` to their ``.grad``."""
+    """Add the gradients of ``weights`` to what autograd has of them."""
     from torch.distributed.pipelining import _backward
 
+    weights = [get_autograd_side(weight) for weight in weights]
     saved_grads = [weight.grad for weight in weights]
     for weight in weights:
         weight.grad = None

@@ -504,6 +504,8 @@ def _name_as_wrapped(fsdp_class: type, is_root: bool) -> type:
 
         def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("state_dict") is None:
+                if kwargs.get("is_main_process") is False:
+                    return None  # it would write nothing, and a gathered state is there on the first rank alone
                 check_whole(self, "save_pretrained")
             return wrapped.save_pretrained(self, *args, **kwargs)
 
