@@ -23,6 +23,7 @@ from thalweg.rlhf.data import AnswerDataset, PromptSource
 from thalweg.rlhf.models import ValueModel, build_engine, build_frozen_engine, update_ema
 from thalweg.rlhf.policy import Experience, GRPOTrainer, PPOTrainer
 from thalweg.rlhf.rollout import Rollout, RolloutAhead, pad_sequences
+from thalweg.rlhf.rollout_ranks import RolloutRanks
 
 REUSE_RANKS = True
 
@@ -192,25 +193,31 @@ AHEAD = 4  # iterations
 
 
 def _ahead(rank: int, world: int, runs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
-    """Each run's rollouts and metrics; one that dies after its second iteration is gone on with."""
-    found = []
+    """Each run's rollouts and metrics; one that dies after its second iteration is gone on with.  ``ranks``: so many do
+    nothing but generate."""
+    found, tokenizer = [], make_tokenizer()
+    model = partial(tiny_decoder, "llama", vocab_size=len(tokenizer))
     for run in runs:
         config = RLHFConfig(
             learning_rate=run.get("lr", LR), per_device_train_batch_size=2, per_device_generation_batch_size=2,
             num_generations=2, max_answer_seq_len=6, lr_scheduler_type="constant", zero_stage=3,
-            rollout_ahead=run["ahead"], importance_cap=1.5,
+            rollout_ahead=run["ahead"], importance_cap=1.5, inference_tp_size=run.get("tp", 1),
         )  # fmt: skip
         rollouts: list[Any] = []
         metrics: list[dict[str, float]] = []
+        ranks = RolloutRanks(run["ranks"]) if "ranks" in run else None
+        if ranks is not None and ranks.is_generating:
+            for _ in range(2 if run.get("dies") else 1):
+                ranks.generate(model())
+            continue
 
-        def make(config: RLHFConfig = config) -> GRPOTrainer:
-            tokenizer = make_tokenizer()
+        def make(config: RLHFConfig = config, ranks: Any = ranks) -> GRPOTrainer:
             prompts = PromptSource([{"prompt": x} for x in ("a b", "c", "e f g")], tokenizer, 8, 0)
-            model = partial(tiny_decoder, "llama", vocab_size=len(tokenizer))
+            mesh = None if ranks is None else ranks.mesh
             return GRPOTrainer(
-                config, build_engine(model(), config, num_updates=AHEAD, accumulation=2),
-                build_frozen_engine(model(), config), tokenizer, prompts,
-                lambda rollout, *_: rollout.response_mask.sum(1) + rollout.input_ids.sum(1) % 5,
+                config, build_engine(model(), config, num_updates=AHEAD, accumulation=2, mesh=mesh),
+                build_frozen_engine(model(), config, mesh=mesh), tokenizer, prompts,
+                lambda rollout, *_: rollout.response_mask.sum(1) + rollout.input_ids.sum(1) % 5, rollout_ranks=ranks,
             )  # fmt: skip
 
         def close(trainer: GRPOTrainer) -> None:
@@ -247,13 +254,19 @@ def _ahead(rank: int, world: int, runs: list[dict[str, Any]], folder: str) -> li
 
 @pytest.mark.nightly
 def test_rollouts_one_step_ahead_have_the_samples_of_older_weights_and_go_on_with_them(tmp_path: Any) -> None:
-    runs = [{"ahead": 0}, {"ahead": 1}, {"ahead": 1, "dies": True}, {"ahead": 0, "lr": 0.0}, {"ahead": 1, "lr": 0.0}]
-    for now, ahead, resumed, still, still_ahead in run_ranks(_ahead, 2, runs, str(tmp_path)):
+    runs = [
+        {"ahead": 0}, {"ahead": 1}, {"ahead": 1, "dies": True}, {"ahead": 0, "lr": 0.0}, {"ahead": 1, "lr": 0.0},
+        {"ahead": 0, "tp": 2}, {"ahead": 1, "tp": 2},
+    ]  # fmt: skip
+    for now, ahead, resumed, still, still_ahead, grouped, grouped_ahead in run_ranks(_ahead, 2, runs, str(tmp_path)):
 
-        def same(one: Any, other: Any, iteration: int) -> bool:
+        def same(one: Any, other: Any, iteration: int, atol: float = 1e-5) -> bool:
             (ids, logprobs, _), (other_ids, others, _) = one["rollouts"][iteration], other["rollouts"][iteration]
-            return torch.equal(ids, other_ids) and torch.allclose(logprobs, others, rtol=0, atol=1e-5)
+            return torch.equal(ids, other_ids) and torch.allclose(logprobs, others, rtol=0, atol=atol)
 
+        # Ranks that generate together draw the same; their logits' last bits are in the older policy's importance
+        # weights, and grow with the updates.
+        assert all(same(now, grouped, i) and same(ahead, grouped_ahead, i, 1e-3) for i in range(AHEAD))
         # Weights that stay make no difference; those that move are one iteration late, and never more.
         assert all(same(still, still_ahead, i) for i in range(AHEAD))
         assert same(now, ahead, 0) and not same(now, ahead, 1)
@@ -266,6 +279,24 @@ def test_rollouts_one_step_ahead_have_the_samples_of_older_weights_and_go_on_wit
         assert all(same(ahead, resumed, i) for i in range(AHEAD))
         kl, kl_resumed = ([each["kl"] for each in run["metrics"]] for run in (ahead, resumed))
         assert kl == pytest.approx(kl_resumed, rel=1e-4, abs=1e-5) and abs(kl[-1]) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("training", "generating", "runs"),
+    [(1, 1, [{"ahead": 1}]), nightly(2, 2, [{"ahead": 0}, {"ahead": 1}, {"ahead": 1, "dies": True}])],
+)
+def test_ranks_that_generate_alone_draw_what_those_that_train_would(
+    training: int, generating: int, runs: list[Any], tmp_path: Any
+) -> None:
+    both = [run_ranks(_ahead, training, [run | {"dies": False} for run in runs], str(tmp_path))]
+    both.append(run_ranks(_ahead, training + generating, [run | {"ranks": generating} for run in runs], str(tmp_path)))
+    for rank in range(training):
+        for own, remote in zip(*(results[rank] for results in both), strict=True):
+            pairs = list(zip(own["rollouts"], remote["rollouts"], strict=True))
+            assert all(torch.equal(one[0], other[0]) for one, other in pairs)
+            assert max(float((one[1] - other[1]).abs().max()) for one, other in pairs) < 1e-4
+            assert not torch.equal(pairs[-1][0][1], pairs[0][0][1])  # the weights have moved
+            assert [x.get("staleness") for x in own["metrics"]] == [x.get("staleness") for x in remote["metrics"]]
 
 
 def test_rollouts_that_are_older_than_allowed_are_not_trained_on() -> None:

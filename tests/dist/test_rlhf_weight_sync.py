@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, SamplingParams
+from thalweg.infer.parallel import executor
+from thalweg.infer.parallel.process_group import WorkerDiedError
+from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.runners.cpu_runner import CpuRunner
+from thalweg.rlhf import weight_sync
+from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.losses import token_logprobs
-from thalweg.rlhf.rollout import generate_rollout
+from thalweg.rlhf.policy import GRPOTrainer
+from thalweg.rlhf.rollout import Rollout, generate_rollout
+from thalweg.rlhf.rollout_ranks import RolloutRanks
 from thalweg.rlhf.weight_sync import HybridEngine
 
 REUSE_RANKS = True
@@ -235,15 +243,18 @@ def test_shards_that_rest_elsewhere_are_gathered_unit_by_unit(tier: str, tmp_pat
     assert run_ranks(_tier, 2, tier, str(tmp_path)) == [True, True]
 
 
-def test_at_most_one_layer_is_there_beside_what_the_engine_reads_in_place() -> None:
-    for largest, most, end in run_ranks(_bucket_bytes, 2):
+@pytest.mark.parametrize(("degree", "runner"), [(1, None), (2, "torch"), nightly(2, None)])
+def test_at_most_one_layer_is_there_beside_what_the_engine_reads_in_place(degree: int, runner: str | None) -> None:
+    for largest, most, end, views in run_ranks(_bucket_bytes, 2, degree, runner):
         assert most == largest and end == 0
+        assert not views  # a part that keeps the whole layer in memory
 
 
-def _bucket_bytes(rank: int, world: int) -> tuple[int, int, int]:
-    """Bytes of the largest linear layer of the description, of the most that was there, and at the end."""
-    engine = _actor(3, "llama")
-    hybrid, most = HybridEngine(engine), 0
+def _bucket_bytes(rank: int, world: int, degree: int, runner: str | None) -> tuple[int, int, int, int]:
+    """Bytes of the largest linear layer of the description, of the most that was there, and at the end; how many
+    weights that a runner has read have more memory than they need."""
+    engine, views = _actor(3, "llama"), 0
+    hybrid, most = HybridEngine(engine, EngineConfig(tensor_parallel_size=degree), runner=runner), 0
     weights = hybrid.weights
 
     def there() -> int:
@@ -258,12 +269,23 @@ def _bucket_bytes(rank: int, world: int) -> tuple[int, int, int]:
         gather(names)
         most = max(most, there())
 
+    def select(layer: Any, *pick: Any) -> torch.Tensor:
+        nonlocal views
+        part = own_select(layer, *pick)
+        views += part.untyped_storage().nbytes() > part.nbytes
+        return part
+
     weights._gather = counting  # type: ignore[method-assign]
-    with hybrid.generation():
-        end = there()
+    own_select, weight_sync._BucketedLinear.select = weight_sync._BucketedLinear.select, select  # type: ignore[method-assign]
+    try:
+        with hybrid.generation():
+            end = there()
+    finally:
+        weight_sync._BucketedLinear.select = own_select  # type: ignore[method-assign]
     config = engine.module.config
+    hybrid.close()
     engine.close()
-    return 2 * config.hidden_size * config.intermediate_size * 4, most, end  # gate and up projection in one
+    return 2 * config.hidden_size * config.intermediate_size * 4, most, end, views  # gate and up projection in one
 
 
 def _over_links(rank: int, world: int) -> tuple[bool, int]:
@@ -326,22 +348,166 @@ def test_row45_a_base_in_few_bits_is_made_numbers_bucket_by_bucket(weight_format
     assert run_ranks(_quantized, 2, weight_format) == [(True, True, None)] * 2
 
 
-def _refused(rank: int, world: int) -> str:
+def _draw(core: Any, prompts: Any, eos: int, rank: int, world: int) -> list[Rollout]:
+    """Greedy responses and, but on the last rank, samples: ranks need not generate equally often."""
+    greedy = SamplingParams(max_tokens=NEW, temperature=0, stop_token_ids=(eos,), ignore_eos=True)
+    rollouts = [generate_rollout(core, prompts, greedy, seed=0, pad_id=0)]
+    if rank < world - 1:
+        params = replace(greedy, temperature=1.0)
+        rollouts.append(generate_rollout(core, prompts, params, seed=7 + rank, pad_id=0, num_samples=2))
+    return rollouts
+
+
+def _grouped(rank: int, world: int, degree: int, kind: str, lora: Any, runner: str | None) -> dict[str, Any]:
+    """What a degree generates against what each rank generates by itself."""
+    engine, found = _actor(3, kind, lora=lora), {"equal": True, "gap": 0.0, "trainer_gap": 0.0, "lengths": []}
+    alone = HybridEngine(engine, runner=runner)
+    hybrid = HybridEngine(engine, EngineConfig(tensor_parallel_size=degree), runner=runner)
+    prompts, sizes = PROMPTS[rank % 2], []
+    for round_ in range(2):  # weights change between the two
+        _train(engine, round_)
+        with alone.generation() as core:
+            params = SamplingParams(max_tokens=1, temperature=0)
+            # The first response of ranks 1 and 3 ends with its first token.
+            eos = generate_rollout(core, PROMPTS[1], params, seed=0, pad_id=0).responses()[0][0]
+            want = _draw(core, prompts, eos, rank, world)
+            sizes.append(getattr(core.runner, "weight_bytes", None) or 2)
+        with hybrid.generation() as core:
+            got = _draw(core, prompts, eos, rank, world)
+            member = core.member
+            sizes.append(getattr(getattr(member, "runner", None) or member._runner, "weight_bytes", None) or 1)
+        for one, other in zip(want, got, strict=True):
+            found["equal"] &= one.responses() == other.responses() and torch.equal(one.ended, other.ended)
+            found["gap"] = max(found["gap"], float((one.logprobs - other.logprobs).abs().max()))
+        found["trainer_gap"] = max(found["trainer_gap"], float(_gap(engine, got[0]).max()))
+        found["lengths"].append([len(x) for x in got[0].responses()])
+        assert all(t.untyped_storage().size() == 0 for t in hybrid.weights._tensors.values())
+    _train(engine, 2)
+    found |= {"stale_gap": float(_gap(engine, got[0]).mean()), "share": sizes[-1] / sizes[-2]}
+    alone.close()
+    hybrid.close()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "degree", "kind", "lora", "runner"),
+    [
+        (2, 2, "llama", None, None),
+        nightly(2, 2, "llama", None, "torch"),
+        nightly(2, 2, "gpt2", {"target_modules": TARGETS["gpt2"], "fan_in_fan_out": True}, None),
+        nightly(4, 2, "llama", {"target_modules": TARGETS["llama"], "use_dora": True}, None),
+        nightly(4, 4, "gpt2", None, None),
+        nightly(2, 2, "qwen2_moe", None, None),
+    ],
+)
+def test_ranks_that_generate_together_draw_what_each_draws_alone(
+    world: int, degree: int, kind: str, lora: Any, runner: str | None
+) -> None:
+    results = run_ranks(_grouped, world, degree, kind, lora, runner)
+    for found in results:
+        assert found["equal"] and max(found["gap"], found["trainer_gap"]) < 1e-4 < found["stale_gap"], found
+        assert found["share"] < 0.75, found  # its part of the weights, and of the vocabulary whole panels
+    assert [row[0] for row in results[1]["lengths"]] == [1, 1]
+
+
+def _divided(rank: int, world: int, tp: int, degree: int, kind: str) -> list[bool]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": tp}, "log_level": "error",
+        "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-2}},
+    }  # fmt: skip
+    engine = thalweg.initialize(model=tiny_decoder(kind), config=config)[0]
+    hybrid, found = HybridEngine(engine, EngineConfig(tensor_parallel_size=degree)), list[bool]()
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    for round_ in range(2):
+        _train(engine, round_)
+        plain = _plain(engine, kind, None)
+        with hybrid.generation() as core:
+            responses = generate_rollout(core, PROMPTS[rank % 2], params, seed=0, pad_id=0).responses()
+        same = responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[rank % 2]]
+        found.append(same and hybrid.runner is None)
+    hybrid.close()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "degree", "kind"),
+    [(2, 2, 1, "llama"), nightly(4, 2, 1, "gpt2"), nightly(4, 2, 4, "llama_bias_tied")],
+)
+def test_an_actor_whose_layers_are_divided_generates_at_another_degree(
+    world: int, tp: int, degree: int, kind: str
+) -> None:
+    """Training's tensor ranks and generation's have nothing to do with each other."""
+    assert run_ranks(_divided, world, tp, degree, kind) == [[True, True]] * world
+
+
+def _wrong_part(rank: int, world: int) -> str:
+    def first_heads(decoder: Any, rank: int, options: Any) -> Any:
+        own, first = shard_for_rank(decoder, rank, options), shard_for_rank(decoder, 0, options)
+        pairs = zip(own.layers, first.layers, strict=True)
+        return replace(own, layers=[replace(layer, attention=other.attention) for layer, other in pairs])
+
+    engine = _actor(3, "gpt2")
+    hybrid = HybridEngine(engine, EngineConfig(tensor_parallel_size=2))
+    executor.shard_for_rank = first_heads
+    try:
+        with (
+            pytest.raises(ValueError, match="of generation") as error,
+            hybrid.generation(),
+        ):
+            pass
+    finally:
+        executor.shard_for_rank = shard_for_rank
+    engine.close()
+    return str(error.value)
+
+
+def test_a_rank_that_has_another_one_s_part_is_found_out_on_all() -> None:
+    first, other = run_ranks(_wrong_part, 2)
+    assert "standard deviations" in first and "another rank" in other
+
+
+def _fails(rank: int, world: int) -> str:
+    engine = _actor(3, "llama")
+    hybrid = HybridEngine(engine, EngineConfig(tensor_parallel_size=2))
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    try:
+        with hybrid.generation() as core:
+            if rank == 1:
+                raise KeyError("the caller's own")
+            generate_rollout(core, PROMPTS[0], params, seed=0, pad_id=0)
+    except (KeyError, WorkerDiedError) as error:
+        found = type(error).__name__
+    with hybrid.generation() as core:  # all are there again
+        assert len(generate_rollout(core, PROMPTS[0], params, seed=0, pad_id=0)) == 3
+    hybrid.close()
+    engine.close()
+    return found
+
+
+def test_a_rank_that_fails_keeps_nobody_of_its_group_waiting() -> None:
+    assert run_ranks(_fails, 2) == ["WorkerDiedError", "KeyError"]
+
+
+def _refused(rank: int, world: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "log_level": "error",
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }  # fmt: skip
     engine = thalweg.initialize(model=tiny_decoder("llama"), config=config)[0]
-    try:
-        with pytest.raises(ValueError, match="may not have tensor parallelism") as error:
-            HybridEngine(engine)
-    finally:
-        engine.close()
-    return str(error.value)
+    with pytest.raises(ValueError, match="ranks that divide a layer would train on the same responses"):
+        GRPOTrainer(RLHFConfig(), engine, None, None, None, None)  # type: ignore[arg-type]
+    for options, runner in [({"pipeline_parallel_size": 2}, None), ({"tensor_parallel_size": 2}, "transformers")]:
+        with pytest.raises(ValueError, match="must divide the number of ranks, 2"):
+            HybridEngine(engine, EngineConfig(**options), runner=runner)
+    with pytest.raises(ValueError, match="of 2 ranks, one at least must train"):
+        RolloutRanks(2)
+    engine.close()
 
 
-def test_an_actor_whose_layers_are_divided_is_refused() -> None:
-    assert "leave it to ZeRO" in run_ranks(_refused, 2)[0]
+def test_layouts_that_cannot_be_are_refused() -> None:
+    run_ranks(_refused, 2)
 
 
 def test_samples_depend_on_their_seed_alone() -> None:
@@ -384,26 +550,27 @@ def _undescribed(rank: int, world: int) -> bool:
     return hybrid.runner == "transformers" and responses == [_greedy(plain, p, -1) for p in PROMPTS[rank]]
 
 
-def _on_device(rank: int, world: int) -> tuple[str, bool]:
+def _on_device(rank: int, world: int, degree: int) -> tuple[str, bool]:
     engine = _actor(3, "llama")
     _train(engine, 0)
-    plain, hybrid = _plain(engine, "llama", None), HybridEngine(engine)
+    plain, hybrid = _plain(engine, "llama", None), HybridEngine(engine, EngineConfig(tensor_parallel_size=degree))
     params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
     with hybrid.generation() as core:
         responses = generate_rollout(core, PROMPTS[rank], params, seed=0, pad_id=0).responses()
+    hybrid.close()
     engine.close()
     return engine.device.type, responses == [_greedy(plain, prompt, -1) for prompt in PROMPTS[rank]]
 
 
 @pytest.mark.nightly
-def test_an_actor_on_a_device_generates_there() -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_an_actor_on_a_device_generates_there(degree: int) -> None:
     """The torch runner keeps a model's own tensors on a device, where the skeleton's are gone by then."""
-    assert run_ranks(_on_device, 2, device="sim", reuse=False) == [("sim", True)] * 2
+    assert run_ranks(_on_device, 2, degree, device="sim", reuse=False) == [("sim", True)] * 2
 
 
 def _one_differs(rank: int, world: int) -> tuple[str | None, bool]:
     from thalweg.infer.models.spec import UnsupportedModelError
-    from thalweg.rlhf import weight_sync
 
     def refuse(*_: Any) -> None:
         raise UnsupportedModelError("off by much")

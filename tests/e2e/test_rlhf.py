@@ -41,6 +41,21 @@ def test_all_of_it_in_one_command_and_again(tmp_path: Path) -> None:
     assert again.returncode == 0 and again.stderr.count("is done") == 3, again.stderr
 
 
+def test_ppo_whose_last_rank_only_generates(tmp_path: Path) -> None:
+    base, data = str(make_base(tmp_path / "base")), str(make_data(tmp_path / "data.jsonl"))
+    ppo = _rlhf(
+        "ppo", "--model_name_or_path", base, "--data_path", data, "--reward_function",
+        f"{ROOT}/tests/rlhf_support.py:score_vowels", "--zero_stage", "3", "--per_device_train_batch_size", "2",
+        "--per_device_generation_batch_size", "2", "--num_train_steps", "3", "--max_answer_seq_len", "4", "--lora_dim",
+        "4", "--rollout_ranks", "1", "--rollout_ahead", "1", "--save_interval", "1", "--enable_ema", "--output_dir",
+        str(tmp_path / "out"), "--nproc", "3",
+    )  # fmt: skip
+    assert ppo.returncode == 0, ppo.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["staleness"] for row in rows] == [0, 1, 1]
+    load_engine(ppo.stdout.split()[-1], EngineConfig(max_num_seqs=1, max_model_len=32)).close()
+
+
 def test_deepspeed_chat_s_three_commands_and_its_one(tmp_path: Path) -> None:
     """The flags of its README and scripts (training_scripts/opt/single_node), on small models."""
     base, data = str(make_base(tmp_path / "base")), str(make_data(tmp_path / "data.jsonl"))
@@ -70,7 +85,7 @@ def test_deepspeed_chat_s_three_commands_and_its_one(tmp_path: Path) -> None:
         "--critic_learning_rate", "5e-6", "--actor_weight_decay", "0.1", "--critic_weight_decay", "0.1",
         "--actor_gradient_checkpointing", "--critic_gradient_checkpointing", "--offload_reference_model",
         "--disable_actor_dropout", "--disable_critic_dropout", "--actor_zero_stage", "3", "--critic_zero_stage", "3",
-        "--enable_hybrid_engine", "--inference_tp_size", "1", "--tp_gather_partition_size", "4",
+        "--enable_hybrid_engine", "--inference_tp_size", "2", "--tp_gather_partition_size", "4",
         "--actor_lora_dim", "4", "--actor_lora_module_name", "layers.", "--output_dir", out[2],
     )  # fmt: skip
     assert ppo.returncode == 0, ppo.stderr

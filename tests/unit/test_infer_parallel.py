@@ -23,6 +23,7 @@ from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
+from thalweg.infer.models.spec import LinearSpec
 from thalweg.infer.parallel.executor import start_worker
 from thalweg.infer.parallel.process_group import InferenceGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import shard_for_rank, shard_stage, vocab_range
@@ -272,6 +273,15 @@ def test_the_vocabulary_is_dealt_out_once(vocab: int, size: int) -> None:
     assert parts[0][0] == 0 and parts[-1][1] == vocab
     assert all(a[1] == b[0] for a, b in pairwise(parts))
     assert all(start % 32 == 0 for start, stop in parts if stop > start)
+
+
+def test_parts_of_a_layer_are_copied_row_by_row_as_they_are_read() -> None:
+    whole = LinearSpec(torch.randn(12, 8), torch.randn(12))
+    for part in (whole.slice_outputs((8, 11), (1, 4)), whole.slice_inputs(2, 7, keep_bias=True)):
+        part = part.slice_outputs((1, part.out_features))
+        rows = torch.empty(3, part.in_features, dtype=torch.bfloat16)
+        part.copy_rows(1, 4, rows)
+        assert torch.equal(rows, part.weight[1:4].bfloat16()) and part.weight.shape[0] == len(part.bias)
 
 
 def test_a_degree_that_heads_do_not_allow_names_those_they_do() -> None:

@@ -80,7 +80,7 @@ def test_a_step_s_block_goes_over_the_file_and_flags_over_both(tmp_path: Path, m
         ({"learningrate": 1}, "there is no option 'learningrate', did you mean learning_rate?"),
         ({"zero_stage": 4}, "zero_stage is 4; it may be 0, 1, 2, 3"),
         ({"data_split": "2,4"}, "data_split is '2,4': give three numbers, as 2,4,4"),
-        ({"inference_tp_size": 2}, "inference_tp_size is not supported yet: leave it out"),
+        ({"generation_batches": 2}, "generation_batches is not supported yet: leave it out"),
         ({"unsup_coef": 27.8}, "unsup_coef and unsupervised_dataset_name go together"),
         ({"actor_weight_decay": 0.1, "critic_weight_decay": 0.2}, "which are one option: give one value"),
     ],
@@ -91,4 +91,4 @@ def test_errors_name_the_option_and_the_cure(options: dict[str, Any], message: s
 
 
 def test_what_asks_for_nothing_is_taken() -> None:
-    load_rlhf_config({"enable_ema": False, "unsup_coef": 0, "inference_tp_size": 1, "print_loss": True}, "ppo")
+    load_rlhf_config({"enable_ema": False, "unsup_coef": 0, "generation_batches": 1, "print_loss": True}, "ppo")

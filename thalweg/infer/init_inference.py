@@ -99,10 +99,11 @@ class InferenceEngine(nn.Module):
             own: Any = module.generate
             return own(*args, **kwargs)
         if self._worker_loop is not None:
-            return self._worker_loop.wait_result().to(input_ids(args, kwargs))
+            return torch.tensor(self._worker_loop.wait_result()["tokens"]).to(input_ids(args, kwargs))
         assert core is not None
         with broadcast_result(core.runner) as outcome:
-            outcome["tokens"] = result = generate(core, module, *args, **kwargs)
+            result = generate(core, module, *args, **kwargs)
+            outcome["tokens"] = result.tolist()
         return result
 
     def close(self) -> None:

@@ -30,7 +30,8 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
     directory, tag = Path(directory), f"step{step}"
     for name, engine in engines.items():
         engine.save_checkpoint(directory / name, tag=tag, save_latest=False)
-    dist.barrier()  # an engine's save returns on a rank when its own part is there
+    group = next(iter(engines.values())).meshes.world_group  # ranks that generate alone have none
+    dist.barrier(group)  # an engine's save returns on a rank when its own part is there
     if dist.get_rank() == 0:
         io = FileSystem()
         manifest = {"step": step, "engines": dict.fromkeys(engines, tag), "state": dict(state)}
@@ -44,7 +45,7 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
             for other in list_if_there(io, directory / name):
                 if other != tag:
                     remove_tree(io, directory / name / other)
-    dist.barrier()
+    dist.barrier(group)
 
 
 def resume(directory: str | Path, engines: Mapping[str, Engine]) -> tuple[int, dict[str, Any]]:

@@ -26,7 +26,7 @@ IGNORED = {
 }  # fmt: skip
 # What they say and has no counterpart here yet, with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "generation_batches": (1, None), "unsupervised_dataset_config_name": (None, ""), "inference_tp_size": (1, None),
+    "generation_batches": (1, None), "unsupervised_dataset_config_name": (None, ""),
     "lora_learning_rate": (None,), "actor_lora_learning_rate": (None,), "critic_lora_learning_rate": (None,),
     "critic_lora_dim": (0, None), "critic_lora_module_name": (None, ""),
     "enable_mixed_precision_lora": (False, None), "mixed_precision_lora": (False, None),
@@ -105,6 +105,10 @@ class RLHFConfig:
         "PPO, GRPO: 1: generate the next iteration's responses while this one trains, by the weights before it",
         (0, 1),
     )
+    rollout_ranks: int = _option(0, "PPO, GRPO: of the ranks the last so many generate, and do not train")
+    inference_tp_size: int = _option(
+        1, "PPO, GRPO: neighbouring ranks that generate together, each with a part of every layer; training as it is"
+    )
     importance_cap: float = _option(2.0, "rollout_ahead: the most that a token of the older policy counts")
     ppo_epochs: int = _option(1, "passes over an iteration's responses")
     num_mini_batches: int = _option(1, "updates of a pass")
@@ -132,6 +136,8 @@ class RLHFConfig:
             raise ValueError("quantize_base keeps the base frozen: set lora_dim and only_optimize_lora as well")
         if self.bottleneck_dim and self.lora_dim:
             raise ValueError("bottleneck_dim and lora_dim are two kinds of adapters: give one")
+        if self.rollout_ranks and self.inference_tp_size > 1:
+            raise ValueError("rollout_ranks generate each by itself: leave inference_tp_size out")
         if self.rollout_ahead and self.temperature != 1:
             raise ValueError("rollout_ahead weighs tokens by probabilities of temperature 1: leave temperature out")
         parts = self.data_split.split(",")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.adapt.quantized_weight import quantize_linears
 from thalweg.checkpoint.filesystem import FileSystem, remove_tree
@@ -142,6 +143,7 @@ def build_engine(
     accumulation: int = 1,
     training_data: Any = None,
     collate_fn: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """An engine that trains a model for so many updates."""
     zero: dict[str, Any] = {"stage": config.zero_stage if stage < 0 else stage}
@@ -172,11 +174,13 @@ def build_engine(
 
     return initialize(
         model=model, config=settings | _read_mapping(config.deepspeed_config), training_data=training_data,
-        collate_fn=collate_fn, lr_scheduler=make_schedule,
+        collate_fn=collate_fn, lr_scheduler=make_schedule, mesh=mesh,
     )[0]  # fmt: skip
 
 
-def build_frozen_engine(model: nn.Module, config: RLHFConfig, *, stage: int = -1) -> Engine:
+def build_frozen_engine(
+    model: nn.Module, config: RLHFConfig, *, stage: int = -1, mesh: DeviceMesh | None = None
+) -> Engine:
     """An engine of a model that only answers: a reference, or a reward model."""
     zero: dict[str, Any] = {"stage": config.zero_stage if stage < 0 else stage}
     if config.offload_reference_model and zero["stage"] == 3:
@@ -186,7 +190,7 @@ def build_frozen_engine(model: nn.Module, config: RLHFConfig, *, stage: int = -1
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size, "zero_optimization": zero,
         "steps_per_print": None, **_precision(config),
     }  # fmt: skip
-    return initialize(model=model, config=settings)[0].eval()
+    return initialize(model=model, config=settings, mesh=mesh)[0].eval()
 
 
 def _precision(config: RLHFConfig) -> dict[str, Any]:
@@ -265,16 +269,16 @@ def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
             adapted.save_pretrained(temporary / "adapter", state_dict=adapter_state)
         temporary.rename(directory)
     weights.release()
-    dist.barrier()
+    dist.barrier(engine.meshes.world_group)
 
 
-def all_reduce_on_host(table: Tensor) -> None:
-    """Sum a tensor in the host's memory over all ranks, in place; collective."""
-    dist.all_reduce(table, group=control_group(dist.group.WORLD))
+def all_reduce_on_host(table: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum a tensor in the host's memory over the group's ranks (None: all), in place; collective."""
+    dist.all_reduce(table, group=control_group(group))
 
 
-def mean_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Each value's mean over the ranks; collective."""
+def mean_over_ranks(values: dict[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """Each value's mean over the group's ranks (None: all); collective."""
     table = torch.tensor(list(values.values()), dtype=torch.float64)
-    all_reduce_on_host(table)
-    return dict(zip(values, (table / dist.get_world_size()).tolist(), strict=True))
+    all_reduce_on_host(table, group)
+    return dict(zip(values, (table / dist.get_world_size(group)).tolist(), strict=True))

@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.engine.engine import LLMEngine
+from thalweg.infer.parallel.executor import GroupEngine
 from thalweg.infer.types import Request, SamplingParams
+
+# What a rank generates with: an inference engine of its own, or its part of one.
+RolloutEngine = LLMEngine | GroupEngine
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Rollout:
 
 class RolloutAhead:
     """A rollout that a thread generates while its process trains: the inference engine has weights of its own, and the
-    thread enters no collective.  ``version``: the iteration whose weights these are."""
+    thread enters no collective but those of its group.  ``version``: the iteration whose weights these are."""
 
     def __init__(self, version: int, done: Rollout | None = None) -> None:
         self.version, self._context = version, ExitStack()
@@ -77,7 +81,7 @@ class RolloutAhead:
 
     @classmethod
     def begin(
-        cls, version: int, generation: AbstractContextManager[LLMEngine], generate: Callable[[LLMEngine], Rollout]
+        cls, version: int, generation: AbstractContextManager[Any], generate: Callable[[Any], Rollout]
     ) -> RolloutAhead:
         """Enter ``generation``, which is collective, and generate in a thread."""
         ahead = cls(version)
@@ -109,7 +113,7 @@ def pad_sequences(
 
 
 def generate_rollout(
-    core: LLMEngine,
+    core: RolloutEngine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     *,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.data.batches import cycle
 from thalweg.engine import Engine
@@ -39,6 +40,7 @@ from thalweg.rlhf.models import (
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.policy import GRPOTrainer, PPOTrainer, RewardFn, reward_from_function, reward_from_model
 from thalweg.rlhf.report import RunLog
+from thalweg.rlhf.rollout_ranks import RolloutRanks
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -62,7 +64,8 @@ def run_step(step: Step, config: RLHFConfig) -> Path:
         trained = train(step, config, tokenizer, folder, engines)
         if "ema" in trained:
             save_model(trained["ema"], tokenizer, folder / "model_ema")
-        save_model(trained["model"], tokenizer, model)
+        if "model" in trained:  # a rank that only generates has none
+            save_model(trained["model"], tokenizer, model)
     return model
 
 
@@ -209,39 +212,45 @@ def _train_policy(
         load_examples(config.data_path, config.data_split, step, config.seed), tokenizer, config.max_prompt_seq_len,
         config.seed,
     )  # fmt: skip
-    world_size, per_rank = dist.get_world_size(), config.per_device_generation_batch_size
+    ranks = RolloutRanks(config.rollout_ranks) if config.rollout_ranks else None
+    if ranks is not None and ranks.is_generating:
+        ranks.generate(load_policy(_find_model(step, config), config))
+        return {}
+    mesh, world_size = (None, dist.get_world_size()) if ranks is None else (ranks.mesh, ranks.num_training)
+    per_rank = config.per_device_generation_batch_size
     iterations = config.num_train_steps or -(-config.num_train_epochs * len(prompts.items) // (world_size * per_rank))
     rows = per_rank * config.num_generations // config.num_mini_batches
     window = rows // config.per_device_train_batch_size
     num_updates, path = iterations * config.ppo_epochs * config.num_mini_batches, _find_model(step, config)
     actor = build_engine(
         load_policy(path, config), config, num_updates=num_updates, lr=config.actor_learning_rate,
-        stage=config.actor_zero_stage, accumulation=window,
+        stage=config.actor_zero_stage, accumulation=window, mesh=mesh,
     )  # fmt: skip
     engines.enter_context(closing(actor))
     reference = None
     if not _has_frozen_base(config):
-        reference = build_frozen_engine(load_policy(path), config, stage=config.actor_zero_stage)
+        reference = build_frozen_engine(load_policy(path), config, stage=config.actor_zero_stage, mesh=mesh)
         engines.enter_context(closing(reference))
     ema = pretraining = None
     if config.enable_ema:  # in fp32: a step of the average is smaller than bf16 can tell
         average = load_policy(path, replace(config, gradient_checkpointing=False))
-        ema = build_frozen_engine(average, replace(config, dtype="fp32"), stage=config.actor_zero_stage)
+        ema = build_frozen_engine(average, replace(config, dtype="fp32"), stage=config.actor_zero_stage, mesh=mesh)
         engines.enter_context(closing(ema))
     if config.unsup_coef:
         texts = load_examples((config.unsupervised_dataset_name,), "1,0,0", "sft", config.seed)
         pretraining = AnswerDataset(texts, tokenizer, config.max_seq_len)
-    arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines)
+    arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines, mesh)
+    options: dict[str, Any] = {"ema": ema, "pretraining": pretraining, "rollout_ranks": ranks}
     if step == "ppo":
         begin = config.critic_model_name_or_path or _find_reward_model(config) or path
         critic = build_engine(
             adapt(ValueModel.from_pretrained(begin), replace(config, lora_dim=0)), config, num_updates=num_updates,
-            lr=config.critic_learning_rate, stage=config.critic_zero_stage, accumulation=window,
+            lr=config.critic_learning_rate, stage=config.critic_zero_stage, accumulation=window, mesh=mesh,
         )  # fmt: skip
         engines.enter_context(closing(critic))
-        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, ema=ema, pretraining=pretraining)
+        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, **options)
     else:
-        trainer = GRPOTrainer(*arguments, ema=ema, pretraining=pretraining)
+        trainer = GRPOTrainer(*arguments, **options)
     engines.callback(trainer.close)
     start = trainer.resume(folder / "checkpoint")
     run_log = RunLog(folder, start)
@@ -260,13 +269,13 @@ def _find_reward_model(config: RLHFConfig) -> str:
     return named or (str(trained) if trained.is_dir() else "")
 
 
-def _load_reward(config: RLHFConfig, engines: ExitStack) -> RewardFn:
+def _load_reward(config: RLHFConfig, engines: ExitStack, mesh: DeviceMesh | None) -> RewardFn:
     if config.reward_function:
         return reward_from_function(_load_function(config.reward_function))
     path = _find_reward_model(config)
     if not path:
         raise ValueError("there is nothing that scores: set reward_function or reward_model_name_or_path")
-    engine = engines.enter_context(closing(build_frozen_engine(ValueModel.from_pretrained(path), config)))
+    engine = engines.enter_context(closing(build_frozen_engine(ValueModel.from_pretrained(path), config, mesh=mesh)))
     return reward_from_model(engine, config.per_device_train_batch_size)
 
 

@@ -18,7 +18,9 @@ describes the skeleton anew and wakes it with that.  Nothing of the actor change
 there is nothing to unmerge.
 
 Invariants: every rank reads the same layers in the same order, so the gathers meet; from then on a rank generates by
-itself, without collectives, so unequal lengths (or no prompts at all) cannot make another one wait for ever.
+itself, without collectives, so unequal lengths (or no prompts at all) cannot make another one wait for ever.  Where
+``tensor_parallel_size`` neighbours are one inference engine, each cuts its part out of the bucket, and one that has no
+requests (any more) computes for the others until none of them has.
 """
 
 from __future__ import annotations
@@ -47,8 +49,12 @@ from thalweg.infer.models.spec import (
     list_tensors,
     map_linears,
 )
+from thalweg.infer.parallel.executor import GroupEngine, WorkerLoop, start_worker
+from thalweg.infer.parallel.process_group import InferenceGroup, join_launched_group
+from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
 from thalweg.infer.runners.base import ModelInput, QuerySpan
+from thalweg.parallel.tensor.vocab_parallel import VocabParallelLogits
 from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 
@@ -60,44 +66,56 @@ class HybridEngine:
     """An actor in training, and between the ends of :meth:`generation` an inference engine of its weights.
 
     ``actor``: the engine of a causal Hugging Face model, or of a PEFT model of one.  ``config``: how to generate; by
-    default in the dtype that the actor computes in, on its device.  ``runner`` insists on one, as in ``load_engine``.
+    default in the dtype that the actor computes in, on its device.  With its ``tensor_parallel_size`` so many
+    neighbouring ranks are one inference engine.  ``runner`` insists on one, as in ``load_engine``.
 
     Raises:
-        ValueError: the actor's layers, or stages of them, are divided among ranks.
+        ValueError: the actor has stages of a pipeline, or there are no groups of so many ranks.
     """
 
     def __init__(
         self, actor: Engine, config: EngineConfig | None = None, tokenizer: Any = None, *, runner: str | None = None
     ) -> None:
-        axes = {"tensor": actor.meshes.tp, "pipeline": actor.meshes.pp}
-        divided = [name for name, mesh in axes.items() if mesh is not None]
-        if divided:
-            raise ValueError(
-                f"a rollout's actor may not have {' and '.join(divided)} parallelism, where no rank has all of a "
-                "layer: leave it to ZeRO"
-            )
+        if actor.meshes.pp is not None:
+            raise ValueError("a rollout's actor may not have pipeline parallelism: leave it to ZeRO")
         dtype = "bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32"
         self.actor, self.tokenizer = actor, tokenizer
-        config = config or EngineConfig(dtype=dtype)
-        self.config = replace(config, device=str(actor.device)) if config.device == "auto" else config
+        config = config or EngineConfig()
+        own = {"dtype": dtype, "device": str(actor.device)}
+        self.config = replace(config, **{key: value for key, value in own.items() if getattr(config, key) == "auto"})
         if self.config.weight_offload:
             raise ValueError("weight_offload: a rollout's weights are new each time and stay in memory; leave it out")
+        degree, world_size = self.config.num_ranks, dist.get_world_size()
+        if degree > 1 and (
+            degree != self.config.tensor_parallel_size or world_size % degree or runner == "transformers"
+        ):
+            raise ValueError(
+                f"{degree} ranks are to generate together: tensor_parallel_size alone may ask for that, must divide "
+                f"the number of ranks, {world_size}, and is not for the runner transformers"
+            )
         self.weights = ActorWeights(actor, _WEIGHT_DTYPES[dtype], torch.device(self.config.device))
         self._is_verified = False
         self.runner = runner
-        self._core: LLMEngine | None = None
+        self._core: LLMEngine | WorkerLoop | None = None
+        self._group: InferenceGroup | None = None  # with which this rank generates, unless alone
 
     @contextmanager
-    def generation(self) -> Iterator[LLMEngine]:
-        """Yield an inference engine of the actor's weights as they are now; collective, at its beginning alone."""
+    def generation(self) -> Iterator[LLMEngine | GroupEngine]:
+        """Yield an inference engine of the actor's weights as they are now; collective at its beginning, and at its end
+        over the ranks that generate together."""
         core, self._core = self._core, None
         core = self._load() if core is None else self._wake_up(core)
         try:
-            yield core
-        finally:
+            yield (engine := self._engine(core))
+            if isinstance(engine, GroupEngine):
+                engine.finish()
             core.sleep()
+            self._core = core
+        except BaseException:
+            core.close()  # who waits for this rank hears of it
+            raise
+        finally:
             self.weights.release()
-        self._core = core
 
     def close(self) -> None:
         """Drop the inference engine, in a process that will not generate any more."""
@@ -105,16 +123,20 @@ class HybridEngine:
             self._core.close()
         self._core = None
 
-    def _wake_up(self, core: LLMEngine) -> LLMEngine:
+    def _engine(self, core: Any) -> LLMEngine | GroupEngine:
+        return core if self._group is None else GroupEngine(core, self._group)
+
+    def _wake_up(self, core: Any) -> Any:
         with self.weights.reading():
             if self.runner == "transformers":
                 self.weights.gather_all()
                 core.wake_up()
             else:
-                core.wake_up(self.weights.describe())
+                spec = self.weights.describe()
+                core.wake_up(spec if self._group is None else shard_for_rank(spec, self._group.rank, self.config))
         return core
 
-    def _load(self) -> LLMEngine:
+    def _load(self) -> LLMEngine | WorkerLoop:
         with self.weights.reading():
             spec = None
             if self.runner != "transformers":
@@ -124,12 +146,15 @@ class HybridEngine:
                     self._use_model_code(reason)
             if spec is None:
                 self.weights.gather_all()
-            core = load_engine(self.weights.skeleton, self.config, self.tokenizer, runner=self.runner, spec=spec)
-            assert isinstance(core, LLMEngine)
-            probe = None if spec is None else self._probe(core)
-        if probe is None or self._is_verified or self.config.quantization:
+            core = self._build(spec)
+            engine, logits = self._engine(core), None
+            if isinstance(engine, GroupEngine):
+                logits = engine.drive(self._probe)
+            elif spec is not None:
+                logits = self._probe(engine)
+        if spec is None or self._is_verified or self.config.quantization:
             return core
-        gap = self._verify(*probe)
+        gap = self._verify(logits)
         # All ranks go the same way: their kernels, chosen by measurement, may differ in the last bits of a logit.
         failed = torch.tensor(float(gap is not None))
         dist.all_reduce(failed, group=control_group(self.actor.meshes.world_group))
@@ -140,23 +165,45 @@ class HybridEngine:
         self._use_model_code(gap or UnsupportedModelError("another rank's logits are not the actor's"))
         return self._load()
 
+    def _build(self, spec: DecoderSpec | None) -> LLMEngine | WorkerLoop:
+        """Return this rank's part of the inference engine; collective."""
+        self._group = join_launched_group(self.config) if self.config.num_ranks > 1 else None
+        if self._group is not None and self._group.rank > 0:
+            assert spec is not None, "the model's own code runs on one rank"
+            return start_worker(spec, self._group, self.config.device)
+        core = load_engine(
+            self.weights.skeleton, self.config, self.tokenizer, runner=self.runner, spec=spec, workers=self._group
+        )
+        assert isinstance(core, LLMEngine)
+        return core
+
     def _use_model_code(self, reason: UnsupportedModelError) -> None:
+        if self.config.num_ranks > 1:
+            raise ValueError(f"tensor_parallel_size {self.config.num_ranks} of generation: {reason}; use 1")
         log.warning("rollouts run through the model's own code, with a whole copy of its weights: %s", reason)
         self.runner = "transformers"
 
-    def _probe(self, core: LLMEngine) -> tuple[list[int], Tensor]:
-        """Run some tokens: a runner that packs a layer at its first use has then packed all.  Returns their logits."""
-        tokens = [(7 * i + 3) % core.metadata.vocab_size for i in range(NUM_PROBE_TOKENS)]
-        rows = range(NUM_PROBE_TOKENS)
-        logits = core.runner.run(ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], rows, block_tables=[[0]]))
-        core.runner.free_slot(0)
-        return tokens, logits.clone()
+    @property
+    def _probe_tokens(self) -> list[int]:
+        vocab_size = self.weights.skeleton.config.get_text_config().vocab_size
+        return [(7 * i + 3) % vocab_size for i in range(NUM_PROBE_TOKENS)]
 
-    def _verify(self, tokens: list[int], logits: Tensor) -> UnsupportedModelError | None:
-        """Return by how much these are not the actor's logits, or None; collective."""
-        ids = torch.tensor([tokens], device=self.actor.device)
+    def _probe(self, core: LLMEngine) -> Tensor:
+        """Run some tokens: a runner that packs a layer at its first use has then packed all.  Returns their logits."""
+        span, rows = QuerySpan(0, 0, NUM_PROBE_TOKENS), range(NUM_PROBE_TOKENS)
+        logits = core.runner.run(ModelInput(self._probe_tokens, [span], rows, block_tables=[[0]]))
+        core.runner.free_slot(0)
+        return logits.clone()
+
+    def _verify(self, logits: Tensor | None) -> UnsupportedModelError | None:
+        """Return by how much these are not the actor's logits, or None, as where there are none; collective."""
+        ids = torch.tensor([self._probe_tokens], device=self.actor.device)
         with torch.no_grad(), eval_mode(self.actor.module):
             expected = self.actor(input_ids=ids).logits[0].float()
+        if isinstance(expected, VocabParallelLogits):  # whole on all ranks, or on none
+            expected = expected.full_tensor()
+        if logits is None:
+            return None
         dtypes = {self.weights.dtype, _WEIGHT_DTYPES[get_weight_format(self.config)]}
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         try:
@@ -336,7 +383,7 @@ class _BucketedLinear(LinearSpec):
     def __init__(self, layer: LinearSpec, fetch: Callable[[tuple[nn.Module, ...]], None]) -> None:
         shape = (layer.out_features, layer.in_features)
         more: dict[str, Any] = {"output_permutation": layer.output_permutation, "output_scale": layer.output_scale}
-        super().__init__(self._read, layer.bias, shape, modules=layer.modules, copy_rows_fn=self._copy, **more)
+        super().__init__(self.select, layer.bias, shape, modules=layer.modules, copy_rows_fn=self._copy, **more)
         self._layer, self._fetch = layer, fetch
 
     @property
@@ -344,11 +391,13 @@ class _BucketedLinear(LinearSpec):
         """What is read is to be kept: the modules' own tensors will be gone."""
         return True
 
-    def _read(self) -> Tensor:
+    def select(self, pick: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the weight, or a part of it, in memory of its own: a runner may keep what it reads."""
         self._fetch(self.modules)
         weight = self._layer.weight
-        is_bucket = any(_storage(weight) == _storage(module.weight) for module in self.modules)
-        return weight.clone() if is_bucket else weight  # a runner may keep what it reads
+        part = weight if pick is None else pick(weight)
+        others = [*(module.weight for module in self.modules), *(() if pick is None else (weight,))]
+        return part.clone() if any(_storage(part) == _storage(other) for other in others) else part
 
     def _copy(self, start: int, stop: int, out: Tensor) -> None:
         self._fetch(self.modules)

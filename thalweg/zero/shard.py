@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
@@ -32,7 +33,7 @@ from thalweg.storage_io.swap_file import SwapFile
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
-from thalweg.zero.full_state_dict import all_gather_into
+from thalweg.zero.full_state_dict import all_gather_full, all_gather_into, make_dtensor
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
 from thalweg.zero.meshes import (
@@ -313,6 +314,9 @@ class ShardedModel:
                     gathered.append(group)
                 whole = param.unsharded_param
                 assert whole is not None
+                if whole.shape != out.shape:  # a tensor rank's piece: ``sharded`` says of what, over ("tp", "dp")
+                    sharded: Any = param.sharded_param
+                    whole = all_gather_full(make_dtensor(whole, (sharded.placements[0], Replicate()), sharded))
                 out.copy_(whole)
             all_gather_into(alone)
 

@@ -178,7 +178,7 @@ def _load_generator(
     kind = get_model_kind(model)
     draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
     if workers is not None:
-        runner, max_length = _make_parallel_runner(model, options, forced_runner, workers)
+        runner, max_length = _make_parallel_runner(model, options, forced_runner, workers, spec)
     else:
         runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec, spec)
     metadata = _make_metadata(model, options, name, kind, max_length)
@@ -311,7 +311,7 @@ def _build_offloaded(runner_type: Any, request: RunnerRequest, weights_id: Any) 
 
 
 def _make_parallel_runner(
-    model: Any, options: EngineConfig, forced_runner: str | None, workers: Any
+    model: Any, options: EngineConfig, forced_runner: str | None, workers: Any, decoder: DecoderSpec | None
 ) -> tuple[ModelRunner, int]:
     """Return rank 0's runner of a model of which each worker has a shard."""
     from thalweg.infer.parallel.executor import kernel_gap, start_driver
@@ -319,8 +319,9 @@ def _make_parallel_runner(
 
     try:
         try:
-            decoder = build_decoder_spec(model)
-            verify(model, decoder, cache_weights=False)
+            if decoder is None:
+                decoder = build_decoder_spec(model)
+                verify(model, decoder, cache_weights=False)
         except UnsupportedModelError as reason:
             raise ValueError(f"a model sharded on several ranks needs a description: {reason}") from None
         max_length = get_max_model_len(decoder, options.max_model_len)

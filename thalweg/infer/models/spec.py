@@ -68,14 +68,39 @@ class LinearSpec:
         else:
             out.copy_(self.weight[start:stop])
 
-    def slice_outputs(self, start: int, stop: int) -> LinearSpec:
-        """Return the layer of outputs ``start`` to ``stop`` alone."""
-        bias = None if self.bias is None else self.bias[start:stop]
+    def select(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the part of the weight that ``pick`` takes out of it."""
+        return pick(self.weight)
 
-        def copy(first: int, last: int, out: Tensor) -> None:
-            self.copy_rows(start + first, start + last, out)
+    def slice_outputs(self, *ranges: tuple[int, int]) -> LinearSpec:
+        """Return the layer of some outputs alone: of the first range, then of the second, ..."""
 
-        return LinearSpec(lambda: self.weight[start:stop], bias, (stop - start, self.in_features), copy_rows_fn=copy)
+        def pick(t: Tensor) -> Tensor:
+            return t[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([t[low:high] for low, high in ranges])
+
+        def copy(start: int, stop: int, out: Tensor) -> None:
+            offset = 0
+            for low, high in ranges:
+                first, last = max(start, offset), min(stop, offset + high - low)
+                if first < last:
+                    self.copy_rows(low + first - offset, low + last - offset, out[first - start : last - start])
+                offset += high - low
+
+        bias = None if self.bias is None else pick(self.bias)
+        shape = sum(high - low for low, high in ranges), self.in_features
+        return LinearSpec(lambda: self.select(pick), bias, shape, copy_rows_fn=copy)
+
+    def slice_inputs(self, low: int, high: int, *, keep_bias: bool) -> LinearSpec:
+        """Return the layer of inputs ``low`` to ``high`` alone: a part of the sum that makes each output."""
+
+        def copy(start: int, stop: int, out: Tensor) -> None:
+            rows = out.new_empty(stop - start, self.in_features)
+            self.copy_rows(start, stop, rows)
+            out.copy_(rows[:, low:high])
+
+        shape = self.out_features, high - low
+        bias = self.bias if keep_bias else None
+        return LinearSpec(lambda: self.select(lambda t: t[:, low:high]), bias, shape, copy_rows_fn=copy)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class WeightRing(WeightStore):
             starts_segment = segment != self._current_segment and not self._is_mapped
             if segment != self._current_segment:
                 self._current_segment, self._offset = segment, 0
-            yield self._pack_range(layer.slice_outputs(start, stop), weight_format, start, stop, starts_segment)
+            yield self._pack_range(layer.slice_outputs((start, stop)), weight_format, start, stop, starts_segment)
 
     def _pack_range(
         self, range_spec: LinearSpec, weight_format: str, start: int, stop: int, starts_segment: bool
@@ -208,7 +208,7 @@ class WeightRing(WeightStore):
             for offset, piece in packed_weights.iter_packed_pieces(range_spec, weight_format, offsets):
                 self.file.write(segment, offset, piece)
         elif start == 0:
-            sample = range_spec.slice_outputs(0, min(_SAMPLED_OUTPUTS, stop))
+            sample = range_spec.slice_outputs((0, min(_SAMPLED_OUTPUTS, stop)))
             pieces = packed_weights.iter_packed_pieces(sample, weight_format, offsets)
             if any(self.file.peek(segment, at, piece.numel()) != bytes(tensor_bytes(piece)) for at, piece in pieces):
                 raise CorruptFileError(

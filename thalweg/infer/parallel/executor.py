@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from thalweg.infer.config import EngineConfig
+from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec
@@ -46,6 +47,7 @@ from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan, Runne
 from thalweg.infer.runners.cpu_program import kernels_unsupported_reason
 from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchRunner
+from thalweg.infer.types import Request, RequestOutput
 
 
 class DriverRunner(ModelRunner):
@@ -74,6 +76,14 @@ class DriverRunner(ModelRunner):
         states = self.inner.hidden_states(batch)
         self._raise_if_failed()
         return states
+
+    def sleep(self) -> None:
+        """Give back the memory of this rank's shard and cache; each of the others does so by itself."""
+        self.inner.sleep()
+
+    def wake_up(self, spec: DecoderSpec | None) -> None:
+        """Take new weights, from this rank's shard of a description; so does each of the others."""
+        self.inner.wake_up(spec)
 
     @property
     def failure(self) -> str:
@@ -136,12 +146,20 @@ class WorkerLoop:
             self._comm.close()
             raise
 
-    def wait_result(self) -> Tensor:
-        """Work until rank 0 has generated; return what it has, int64.  Raises what happened there."""
+    def wait_result(self) -> dict[str, Any]:
+        """Work until rank 0 has generated; return what it has filled in.  Raises what happened there."""
         message = self.run()
         if message["error"]:
             raise RuntimeError(f"rank 0: {message['error']}")
-        return torch.tensor(message["tokens"])
+        return message
+
+    def sleep(self) -> None:
+        """Give back the memory of the shard and the cache, until :meth:`wake_up`."""
+        self._runner.sleep()
+
+    def wake_up(self, spec: DecoderSpec) -> None:
+        """Take new weights, from this rank's shard of a description."""
+        self._runner.wake_up(spec)
 
     def close(self) -> None:
         """Leave the group and free the shard."""
@@ -149,9 +167,58 @@ class WorkerLoop:
         self._runner.close()
 
 
+class GroupEngine:
+    """One rank of a launched engine to which every rank brings requests: each has its own, and all compute them.
+
+    ``member``: rank 0's engine, another rank's loop.
+    """
+
+    def __init__(self, member: LLMEngine | WorkerLoop, group: InferenceGroup) -> None:
+        self.member, self.group = member, group
+
+    def run_requests(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """Run all ranks' requests together; return the outputs of this rank's.
+
+        Each rank calls it, or :meth:`finish`.  Raises an error of rank 0 on all of them, and WorkerDiedError.
+        """
+        return self._run(list(requests)) or []
+
+    def finish(self) -> None:
+        """Compute with the others until none of them has requests any more; collective."""
+        while self._run(None) is not None:
+            pass
+
+    def _run(self, requests: list[Request] | None) -> list[RequestOutput] | None:
+        by_rank = self.group.all_gather_object(requests)
+        if all(each is None for each in by_rank):
+            return None
+        outputs: list[list[RequestOutput]] = [[] for _ in by_rank]
+
+        def run(core: LLMEngine) -> None:
+            named = [
+                replace(each, request_id=f"{rank} {each.request_id}")
+                for rank, of_rank in enumerate(by_rank)
+                for each in of_rank or ()
+            ]
+            for output in core.run_requests(named):
+                rank, _, name = output.request_id.partition(" ")
+                outputs[int(rank)].append(replace(output, request_id=name))
+
+        self.drive(run)
+        return self.group.all_gather_object(outputs)[0][self.group.rank]
+
+    def drive(self, use: Callable[[LLMEngine], Any]) -> Any:
+        """Return what ``use`` makes of the engine on rank 0; elsewhere compute its steps, and return None."""
+        if isinstance(self.member, WorkerLoop):
+            self.member.wait_result()
+            return None
+        with broadcast_result(self.member.runner):
+            return use(self.member)
+
+
 @contextlib.contextmanager
 def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
-    """Let launched followers know the end of the block: ``tokens`` of the dict it fills in, or its error."""
+    """Let launched followers know the end of the block: the dict it fills in, or its error."""
     result: dict[str, Any] = {}
     while not isinstance(runner, DriverRunner) and hasattr(runner, "inner"):
         runner = runner.inner
@@ -164,7 +231,7 @@ def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(WorkerDiedError):  # those who are there still wait
             runner.group.broadcast({"op": "end", "error": f"{type(error).__name__}: {error}"})
         raise
-    runner.group.broadcast({"op": "end", "error": None, "tokens": result["tokens"].tolist()})
+    runner.group.broadcast({"op": "end", "error": None, **result})
 
 
 def start_driver(decoder: DecoderSpec, options: EngineConfig, group: InferenceGroup, **plan: Any) -> DriverRunner:

@@ -150,6 +150,17 @@ class InferenceGroup:
             self._wait(work, rank)
         return tensors
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order; among a launcher's ranks alone; collective."""
+        if self._group is None:  # which torch would take for all ranks of the job
+            raise WorkerDiedError(self.failure_message())
+        values: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise WorkerDiedError(self.failure_message()) from error
+        return values
+
     def _start(self, operation: str, x: Tensor, peer: int) -> Any:
         if self._group is None:
             raise WorkerDiedError(self.failure_message())

@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MLPSpec, MoESpec
+from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, MLPSpec, MoESpec
 
 _VOCAB_UNIT = 32  # columns of a packed panel
 
@@ -49,7 +48,7 @@ def pipeline_stage(decoder: DecoderSpec, stage_index: int, num_stages: int) -> D
     if stage_index > 0:
         spec = replace(spec, embed=decoder.embed[:0], embed_norm=None, position_embeddings=None)
     if stage_index < num_stages - 1:
-        spec = replace(spec, lm_head=decoder.lm_head.slice_outputs(0, 0), final_norm=None)
+        spec = replace(spec, lm_head=decoder.lm_head.slice_outputs((0, 0)), final_norm=None)
     return spec
 
 
@@ -71,7 +70,7 @@ def shard_stage(
         )
     head = decoder.lm_head
     if head.out_features:
-        head = _slice_rows(head, [vocab_range(decoder.vocab_size, rank, num_ranks)])
+        head = head.slice_outputs(vocab_range(decoder.vocab_size, rank, num_ranks))
     layers = []
     for x in decoder.layers:
         m, own = x.mlp, (rank, num_ranks)
@@ -100,9 +99,9 @@ def _shard_heads(a: AttentionSpec, rank: int, num_ranks: int, tensor_parallel: i
     ranks_per_head_shard = num_ranks // tensor_parallel
     if rank % ranks_per_head_shard == 0:
         return _shard_attention(a, rank // ranks_per_head_shard, tensor_parallel)
-    out = _slice_columns(a.out, 0, 0, rank)
+    out = a.out.slice_inputs(0, 0, keep_bias=rank == 0)
     return replace(
-        a, num_heads=0, num_kv_heads=0, qkv=a.qkv.slice_outputs(0, 0), out=out, alibi_slopes=None, relative_bias=None
+        a, num_heads=0, num_kv_heads=0, qkv=a.qkv.slice_outputs((0, 0)), out=out, alibi_slopes=None, relative_bias=None
     )
 
 
@@ -124,8 +123,8 @@ def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSp
         a,
         num_heads=high - low,
         num_kv_heads=last - first,
-        qkv=_slice_rows(a.qkv, ranges),
-        out=_slice_columns(a.out, low * a.head_dim, high * a.head_dim, rank),
+        qkv=a.qkv.slice_outputs(*ranges),
+        out=a.out.slice_inputs(low * a.head_dim, high * a.head_dim, keep_bias=rank == 0),
         alibi_slopes=None if a.alibi_slopes is None else a.alibi_slopes[low:high],
     )
 
@@ -136,7 +135,7 @@ def _shard_mlp(m: MLPSpec, rank: int, num_ranks: int) -> MLPSpec:
     inner = m.down.in_features
     low, high = _intermediate_range(inner, rank, num_ranks)
     ranges = [(low, high), (inner + low, inner + high)] if m.gated else [(low, high)]
-    return replace(m, up=_slice_rows(m.up, ranges), down=_slice_columns(m.down, low, high, rank))
+    return replace(m, up=m.up.slice_outputs(*ranges), down=m.down.slice_inputs(low, high, keep_bias=rank == 0))
 
 
 def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> MoESpec:
@@ -162,16 +161,3 @@ def _intermediate_range(intermediate_size: int, rank: int, num_ranks: int) -> tu
         )
     start, stop = _part(intermediate_size // fitting[0], rank, num_ranks)
     return start * fitting[0], stop * fitting[0]
-
-
-def _slice_rows(layer: LinearSpec, ranges: list[tuple[int, int]]) -> LinearSpec:
-    def pick(t: Tensor) -> Tensor:
-        return t[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([t[a:b] for a, b in ranges])
-
-    bias = None if layer.bias is None else pick(layer.bias)
-    return LinearSpec(lambda: pick(layer.weight), bias, (sum(b - a for a, b in ranges), layer.in_features))
-
-
-def _slice_columns(layer: LinearSpec, low: int, high: int, rank: int) -> LinearSpec:
-    bias = layer.bias if rank == 0 else None
-    return LinearSpec(lambda: layer.weight[:, low:high], bias, (layer.out_features, high - low))
