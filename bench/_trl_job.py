@@ -61,7 +61,7 @@ def run_thalweg(method: str, folder: Path, steps: int) -> list[tuple[float, floa
     RunLog.add = timed_add  # type: ignore[method-assign]
     options: dict[str, Any] = {
         "model_name_or_path": str(folder / "base"), "data_path": str(folder / "data.jsonl"), "data_split": "1,0,0",
-        "output_dir": str(folder / f"out-{os.getppid()}"), "num_train_steps": steps, "max_seq_len": LENGTH,
+        "output_dir": str(folder / f"out-{os.environ['MASTER_PORT']}"), "num_train_steps": steps, "max_seq_len": LENGTH,
         "per_device_train_batch_size": BATCH, "learning_rate": 1e-5,
     }  # fmt: skip
     if method != "sft":

@@ -213,7 +213,7 @@ def _agrees(engine: Engine, batch: Batch) -> bool:
         log.debug("without padding: %s", error)
     engine.train(training)
     agreed = torch.tensor(same, dtype=torch.int64)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=control_group(dist.group.WORLD))
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=control_group(engine.meshes.world_group))
     if not agreed:
         log.info("%s: rows are padded, as without padding its outputs differ", type(engine.module).__name__)
     return bool(agreed)
