@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,8 @@ def _raise_reward(rank: int, world: int, options: dict[str, Any], out: str) -> l
 
 class _Recorded:
     """An engine of which only its checkpoints matter."""
+
+    meshes = SimpleNamespace(world_group=None)  # all ranks
 
     def __init__(self, value: int) -> None:
         self.value = value

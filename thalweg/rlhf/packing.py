@@ -34,7 +34,7 @@ Batch = Mapping[str, Tensor]
 _SLACK = (1.0, 1.04, 1.1)  # room in a row beyond its even part of the tokens
 _MOST_LAYOUTS = 12  # numbers of rows that are looked at
 _MOST_SHARED = (2, 4, 8)  # widths of a prompt with its answers, in longest rows: the larger, the more is shared
-_MLP_TO_ATTENTION = 6  # a token's products with weights cost as much as attention to 6 hidden sizes of tokens
+_MLP_TO_ATTENTION = 4  # a token's products with weights cost as much as attention to so many hidden sizes of tokens
 # Outputs of the two layouts of one batch differ by no more, in parts of the largest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_TOLERANCE = 5e-2
