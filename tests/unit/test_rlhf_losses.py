@@ -116,7 +116,7 @@ def _ours_mean(values: Tensor) -> Tensor:
 
 Loss = Callable[[dict[str, Tensor]], Tensor]
 CASES: dict[str, tuple[Loss, Callable[..., Tensor], Any, list[str]]] = {
-    "sft": (lambda x: losses.sft_loss(losses.token_logprobs(x["logits"], IDS), _mask()), _ref_sft, 0, ["logits"]),
+    "sft": (lambda x: losses.sft_loss(x["logits"], IDS, _mask()), _ref_sft, 0, ["logits"]),
     "entropy": (lambda x: _ours_mean(losses.token_entropy(x["logits"][:, :-1])), _ref_entropy, -1.0, ["logits"]),
     "policy": (
         lambda x: losses.policy_loss(x["logprobs"], x["old"], x["advantages"], _mask(), clip_range=0.2)[0],

@@ -65,9 +65,9 @@ def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], object] 
 # Supervised
 
 
-def sft_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
+def sft_loss(logits: Tensor, input_ids: Tensor, mask: Tensor) -> Tensor:
     """Mean negative log-likelihood of the tokens that count: responses alone, or all but each document's first."""
-    return -masked_mean(logprobs, mask)
+    return -masked_mean(token_logprobs(logits, input_ids), mask)
 
 
 # Preferences

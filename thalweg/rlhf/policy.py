@@ -286,7 +286,7 @@ class GRPOTrainer:
         rows = [data[(number * size + i) % len(data)] for i in range(size)]
         batch = data.collate(rows)
         logprobs, _ = response_logprobs(self.actor, batch)
-        return config.unsup_coef * losses.sft_loss(logprobs, batch["response_mask"][:, 1:].to(logprobs.device))
+        return -config.unsup_coef * losses.masked_mean(logprobs, batch["response_mask"][:, 1:].to(logprobs.device))
 
     def _actor_forward(self, part: Experience) -> tuple[Tensor, Tensor]:
         logprobs, logits = response_logprobs(self.actor, vars(part.rollout), self.config.temperature)

@@ -159,7 +159,7 @@ def _record(
 
 def _sft(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
     mask, (logprobs, _) = batch["response_mask"][:, 1:], response_logprobs(engine, batch)
-    return losses.sft_loss(logprobs, mask.to(logprobs.device)), int(mask.sum()), {}
+    return -losses.masked_mean(logprobs, mask.to(logprobs.device)), int(mask.sum()), {}
 
 
 def _reward(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
