@@ -66,7 +66,7 @@ def _families(rank: int, world: int) -> dict[str, tuple[float, bool]]:
         with torch.no_grad():
             got, logits = packing.response_logprobs(engine, batch)
         assert len(logits) == int(batch["response_mask"][:, 1:].sum())
-        found[name] = float((got - want).abs().max()), packing._takes_packed[engine]
+        found[name] = float((got - want).abs().max()), packing._row_limits[engine] is not None
         engine.close()
     return found
 
@@ -91,7 +91,7 @@ def _gradients(rank: int, world: int, kind: str) -> tuple[list[float], int, int]
             for each in (model, plain):
                 torch.nn.init.ones_(each.value_head.weight)
         engine = _engine(model, stage=3)
-        packing._takes_packed[engine] = True
+        packing._row_limits[engine] = (64, float("inf"))
         lay_out, packed_rows = packing.pack_rows, []
 
         def pack_rows(*args: Any, leak: bool = leak, lay_out: Any = lay_out, seen: Any = packed_rows) -> Any:
@@ -164,7 +164,7 @@ def _deaf(rank: int, world: int) -> tuple[bool, float]:
     engine = _engine(model)
     with torch.no_grad():
         got, _ = packing.response_logprobs(engine, batch)
-    packs = packing._takes_packed[engine]
+    packs = packing._row_limits[engine] is not None
     engine.close()
     return packs, float((got - want).abs().max())
 
@@ -176,6 +176,6 @@ def test_a_model_that_does_not_look_at_its_mask_computes_the_padding_on_all_rank
 
 def test_a_sliding_window_bounds_the_width_of_a_row() -> None:
     engine = SimpleNamespace(module=tiny_decoder("llama"), meshes=SimpleNamespace(sequence=None, pp=None))
-    assert packing._find_model(engine)[1] == float("inf")  # type: ignore[arg-type]
+    assert packing._find_limits(engine)[1] == float("inf")  # type: ignore[arg-type]
     engine.module.config.sliding_window = 12
-    assert packing._find_model(engine)[1] == 12  # type: ignore[arg-type]
+    assert packing._find_limits(engine)[1] == 12  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ Texts go to the tokenizer as they are; messages through its chat template.  Furt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from thalweg.rlhf.rollout import pad_sequences
 
 Example = dict[str, Any]
+_Item = TypeVar("_Item")
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _OPEN_ROWS = 256  # packed rows that are looked through for room
 _PHASES = {"sft": 0, "reward": 1, "ppo": 2, "dpo": 2, "grpo": 2}
@@ -121,17 +122,7 @@ class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
     """Examples gathered to rows of ``max_length`` tokens at most, the longest first, each where there is room."""
 
     def __init__(self, data: AnswerDataset, max_length: int) -> None:
-        self.data, self.bins = data, list[list[dict[str, list[int]]]]()
-        room: list[int] = []
-        for row in sorted(data.rows, key=_length, reverse=True):
-            newest = range(max(len(room) - _OPEN_ROWS, 0), len(room))
-            place = next((i for i in newest if room[i] >= _length(row)), None)
-            if place is None:
-                place = len(room)
-                room.append(max_length)
-                self.bins.append([])
-            room[place] -= _length(row)
-            self.bins[place].append(row)
+        self.data, self.bins = data, first_fit(data.rows, _length, max_length)
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -146,6 +137,23 @@ class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
 
 def _length(row: dict[str, list[int]]) -> int:
     return len(row["prompt"]) + len(row["chosen"])
+
+
+def first_fit(items: Sequence[_Item], get_width: Callable[[_Item], int], width: int) -> list[list[_Item]]:
+    """Lay items into rows of ``width`` at most, the widest first, each into the first row with room of the newest
+    256."""
+    rows: list[list[_Item]] = []
+    room: list[int] = []
+    for item in sorted(items, key=get_width, reverse=True):
+        newest = range(max(len(room) - _OPEN_ROWS, 0), len(room))
+        place = next((i for i in newest if room[i] >= get_width(item)), None)
+        if place is None:
+            place = len(room)
+            room.append(width)
+            rows.append([])
+        room[place] -= get_width(item)
+        rows[place].append(item)
+    return rows
 
 
 class PromptSource:

@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.engine import Engine
+from thalweg.infer.precision import eval_mode
 from thalweg.parallel_dims import control_group
 from thalweg.rlhf import losses
+from thalweg.rlhf.data import first_fit
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -38,7 +40,8 @@ _MLP_TO_ATTENTION = 4  # a token's products with weights cost as much as attenti
 # Outputs of the two layouts of one batch differ by no more, in parts of the largest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_TOLERANCE = 5e-2
-_takes_packed: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+# What :func:`pack_rows` is told of an engine's model; None where its rows are padded.
+_row_limits: WeakKeyDictionary[Engine, tuple[int, float] | None] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ def pack_rows(batch: Batch, hidden_size: int, max_width: float = inf, *, always:
             documents[number, start : start + begin] = prompt
             num_documents += 1
             start = at
-    seen = documents[:, None, :, None], documents[:, None, None, :], parents[:, None, :, None]
-    attention = (seen[0] == seen[1]) | (seen[2] == seen[1])
+    keys = documents[:, None, None, :]
+    attention = (documents[:, None, :, None] == keys) | (parents[:, None, :, None] == keys)
     attention &= torch.ones(width, width, dtype=torch.bool).tril()
     inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention}
     return PackedRows(inputs, places)
@@ -119,7 +122,7 @@ def _choose_layouts(rows: Sequence[list[int]], begins: Sequence[int]) -> Iterato
         seen, total, widest = len(units), sum(unit.width for unit in units), max(unit.width for unit in units)
         counts = range(1, len(units) + 1, -(-len(units) // _MOST_LAYOUTS))
         for width in sorted({max(widest, ceil(total / n * slack)) for n in counts for slack in _SLACK}):
-            yield _fill(units, width)
+            yield first_fit(units, lambda unit: unit.width, width)
 
 
 def _share_prompts(rows: Sequence[list[int]], begins: Sequence[int], limit: int) -> list[_Unit]:
@@ -136,21 +139,6 @@ def _share_prompts(rows: Sequence[list[int]], begins: Sequence[int], limit: int)
     return units
 
 
-def _fill(units: Sequence[_Unit], width: int) -> list[list[_Unit]]:
-    """Units in rows of at most ``width`` tokens, the widest first, each in the first row with room."""
-    layout: list[list[_Unit]] = []
-    room: list[int] = []
-    for unit in sorted(units, key=lambda unit: unit.width, reverse=True):
-        place = next((i for i, left in enumerate(room) if left >= unit.width), None)
-        if place is None:
-            place = len(room)
-            room.append(width)
-            layout.append([])
-        room[place] -= unit.width
-        layout[place].append(unit)
-    return layout
-
-
 def forward_rows(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
     """Run a causal or a value model on padded rows, without their padding where it can be left out; collective.
 
@@ -158,13 +146,11 @@ def forward_rows(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
     A model that takes no such layout computes the padding; the first batch of an engine is computed in both ways, and
     where any rank finds them different, none lays rows out.
     """
-    model, max_width = _find_model(engine)
-    if engine not in _takes_packed:
-        _takes_packed[engine] = model is not None and _agrees(engine, batch)
-    packed = None
-    if model is not None and _takes_packed[engine]:
-        packed = pack_rows(batch, model.config.get_text_config().hidden_size, max_width)
-    return _forward(engine, batch, packed)
+    if engine not in _row_limits:
+        limits = _find_limits(engine)
+        _row_limits[engine] = limits if limits is not None and _agrees(engine, batch) else None
+    limits = _row_limits[engine]
+    return _forward(engine, batch, None if limits is None else pack_rows(batch, *limits))
 
 
 def _forward(engine: Engine, batch: Batch, packed: PackedRows | None) -> tuple[Tensor, Tensor]:
@@ -176,25 +162,25 @@ def _forward(engine: Engine, batch: Batch, packed: PackedRows | None) -> tuple[T
     return getattr(output, "logits", output).flatten(0, 1), packed.places.to(engine.device, non_blocking=True)
 
 
-def _find_model(engine: Engine) -> tuple[Any, float]:
-    """The Hugging Face model whose masks and positions may be given, or None; and how many tokens its rows may have."""
+def _find_limits(engine: Engine) -> tuple[int, float] | None:
+    """The hidden size of a Hugging Face model whose masks and positions may be given, and how many tokens its rows may
+    have; None for any other."""
     model: Any = engine.module
     model = model.get_base_model() if hasattr(model, "peft_config") else model
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     model = getattr(model, "backbone", model)
     if not takes_positions or not any(x.__module__.startswith("transformers.models.") for x in type(model).__mro__):
-        return None, 0
+        return None
     text = model.config.get_text_config()
     plain = text._attn_implementation in ("sdpa", "eager") and not getattr(text, "attention_chunk_size", None)
-    whole = engine.meshes.sequence is None and engine.meshes.pp is None
-    return model if plain and whole else None, getattr(text, "sliding_window", None) or inf
+    if not plain or engine.meshes.sequence is not None or engine.meshes.pp is not None:
+        return None
+    return text.hidden_size, getattr(text, "sliding_window", None) or inf
 
 
 @torch.no_grad()
 def _agrees(engine: Engine, batch: Batch) -> bool:
     """Whether all ranks' models give one batch's tokens the same outputs in both layouts; collective."""
-    training = engine.module.training
-    engine.eval()
     rows = torch.arange(min(len(batch["input_ids"]), 2)).repeat(2)  # each beside itself
     twice = {name: batch[name][rows] for name in ("input_ids", "attention_mask", "response_mask")}
     kept = twice["attention_mask"].bool()
@@ -203,15 +189,15 @@ def _agrees(engine: Engine, batch: Batch) -> bool:
         output, places = _forward(engine, twice, layout)
         return output[places][kept.to(output.device)]
 
-    padded, same = run(None), False
-    try:
-        gap = (padded.double() - run(pack_rows(twice, 1, always=True)).double()).abs().max()
-        same = bool(gap <= _TOLERANCE.get(padded.dtype, _HALF_TOLERANCE) * padded.abs().max())
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # masks of other shapes than its code expects
-        log.debug("without padding: %s", error)
-    engine.train(training)
+    with eval_mode(engine.module):
+        padded, same = run(None), False
+        try:
+            gap = (padded.double() - run(pack_rows(twice, 1, always=True)).double()).abs().max()
+            same = bool(gap <= _TOLERANCE.get(padded.dtype, _HALF_TOLERANCE) * padded.abs().max())
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # its code expects masks of other shapes
+            log.debug("without padding: %s", error)
     agreed = torch.tensor(same, dtype=torch.int64)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=control_group(engine.meshes.world_group))
     if not agreed:
