@@ -205,7 +205,7 @@ def _ahead(rank: int, world: int, runs: list[dict[str, Any]], folder: str) -> li
         )  # fmt: skip
         rollouts: list[Any] = []
         metrics: list[dict[str, float]] = []
-        ranks = RolloutRanks(run["ranks"]) if "ranks" in run else None
+        ranks = RolloutRanks(run["ranks"], run.get("tp", 1)) if "ranks" in run else None
         if ranks is not None and ranks.is_generating:
             for _ in range(2 if run.get("dies") else 1):
                 ranks.generate(model())
@@ -283,12 +283,18 @@ def test_rollouts_one_step_ahead_have_the_samples_of_older_weights_and_go_on_wit
 
 @pytest.mark.parametrize(
     ("training", "generating", "runs"),
-    [(1, 1, [{"ahead": 1}]), nightly(2, 2, [{"ahead": 0}, {"ahead": 1}, {"ahead": 1, "dies": True}])],
+    [
+        (1, 1, [{"ahead": 1}]),
+        nightly(2, 2, [{"ahead": 0}, {"ahead": 1}, {"ahead": 1, "dies": True}]),
+        (1, 2, [{"ahead": 1, "tp": 2}]),
+        nightly(3, 2, [{"ahead": 0, "tp": 2}, {"ahead": 1, "tp": 2, "dies": True}]),
+        nightly(1, 4, [{"ahead": 1, "tp": 2}]),
+    ],
 )
 def test_ranks_that_generate_alone_draw_what_those_that_train_would(
     training: int, generating: int, runs: list[Any], tmp_path: Any
 ) -> None:
-    both = [run_ranks(_ahead, training, [run | {"dies": False} for run in runs], str(tmp_path))]
+    both = [run_ranks(_ahead, training, [run | {"dies": False, "tp": 1} for run in runs], str(tmp_path))]
     both.append(run_ranks(_ahead, training + generating, [run | {"ranks": generating} for run in runs], str(tmp_path)))
     for rank in range(training):
         for own, remote in zip(*(results[rank] for results in both), strict=True):
