@@ -63,20 +63,20 @@ def _build_model(tied: bool, ep: int, lora: bool) -> nn.Module:
     model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, n_embd=16, block_size=SEQ_LEN, tied=tied))
     if ep:
         model.blocks[1].mlp = MoEMlp(16, ep)
-    if lora:
-        import peft
-
-        targets = ["qkv", "proj", "up", "down"]
-        peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets), model)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # which is made of zeros
-                nn.init.normal_(parameter, std=0.05)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3.0)  # large enough that a mistake shows
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+    if lora:
+        import peft
+
+        targets = ["qkv", "proj", "up", "down"]
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=4, target_modules=targets), model)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # which is made of zeros
+                nn.init.normal_(parameter, std=0.1)
     return model
 
 
