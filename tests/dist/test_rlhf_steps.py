@@ -43,7 +43,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("rlhf")
     data = make_data(folder / "data.jsonl")
     ppo = OPTIONS["ppo"] | {"unsupervised_dataset_name": str(data)}
-    return OPTIONS | {"ppo": ppo, "model_name_or_path": str(make_base(folder / "base")), "data_path": str(data)}
+    model = make_base(folder / "base", num_attention_heads=4)
+    return OPTIONS | {"ppo": ppo, "model_name_or_path": str(model), "data_path": str(data)}
 
 
 class _DeadError(Exception):
@@ -159,7 +160,7 @@ def test_another_learning_rate_shows(base: dict[str, Any], tmp_path: Path) -> No
         ("ppo", {"zero_stage": 1, "lora_dim": 4, "only_optimize_lora": True, "rollout_ahead": 1}, [(3, "ppo")], 2),
         ("grpo", {"inference_tp_size": 4, "num_mini_batches": 2}, [(2, "grpo")], 4),
         ("grpo", {"inference_tp_size": 2, "rollout_ahead": 1, "per_device_generation_batch_size": 1}, [], 4),
-        ("dpo", {}, [(2, "sft"), (2, "dpo")], 4),
+        ("dpo", {"num_train_steps": 0}, [(2, "sft"), (2, "dpo")], 4),
     ],
 )
 def test_every_step_over_tensor_and_data_ranks_equals_data_ranks_alone(

@@ -510,6 +510,12 @@ def _refused(rank: int, world: int) -> None:
         HybridEngine(engine, runner="transformers")
     with pytest.raises(ValueError, match="must divide the number of ranks, 2"):
         HybridEngine(engine, EngineConfig(pipeline_parallel_size=2))
+    one_head = tiny_decoder("llama", num_attention_heads=1, num_key_value_heads=1)
+    other = thalweg.initialize(model=one_head, config=config | {"tensor_parallel": {}})[0]
+    hybrid = HybridEngine(other, EngineConfig(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="this model's heads can be divided by 1"), hybrid.generation():
+        pass
+    other.close()
     with pytest.raises(ValueError, match="of 2 ranks, one at least must train"):
         RolloutRanks(2)
     with pytest.raises(ValueError, match="1 rollout_ranks are no whole number of groups of 2"):

@@ -70,8 +70,10 @@ class Rollout:
             tables = [(getattr(part, name), length - part.input_ids.shape[1]) for part in parts]
             return torch.cat([F.pad(table, (0, missing), value=fill) for table, missing in tables])
 
-        others = (join(name) for name in ("attention_mask", "response_mask", "logprobs"))
-        return cls(join("input_ids", pad_id), *others, torch.cat([part.ended for part in parts]))
+        return cls(
+            join("input_ids", pad_id), join("attention_mask"), join("response_mask"), join("logprobs"),
+            torch.cat([part.ended for part in parts]),
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Lists of its tables' numbers, exactly."""

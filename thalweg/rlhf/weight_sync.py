@@ -176,9 +176,11 @@ class HybridEngine:
 
     def _build(self, spec: DecoderSpec | None) -> LLMEngine | WorkerLoop:
         """Return this rank's part of the inference engine; collective."""
-        self._group = self._join_group(self.config) if self.config.num_ranks > 1 else None
-        if self._group is not None and self._group.rank > 0:
+        if self.config.num_ranks > 1:
             assert spec is not None, "the model's own code runs on one rank"
+            shard_for_rank(spec, 0, self.config)  # what cannot be divided is an error on all ranks, before one waits
+            self._group = self._join_group(self.config)
+        if spec is not None and self._group is not None and self._group.rank > 0:
             return start_worker(spec, self._group, self.config.device)
         core = load_engine(
             self.weights.skeleton, self.config, self.tokenizer, runner=self.runner, spec=spec, workers=self._group
