@@ -256,7 +256,7 @@ def _ahead(rank: int, world: int, runs: list[dict[str, Any]], folder: str) -> li
 def _run_ahead(world: int, runs: list[dict[str, Any]], folder: str) -> list[list[dict[str, Any]]]:
     """What the ranks found; tensors went as arrays, for whose numbers the parent needs no rank that has ended."""
     results = run_ranks(_ahead, world, runs, folder)
-    for run in sum(results, []):
+    for run in (run for of_rank in results for run in of_rank):
         run["rollouts"] = [[None if t is None else torch.from_numpy(t) for t in tables] for tables in run["rollouts"]]
     return results
 

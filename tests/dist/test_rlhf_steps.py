@@ -43,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("rlhf")
     data = make_data(folder / "data.jsonl")
     ppo = OPTIONS["ppo"] | {"unsupervised_dataset_name": str(data)}
-    model = make_base(folder / "base", num_attention_heads=4)
+    model = make_base(folder / "base", hidden_size=64, intermediate_size=64, num_attention_heads=4)
     return OPTIONS | {"ppo": ppo, "model_name_or_path": str(model), "data_path": str(data)}
 
 
