@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
@@ -59,6 +60,11 @@ def score_vowels(prompts: list[str], completions: list[str], word: list[str]) ->
     """A verifiable reward: the part of a response that is vowels."""
     assert len(prompts) == len(completions) == len(word)
     return [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in completions]
+
+
+def score_on_even_ranks(prompts: list[str], completions: list[str], word: list[str]) -> list[float]:
+    """The same where it counts: one of two tensor ranks finds other numbers."""
+    return score_vowels(prompts, completions, word) if dist.get_rank() % 2 == 0 else [99.0] * len(completions)
 
 
 def score_nothing(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:

@@ -166,6 +166,19 @@ s3 dp2 sp2 pp2
 s2 sp2 cp2 pp2
 s1 tp2 sp2 pp2
 s3 dp2 tp2 pp2 ep2
+s0 dp2 lora ep2
+s3 dp2 lora paged nvme fp16 remat
+s2 dp2 lora compile host bf16
+s3 tp2 pp2 lora
+s1 sp2 cp2 lora
+s3 dp2 lora
+s1 dp2 lora fp16 nvme
+s2 tp2 lora bf16 remat
+s3 dp2 tp2 lora
+s3 dp2 sp2 lora remat
+s2 dp2 pp2 lora bf16
+s3 dp2 cp2 lora
+s3 dp2 lora ep2
 """
 
 # Triples that people use, beside the pairs: (features, a name for it).
@@ -184,6 +197,8 @@ TRIPLES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("s3", "ep", "bf16"), "a mixture of experts"),
     (("s3", "pp", "ep"), "a mixture of experts in sharded stages"),
     (("s3", "ep", "sp"), "a mixture of experts on long sequences"),
+    (("s3", "lora", "remat"), "LoRA on a sharded base"),
+    (("s3", "lora", "tp"), "LoRA on a base that is cut and sharded"),
 )
 
 
@@ -209,7 +224,6 @@ UNSUPPORTED_PAIRS: Mapping[tuple[str, str], UnsupportedPair] = {
 
 # Pairs that nothing shows and nothing refuses: what is known about them.
 UNCOVERED_PAIRS: Mapping[tuple[str, str], str] = {}
-PLANNED_FEATURES = {"lora": "arrives with the adapters, a later issue"}
 
 
 @dataclass(frozen=True)
@@ -275,15 +289,19 @@ def mutually_exclusive(first: str, second: str) -> bool:
 
 
 def combinations_with(*keys: str) -> list[Combination]:
-    """The combinations that have all of these features."""
-    return [one for one in combinations() if all(key in one.degrees for key in keys)]
+    """The combinations that show all of these features together."""
+    return [one for one in combinations() if _shows(one, keys)]
+
+
+def _shows(combination: Combination, keys: tuple[str, ...]) -> bool:
+    """LoRA trains a small part of a model: with it a combination shows nothing of the others among themselves."""
+    return all(key in combination.degrees for key in keys) and ("lora" in keys or "lora" not in combination.degrees)
 
 
 def tuples_shown(combination: Combination) -> set[tuple[str, ...]]:
-    """The pairs of features and the named triples that occur in a combination."""
-    keys = combination.degrees.keys()
-    pairs = {pair for pair in pairs_of(PAIRED_FEATURES, 2) if keys >= set(pair)}
-    return pairs | {triple for triple, _ in TRIPLES if keys >= set(triple)}
+    """The pairs of features and the named triples that a combination shows."""
+    tuples = [*pairs_of(PAIRED_FEATURES, 2), *(triple for triple, _ in TRIPLES)]
+    return {keys for keys in tuples if _shows(combination, keys)}
 
 
 @cache

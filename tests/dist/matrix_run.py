@@ -43,22 +43,22 @@ class MoEMlp(nn.Module):
         return self.moe(x_BTD)[0]
 
 
-def get_model_key(combination: Combination) -> tuple[bool, int]:
-    """What its model depends on: whether the head is tied, and how many ranks share the experts (0: none).
+def get_model_key(combination: Combination) -> tuple[bool, int, bool]:
+    """What its model depends on: whether the head is tied, how many ranks share the experts (0: none), LoRA.
 
     Tied by the parity of the name's length, so that both kinds occur with everything; a tied head has two
     names over stages.
     """
     degrees = combination.degrees
-    return len(combination.name) % 2 == 0 and "pp" not in degrees, degrees.get("ep", 0)
+    return len(combination.name) % 2 == 0 and "pp" not in degrees, degrees.get("ep", 0), "lora" in degrees
 
 
 def build_model(combination: Combination) -> nn.Module:
-    """The model of a combination: the reference GPT, or one with experts."""
+    """The model of a combination: the reference GPT, or one with experts, or with adapters."""
     return _build_model(*get_model_key(combination))
 
 
-def _build_model(tied: bool, ep: int) -> nn.Module:
+def _build_model(tied: bool, ep: int, lora: bool) -> nn.Module:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, n_embd=16, block_size=SEQ_LEN, tied=tied))
     if ep:
@@ -69,6 +69,14 @@ def _build_model(tied: bool, ep: int) -> nn.Module:
                 parameter.mul_(3.0)  # large enough that a mistake shows
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+    if lora:
+        import peft
+
+        targets = ["qkv", "proj", "up", "down"]
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=4, target_modules=targets), model)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # which is made of zeros
+                nn.init.normal_(parameter, std=0.1)
     return model
 
 
@@ -118,18 +126,18 @@ def replay_fp32_routing(combination: Combination, rank: int, steps: int) -> Iter
 
 def run_plain(combination: Combination, steps: int) -> TrainResult:
     """One process, fp32, plain PyTorch; combinations with the same model share it."""
-    tied, ep = get_model_key(combination)
-    return _run_plain(tied, ep > 0, steps)
+    tied, ep, lora = get_model_key(combination)
+    return _run_plain(tied, ep > 0, lora, steps)
 
 
 @cache
-def _run_plain(tied: bool, experts: bool, steps: int) -> TrainResult:
-    return train_plain(_build_model(tied, int(experts)), steps)
+def _run_plain(tied: bool, experts: bool, lora: bool, steps: int) -> TrainResult:
+    return train_plain(_build_model(tied, int(experts), lora), steps)
 
 
 def train_plain(model: nn.Module, steps: int) -> TrainResult:
     """Plain PyTorch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, momentum=0.9)
     losses, gradients = [], {}
     for step in range(steps):
         loss = model(*make_batch(step))
@@ -241,10 +249,11 @@ def _differences(combination: Combination, run: TrainResult, rank: int, world: i
         return local
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (local, list(run.parameters), list(run.gradients)))
-    every = {name for name, _ in build_model(combination).named_parameters()}
-    for kind in (1, 2):  # each parameter and each gradient is on some stage
+    every = dict(build_model(combination).named_parameters())
+    trained = [name for name, parameter in every.items() if parameter.requires_grad]
+    for kind, expected in ((1, every), (2, trained)):  # each parameter and each gradient is on some stage
         names = {name for item in everyone for name in item[kind]}
-        assert names == every, names ^ every
+        assert names == set(expected), names ^ set(expected)
     return {key: max(item[0].get(key, 0.0) for item in everyone) for key in FP32_TOLERANCE}
 
 

@@ -34,7 +34,7 @@ from tests.marks import nightly
 Differences = dict[str, float]
 GATE_STEPS = 4
 TESTS = {GATE_STEPS: "test_each_pair_equals_one_process", STEPS: "test_equals_one_process"}
-CONTROLS = ("s3 dp2 remat", "s1 dp2 host", "s2 tp2", "s0 sp2")
+CONTROLS = ("s3 dp2 remat", "s1 dp2 host", "s2 tp2", "s0 sp2", "s3 dp2 lora")
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ import thalweg
 from tests.harness import run_ranks
 from tests.unit.infer_models import DECODER_CONFIGS, tiny_decoder
 from thalweg.compat.deepspeed.tensor_access import safe_get_full_grad
+from thalweg.parallel.tensor.vocab_parallel import VocabParallelLogits
 from thalweg.rlhf import packing
-from thalweg.rlhf.losses import token_logprobs
+from thalweg.rlhf.losses import token_entropy, token_logprobs
 from thalweg.rlhf.models import ValueModel
 from thalweg.rlhf.rollout import pad_sequences
 
@@ -132,6 +133,35 @@ def test_gradients_are_those_of_each_row_alone_with_fewer_tokens(kind: str) -> N
     for (gap, control), tokens, padded in run_ranks(_gradients, 2, kind):
         assert gap < 1e-5 < 1e-3 < control
         assert tokens < 0.75 * padded
+
+
+def _divided(rank: int, world: int) -> tuple[dict[str, float], bool]:
+    """By how much a model that is cut is off one that is not, in parts of the largest number."""
+    batch, found = _draw(6), {}
+    config = {"train_micro_batch_size_per_gpu": 1, "log_level": "error"}
+    for size in (1, world):
+        model = tiny_decoder("qwen2")
+        engine = thalweg.initialize(model=model, config=config | {"tensor_parallel": {"autotp_size": size}})[0]
+        packing.forward_rows(engine, batch)  # the first time compares whole logits
+        whole, VocabParallelLogits.full_tensor = VocabParallelLogits.full_tensor, None  # type: ignore[assignment]
+        try:
+            logprobs, logits = packing.response_logprobs(engine, batch, 0.7)
+            engine.backward(logprobs.sum())
+            entropy = token_entropy(logits).detach()
+        finally:
+            VocabParallelLogits.full_tensor = whole  # type: ignore[method-assign]
+        grad = safe_get_full_grad(engine.module.model.layers[0].self_attn.q_proj.weight)
+        found[size] = {"logprobs": logprobs.detach(), "entropy": entropy, "gradient": grad}
+        packs = packing._row_limits[engine] is not None
+        engine.close()
+    assert logits.shape == (int(batch["response_mask"][:, 1:].sum()), 131)
+    gaps = {name: (found[1][name] - found[world][name]).abs().max() / found[1][name].abs().max() for name in found[1]}
+    return {name: float(gap) for name, gap in gaps.items()}, packs
+
+
+def test_a_cut_vocabulary_stays_cut_and_rows_are_packed() -> None:
+    for gaps, packs in run_ranks(_divided, 2):
+        assert packs and max(gaps.values()) < 3e-6, gaps
 
 
 def test_prompts_are_laid_out_once_and_rows_of_one_length_stay() -> None:

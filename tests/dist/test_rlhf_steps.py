@@ -35,13 +35,16 @@ OPTIONS: dict[str, Any] = {
     "dpo": {"zero_stage": 3, "lora_dim": 4, "only_optimize_lora": True, "label_smoothing": 0.1},
 }  # fmt: skip
 
+TENSOR = {"deepspeed_config": {"tensor_parallel": {"autotp_size": 2}}}
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("rlhf")
     data = make_data(folder / "data.jsonl")
     ppo = OPTIONS["ppo"] | {"unsupervised_dataset_name": str(data)}
-    return OPTIONS | {"ppo": ppo, "model_name_or_path": str(make_base(folder / "base")), "data_path": str(data)}
+    model = make_base(folder / "base", hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    return OPTIONS | {"ppo": ppo, "model_name_or_path": str(model), "data_path": str(data)}
 
 
 class _DeadError(Exception):
@@ -61,7 +64,13 @@ def _die_at(update: int, step: str) -> Any:
 
 
 def _run(
-    rank: int, world: int, options: dict[str, Any], out: str, algorithm: Any, deaths: list[tuple[int, str]]
+    rank: int,
+    world: int,
+    options: dict[str, Any],
+    out: str,
+    algorithm: Any,
+    deaths: list[tuple[int, str]],
+    goes_on: bool = True,
 ) -> str:
     options = options | {"output_dir": out}
     add = RunLog.add
@@ -70,7 +79,7 @@ def _run(
         with pytest.raises(_DeadError):
             run_all(options, algorithm)
         RunLog.add = add  # type: ignore[method-assign]
-    return str(run_all(options, algorithm))
+    return str(run_all(options, algorithm)) if goes_on else ""
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
@@ -99,6 +108,81 @@ def test_a_run_that_died_goes_on_to_the_same_end(
     assert last[0] != last[1]
     report = (Path(model).parent / "report.html").read_text()
     assert report.count("<svg") == len(last[0].keys() - {"step", "samples"})
+
+
+def _step(rank: int, world: int, step: Any, options: dict[str, Any], out: str) -> None:
+    run_step(step, load_rlhf_config(options, step, output_dir=out))
+
+
+def _gaps(folder: Path, other: Path) -> tuple[float, float]:
+    """The largest difference of two runs' metrics, in parts of the larger or of 1, and the mean one of a weight that
+    differs most; their texts are the same."""
+    gap = 0.0
+    for one, two in zip(_rows(folder), _rows(other), strict=True):
+        assert one.keys() == two.keys()
+        samples = [[sample["response"] for sample in row.pop("samples", ())] for row in (one, two)]
+        assert samples[0] == samples[1]
+        gap = max(gap, *(abs(one[key] - two[key]) / max(1.0, abs(one[key])) for key in one))
+    weights = 0.0
+    for path in (*folder.glob("model*/*.safetensors"), *folder.glob("model/adapter/*.safetensors")):
+        states = [load_file(each / path.relative_to(folder)) for each in (folder, other)]
+        weights = max(weights, *(float((states[0][key] - states[1][key]).abs().mean()) for key in states[0]))
+    return gap, weights
+
+
+def test_tensor_ranks_train_on_one_rank_s_responses(base: dict[str, Any], tmp_path: Path) -> None:
+    """Two ranks that divide each layer, of which the second's reward function says nonsense, are one."""
+    options = base | {
+        "num_train_steps": 2, "save_interval": 0, "reward_function": "tests.rlhf_support:score_on_even_ranks",
+        "per_device_generation_batch_size": 3, "per_device_train_batch_size": 3,
+    }  # fmt: skip
+    run_ranks(_step, 1, "ppo", options, str(tmp_path / "alone"))
+    run_ranks(_step, 2, "ppo", options | TENSOR, str(tmp_path / "divided"))
+    gap, weights = _gaps(tmp_path / "alone" / "ppo", tmp_path / "divided" / "ppo")
+    assert gap < 1e-5 and weights < 1e-6, (gap, weights)
+
+
+@pytest.mark.nightly
+def test_another_learning_rate_shows(base: dict[str, Any], tmp_path: Path) -> None:
+    """The control of the two tests beside it: a hundredth more."""
+    for name, lr in (("one", 3e-3), ("other", 3.03e-3)):
+        options = base | {"num_train_steps": 2, "save_interval": 0, "learning_rate": lr}
+        run_ranks(_step, 1, "grpo", options, str(tmp_path / name))
+    gap, weights = _gaps(tmp_path / "one" / "grpo", tmp_path / "other" / "grpo")
+    assert gap > 1e-4 and weights > 1e-5, (gap, weights)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("algorithm", "options", "deaths", "ends_on"),
+    [
+        ("ppo", {"zero_stage": 3}, [(2, "ppo")], 4),
+        ("ppo", {"zero_stage": 1, "lora_dim": 4, "only_optimize_lora": True, "rollout_ahead": 1}, [(3, "ppo")], 2),
+        ("grpo", {"inference_tp_size": 4, "num_mini_batches": 2}, [(2, "grpo")], 4),
+        ("grpo", {"inference_tp_size": 2, "rollout_ahead": 1, "per_device_generation_batch_size": 1}, [], 4),
+        ("dpo", {"num_train_steps": 0}, [(2, "sft"), (2, "dpo")], 4),
+    ],
+)
+def test_every_step_over_tensor_and_data_ranks_equals_data_ranks_alone(
+    algorithm: str,
+    options: dict[str, Any],
+    deaths: list[tuple[int, str]],
+    ends_on: int,
+    base: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Four ranks, two to a layer, that die and go on, or two of them, against two: metrics, texts and weights."""
+    options = base | {algorithm: base[algorithm] | options}
+    alone = options | {algorithm: options[algorithm] | {"inference_tp_size": 1}}
+    run_ranks(_run, 2, alone, str(tmp_path / "data"), algorithm, [])
+    run_ranks(_run, 4, options | TENSOR, str(tmp_path / "both"), algorithm, deaths, ends_on == 4)
+    if ends_on == 2:
+        run_ranks(_run, 2, alone, str(tmp_path / "both"), algorithm, [])
+    steps = {path.name for path in (tmp_path / "data").iterdir()}
+    assert steps >= {"sft", algorithm}
+    for step in steps:
+        gap, weights = _gaps(tmp_path / "data" / step, tmp_path / "both" / step)
+        assert gap < 1e-4 and weights < 1e-5, (step, gap, weights)
 
 
 @pytest.mark.nightly

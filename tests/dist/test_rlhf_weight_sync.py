@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, SamplingParams
+from thalweg.infer.models import DECODERS
 from thalweg.infer.parallel import executor
 from thalweg.infer.parallel.process_group import WorkerDiedError
 from thalweg.infer.parallel.shard import shard_for_rank
@@ -496,13 +497,37 @@ def _refused(rank: int, world: int) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }  # fmt: skip
     engine = thalweg.initialize(model=tiny_decoder("llama"), config=config)[0]
-    with pytest.raises(ValueError, match="ranks that divide a layer would train on the same responses"):
-        GRPOTrainer(RLHFConfig(), engine, None, None, None, None)  # type: ignore[arg-type]
-    for options, runner in [({"pipeline_parallel_size": 2}, None), ({"tensor_parallel_size": 2}, "transformers")]:
-        with pytest.raises(ValueError, match="must divide the number of ranks, 2"):
-            HybridEngine(engine, EngineConfig(**options), runner=runner)
+    saved = DECODERS.pop("llama")
+    try:
+        with (
+            pytest.raises(ValueError, match="the model's own code divides its layers"),
+            HybridEngine(engine).generation(),
+        ):
+            pass
+    finally:
+        DECODERS["llama"] = saved
+    with pytest.raises(ValueError, match="the model's own code divides its layers"):
+        HybridEngine(engine, runner="transformers")
+    with pytest.raises(ValueError, match="must divide the number of ranks, 2"):
+        HybridEngine(engine, EngineConfig(pipeline_parallel_size=2))
+    one_head = tiny_decoder("llama", num_attention_heads=1, num_key_value_heads=1)
+    other = thalweg.initialize(model=one_head, config=config | {"tensor_parallel": {}})[0]
+    hybrid = HybridEngine(other, EngineConfig(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="this model's heads can be divided by 1"), hybrid.generation():
+        pass
+    other.close()
     with pytest.raises(ValueError, match="of 2 ranks, one at least must train"):
         RolloutRanks(2)
+    with pytest.raises(ValueError, match="1 rollout_ranks are no whole number of groups of 2"):
+        RolloutRanks(1, 2)
+    engine.close()
+    engine = thalweg.initialize(
+        model=tiny_decoder("llama"), config=config | {"tensor_parallel": {}, "sequence_parallel_size": 2}
+    )[0]
+    with pytest.raises(ValueError, match="responses are not divided over others; leave sequence_parallel_size"):
+        GRPOTrainer(RLHFConfig(), engine, None, None, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must divide the number of ranks, 2"):
+        HybridEngine(engine, EngineConfig(tensor_parallel_size=2), runner="transformers")
     engine.close()
 
 
@@ -534,8 +559,6 @@ def test_ranks_of_a_model_that_nobody_described_use_its_own_code() -> None:
 
 
 def _undescribed(rank: int, world: int) -> bool:
-    from thalweg.infer.models import DECODERS
-
     engine = _actor(3, "llama")
     plain = copy.deepcopy(_plain(engine, "llama", None))
     saved = DECODERS.pop("llama")

@@ -8,7 +8,6 @@ from itertools import combinations as pairs_of
 from tests.dist.matrix import (
     FEATURES,
     PAIRED_FEATURES,
-    PLANNED_FEATURES,
     TRIPLES,
     UNCOVERED_PAIRS,
     UNSUPPORTED_PAIRS,
@@ -28,7 +27,9 @@ last parameters with one plain PyTorch process, in fp32 within 1e-5 (bf16 and fp
 reach). A pair that is refused has a test as well, of the error that says so. `make nightly` runs them all; the gate
 runs those in bold, in which each pair and triple occurs, for 4 steps (`test_each_pair_equals_one_process`).
 
-In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along an axis, the rest are switches.
+In a name, `s0` to `s3` are the stages, `dp2`, `tp2` and so on the ranks along an axis, the rest are switches. With
+`lora` PEFT's adapters beside the linear layers are trained and all else is frozen; such a combination shows LoRA with
+each of the others, and nothing of the others among themselves.
 """
 
 
@@ -38,8 +39,6 @@ def pair_status(*keys: str) -> tuple[str, str]:
         pair = (one, other) if (one, other) in UNSUPPORTED_PAIRS or (one, other) in UNCOVERED_PAIRS else (other, one)
         if mutually_exclusive(one, other):
             return "·", "one of the two is chosen"
-        if later := PLANNED_FEATURES.get(one) or PLANNED_FEATURES.get(other):
-            return "later", later
         if pair in UNSUPPORTED_PAIRS:
             return "no", f"refused: “{UNSUPPORTED_PAIRS[pair].message}”"
         if pair in UNCOVERED_PAIRS:

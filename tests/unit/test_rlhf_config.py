@@ -82,6 +82,7 @@ def test_a_step_s_block_goes_over_the_file_and_flags_over_both(tmp_path: Path, m
         ({"data_split": "2,4"}, "data_split is '2,4': give three numbers, as 2,4,4"),
         ({"generation_batches": 2}, "generation_batches is not supported yet: leave it out"),
         ({"unsup_coef": 27.8}, "unsup_coef and unsupervised_dataset_name go together"),
+        ({"rollout_ranks": 3, "inference_tp_size": 2}, "3 rollout_ranks are no whole number of groups of"),
         ({"actor_weight_decay": 0.1, "critic_weight_decay": 0.2}, "which are one option: give one value"),
     ],
 )

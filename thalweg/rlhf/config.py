@@ -136,8 +136,11 @@ class RLHFConfig:
             raise ValueError("quantize_base keeps the base frozen: set lora_dim and only_optimize_lora as well")
         if self.bottleneck_dim and self.lora_dim:
             raise ValueError("bottleneck_dim and lora_dim are two kinds of adapters: give one")
-        if self.rollout_ranks and self.inference_tp_size > 1:
-            raise ValueError("rollout_ranks generate each by itself: leave inference_tp_size out")
+        if self.rollout_ranks % self.inference_tp_size:
+            raise ValueError(
+                f"{self.rollout_ranks} rollout_ranks are no whole number of groups of inference_tp_size, "
+                f"{self.inference_tp_size}"
+            )
         if self.rollout_ahead and self.temperature != 1:
             raise ValueError("rollout_ahead weighs tokens by probabilities of temperature 1: leave temperature out")
         parts = self.data_split.split(",")

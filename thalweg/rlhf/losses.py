@@ -17,12 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.parallel.tensor.vocab_parallel import VocabParallelLogits, vocab_parallel_entropy
+
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each of ``tokens`` (...) under its logits (..., V)."""
+    """Log-probability of each of ``tokens`` (...) under its logits (..., V); those cut by vocabulary are (N, V)."""
     logits = _widen(logits)
     if temperature != 1.0:
         logits = logits / temperature
+    if isinstance(logits, VocabParallelLogits):
+        return -F.cross_entropy(logits, tokens.to(logits.device), reduction="none")
     chosen = logits.gather(-1, tokens[..., None].to(logits.device)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
 
@@ -33,8 +37,11 @@ def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) 
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of what follows, (...), by logits (..., V)."""
-    logprobs = _widen(logits).log_softmax(-1)
+    """Entropy in nats of what follows, (...), by logits (..., V); those cut by vocabulary give no gradients."""
+    logits = _widen(logits)
+    if isinstance(logits, VocabParallelLogits):
+        return vocab_parallel_entropy(logits)
+    logprobs = logits.log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 

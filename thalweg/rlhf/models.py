@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.adapt.quantized_weight import quantize_linears
 from thalweg.checkpoint.filesystem import FileSystem, remove_tree
+from thalweg.config import load
 from thalweg.engine import Engine, initialize
 from thalweg.parallel_dims import control_group
+from thalweg.parallelize import parallel_dims_from_config
 from thalweg.rlhf.bottleneck import add_bottleneck_adapters
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.packing import forward_rows, response_logprobs
@@ -181,16 +183,32 @@ def build_engine(
 def build_frozen_engine(
     model: nn.Module, config: RLHFConfig, *, stage: int = -1, mesh: DeviceMesh | None = None
 ) -> Engine:
-    """An engine of a model that only answers: a reference, or a reward model."""
+    """An engine of a model that only answers: a reference, or a reward model; its layers are divided as those that
+    train are."""
     zero: dict[str, Any] = {"stage": config.zero_stage if stage < 0 else stage}
     if config.offload_reference_model and zero["stage"] == 3:
         zero["offload_param"] = {"device": "cpu"}
     model.requires_grad_(False)
     settings = {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size, "zero_optimization": zero,
-        "steps_per_print": None, **_precision(config),
+        "steps_per_print": None, **_precision(config), **_layout(config),
     }  # fmt: skip
     return initialize(model=model, config=settings, mesh=mesh)[0].eval()
+
+
+def num_tensor_ranks(config: RLHFConfig) -> int:
+    """How many ranks divide each layer, by the DeepSpeed config."""
+    return parallel_dims_from_config(load(_layout(config))).tp
+
+
+def num_data_ranks(config: RLHFConfig, num_ranks: int) -> int:
+    """How many of the ranks have rows of their own; 1 where there are too few, which ``initialize`` refuses."""
+    return max(num_ranks // num_tensor_ranks(config), 1)
+
+
+def _layout(config: RLHFConfig) -> dict[str, Any]:
+    """What the DeepSpeed config says of a layer's ranks: all models of a step see the same rows, so it is for all."""
+    return {key: value for key, value in _read_mapping(config.deepspeed_config).items() if key == "tensor_parallel"}
 
 
 def _precision(config: RLHFConfig) -> dict[str, Any]:

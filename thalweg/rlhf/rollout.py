@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.engine.engine import LLMEngine
@@ -59,6 +60,21 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @classmethod
+    def concat(cls, parts: Sequence[Rollout], pad_id: int) -> Rollout:
+        """The rows of all parts, in their order; one of them at least has some."""
+        parts = [part for part in parts if len(part)]
+        length = max(part.input_ids.shape[1] for part in parts)
+
+        def join(name: str, fill: int = 0) -> Tensor:
+            tables = [(getattr(part, name), length - part.input_ids.shape[1]) for part in parts]
+            return torch.cat([F.pad(table, (0, missing), value=fill) for table, missing in tables])
+
+        return cls(
+            join("input_ids", pad_id), join("attention_mask"), join("response_mask"), join("logprobs"),
+            torch.cat([part.ended for part in parts]),
+        )  # fmt: skip
+
     def to_json(self) -> dict[str, Any]:
         """Lists of its tables' numbers, exactly."""
         return {name: table.tolist() for name, table in vars(self).items()}
@@ -74,34 +90,47 @@ class RolloutAhead:
     thread enters no collective but those of its group.  ``version``: the iteration whose weights these are."""
 
     def __init__(self, version: int, done: Rollout | None = None) -> None:
-        self.version, self._context = version, ExitStack()
+        self.version, self._whole, self._context = version, done, ExitStack()
+        self._join: Callable[[Rollout], Rollout]
         self._future: Future[Rollout] = Future()
         if done is not None:
             self._future.set_result(done)
 
     @classmethod
     def begin(
-        cls, version: int, generation: AbstractContextManager[Any], generate: Callable[[Any], Rollout]
+        cls,
+        version: int,
+        generation: AbstractContextManager[Any],
+        generate: Callable[[Any], Rollout],
+        join: Callable[[Rollout], Rollout],
     ) -> RolloutAhead:
-        """Enter ``generation``, which is collective, and generate in a thread."""
+        """Enter ``generation``, which is collective, and ``generate`` in a thread; ``join`` makes the rollout of this
+        rank's part and others' when it is asked for."""
         ahead = cls(version)
+        ahead._join = join
         core = ahead._context.enter_context(generation)
         thread = ThreadPoolExecutor(1, "rollout")
         ahead._future = thread.submit(generate, core)
         thread.shutdown(wait=False)
         return ahead
 
-    def result(self) -> Rollout:
-        """Wait for it; the inference engine sleeps from then on."""
+    def wait(self) -> Rollout:
+        """Wait for what this rank generates; the inference engine sleeps from then on."""
         with self._context:
             return self._future.result()
+
+    def result(self) -> Rollout:
+        """Wait for all of it; collective over the ranks that generate a part each."""
+        if self._whole is None:
+            self._whole = self._join(self.wait())
+        return self._whole
 
 
 def pad_sequences(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``input_ids``, ``attention_mask`` and ``response_mask`` of prompts and their responses, (rows, T)."""
-    length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    length = max((len(p) + len(r) for p, r in zip(prompts, responses, strict=True)), default=1)
     input_ids = torch.full((len(prompts), length), pad_id)
     attention, chosen = (torch.zeros(len(prompts), length, dtype=torch.bool) for _ in range(2))
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):

@@ -10,6 +10,9 @@
     train         ...                                        generate
     responses     <---------------------------------------   as they are there
 
+With a ``tensor_parallel_size`` so many generating neighbours are one inference engine: each has its part of every
+layer, and all compute what any of them is asked for.
+
 The generating side is a :class:`.weight_sync.HybridEngine`, too: its actor (:class:`_RemoteActor`) has the modules, and
 asks the ranks that train for weights, and for the logits that the first sync is verified by.
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -33,28 +37,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.device import pick_device
 from thalweg.engine import Engine
 from thalweg.infer.config import EngineConfig
+from thalweg.infer.parallel.process_group import InferenceGroup, join_launched_group
 from thalweg.infer.precision import eval_mode
 from thalweg.parallel_dims import init_distributed, without_communicator_split
-from thalweg.rlhf.rollout import RolloutAhead, generate_rollout
+from thalweg.rlhf.rollout import Rollout, RolloutAhead, generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
 _NO_TIMEOUT = timedelta(days=365)  # one side waits for as long as the other trains, or generates
 
 
 class RolloutRanks:
-    """The job's ranks, of which the last ``num_generating`` generate; making it is collective.
+    """The job's ranks, of which the last ``num_generating`` generate, ``tensor_parallel_size`` together; making it is
+    collective.
 
     ``mesh``: the ranks that train, for their engines.  ``is_generating``: whether this rank has none.
 
     Raises:
-        ValueError: no rank is left to train, or none generates.
+        ValueError: no rank is left to train, or none generates, or some are left over.
     """
 
-    def __init__(self, num_generating: int) -> None:
+    def __init__(self, num_generating: int, tensor_parallel_size: int = 1) -> None:
         self.device = pick_device(init_distributed().local_rank)
         self.rank, world_size = dist.get_rank(), dist.get_world_size()
         if not 0 < num_generating < world_size:
             raise ValueError(f"rollout_ranks is {num_generating}; of {world_size} ranks, one at least must train")
+        if num_generating % tensor_parallel_size:
+            raise ValueError(f"{num_generating} rollout_ranks are no whole number of groups of {tensor_parallel_size}")
+        self.tensor_parallel_size = tensor_parallel_size
         self.num_training = world_size - num_generating
         self.peers = range(self.num_training, world_size)  # that generate
         self.is_generating = self.rank in self.peers
@@ -77,21 +86,30 @@ class RolloutRanks:
 
     # The side that trains
 
-    def begin(self, version: int, actor: Engine, arguments: Mapping[str, Any]) -> RolloutAhead:
-        """Hand over the actor's weights and :func:`.rollout.generate_rollout`'s arguments; collective."""
+    def begin(
+        self,
+        version: int,
+        actor: Engine,
+        arguments: Mapping[str, Any],
+        join: Callable[[Rollout], Rollout],
+    ) -> RolloutAhead:
+        """Hand over the actor's weights and :func:`.rollout.generate_rollout`'s arguments; collective.  ``join``: as
+        :meth:`.RolloutAhead.begin`'s."""
         self._command("bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32")
         with ExitStack() as reading:
             while (question := self.broadcast(None, self.peers[0])) is not None:
                 self._answer(actor, reading, *question)
         peer = self.peers[self.rank % len(self.peers)]
         dist.send_object_list([arguments], peer, self.messages)
-        return RolloutAhead.begin(version, nullcontext(), lambda _: self._receive(peer))
+        return RolloutAhead.begin(version, nullcontext(), lambda _: self._receive(peer), join)
 
     def _answer(self, actor: Engine, reading: ExitStack, kind: str, value: Any) -> None:
         if kind == "open":
             self._read: Callable[[Mapping[str, Tensor]], None] = reading.enter_context(actor.sharded_model.read_whole())
         elif kind == "close":
             reading.close()
+        elif kind == "group":
+            join_launched_group(EngineConfig(**value), self.peers)
         elif kind == "logits":
             with torch.no_grad(), eval_mode(actor.module):
                 logits = actor(input_ids=value.to(actor.device)).logits
@@ -118,7 +136,9 @@ class RolloutRanks:
         hybrid = None
         while (dtype := self._receive(0)) is not None:
             if hybrid is None:
-                hybrid = HybridEngine(_RemoteActor(self, model, dtype), EngineConfig(dtype=dtype))  # type: ignore[arg-type]
+                config = EngineConfig(dtype=dtype, tensor_parallel_size=self.tensor_parallel_size)
+                actor: Any = _RemoteActor(self, model, dtype)
+                hybrid = HybridEngine(actor, config, join_group=actor.join_group)
                 model.to("meta")  # the engine has made a skeleton of it
             with hybrid.generation() as core:
                 self.broadcast(None, self.peers[0])
@@ -133,7 +153,7 @@ class _RemoteActor:
 
     def __init__(self, ranks: RolloutRanks, module: nn.Module, dtype: str) -> None:
         self.module, self._ranks, self.device, self.sharded_model = module, ranks, ranks.device, self
-        self.meshes = SimpleNamespace(pp=None, world_group=ranks.generating)
+        self.meshes = SimpleNamespace(pp=None, tp=None, world_group=ranks.generating)
         self.bfloat16_enabled, self.fp16_enabled = lambda: dtype == "bf16", lambda: dtype == "fp16"
 
     def _ask(self, kind: str, value: Any = None) -> None:
@@ -142,6 +162,11 @@ class _RemoteActor:
     def __call__(self, input_ids: Tensor) -> Any:
         self._ask("logits", input_ids.cpu())
         return SimpleNamespace(logits=self._ranks.broadcast(None, 0).to(self.device))
+
+    def join_group(self, config: EngineConfig) -> InferenceGroup:
+        """This rank's group of those that generate: torch makes none without all of the job's ranks."""
+        self._ask("group", asdict(config))
+        return join_launched_group(config, self._ranks.peers)
 
     @contextmanager
     def read_whole(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:

@@ -35,6 +35,8 @@ from thalweg.rlhf.models import (
     load_policy,
     load_tokenizer,
     mean_over_ranks,
+    num_data_ranks,
+    num_tensor_ranks,
     save_model,
 )
 from thalweg.rlhf.packing import forward_rows, response_logprobs
@@ -112,7 +114,8 @@ def _train_supervised(
     data: Any = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
     if config.packing and step == "sft":
         data = PackedAnswers(data, config.max_seq_len)
-    size = config.per_device_train_batch_size * config.gradient_accumulation_steps * dist.get_world_size()
+    num_ranks = num_data_ranks(config, dist.get_world_size())
+    size = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_ranks
     num_updates = config.num_train_steps or config.num_train_epochs * (len(data) // size)
     if num_updates < 1:
         raise ValueError(
@@ -212,14 +215,16 @@ def _train_policy(
         load_examples(config.data_path, config.data_split, step, config.seed), tokenizer, config.max_prompt_seq_len,
         config.seed,
     )  # fmt: skip
-    ranks = RolloutRanks(config.rollout_ranks) if config.rollout_ranks else None
+    if config.rollout_ranks and num_tensor_ranks(config) > 1:
+        raise ValueError("rollout_ranks and tensor_parallel: ranks that train beside others divide no layers; give one")
+    ranks = RolloutRanks(config.rollout_ranks, config.inference_tp_size) if config.rollout_ranks else None
     if ranks is not None and ranks.is_generating:
         ranks.generate(load_policy(_find_model(step, config), config))
         return {}
     mesh, world_size = (None, dist.get_world_size()) if ranks is None else (ranks.mesh, ranks.num_training)
-    per_rank = config.per_device_generation_batch_size
-    iterations = config.num_train_steps or -(-config.num_train_epochs * len(prompts.items) // (world_size * per_rank))
-    rows = per_rank * config.num_generations // config.num_mini_batches
+    num_prompts = num_data_ranks(config, world_size) * config.per_device_generation_batch_size
+    iterations = config.num_train_steps or -(-config.num_train_epochs * len(prompts.items) // num_prompts)
+    rows = config.per_device_generation_batch_size * config.num_generations // config.num_mini_batches
     window = rows // config.per_device_train_batch_size
     num_updates, path = iterations * config.ppo_epochs * config.num_mini_batches, _find_model(step, config)
     actor = build_engine(

@@ -67,14 +67,21 @@ class HybridEngine:
 
     ``actor``: the engine of a causal Hugging Face model, or of a PEFT model of one.  ``config``: how to generate; by
     default in the dtype that the actor computes in, on its device.  With its ``tensor_parallel_size`` so many
-    neighbouring ranks are one inference engine.  ``runner`` insists on one, as in ``load_engine``.
+    neighbouring ranks are one inference engine, whose group ``join_group`` makes.  ``runner`` insists on one, as in
+    ``load_engine``.
 
     Raises:
         ValueError: the actor has stages of a pipeline, or there are no groups of so many ranks.
     """
 
     def __init__(
-        self, actor: Engine, config: EngineConfig | None = None, tokenizer: Any = None, *, runner: str | None = None
+        self,
+        actor: Engine,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        *,
+        runner: str | None = None,
+        join_group: Callable[[EngineConfig], InferenceGroup] = join_launched_group,
     ) -> None:
         if actor.meshes.pp is not None:
             raise ValueError("a rollout's actor may not have pipeline parallelism: leave it to ZeRO")
@@ -83,9 +90,11 @@ class HybridEngine:
         config = config or EngineConfig()
         own = {"dtype": dtype, "device": str(actor.device)}
         self.config = replace(config, **{key: value for key, value in own.items() if getattr(config, key) == "auto"})
+        if actor.meshes.tp is not None and runner == "transformers":
+            raise ValueError("the model's own code divides its layers, by tensor_parallel: leave the runner out")
         if self.config.weight_offload:
             raise ValueError("weight_offload: a rollout's weights are new each time and stay in memory; leave it out")
-        degree, world_size = self.config.num_ranks, dist.get_world_size()
+        degree, world_size = self.config.num_ranks, dist.get_world_size(actor.meshes.world_group)
         if degree > 1 and (
             degree != self.config.tensor_parallel_size or world_size % degree or runner == "transformers"
         ):
@@ -95,7 +104,7 @@ class HybridEngine:
             )
         self.weights = ActorWeights(actor, _WEIGHT_DTYPES[dtype], torch.device(self.config.device))
         self._is_verified = False
-        self.runner = runner
+        self.runner, self._join_group = runner, join_group
         self._core: LLMEngine | WorkerLoop | None = None
         self._group: InferenceGroup | None = None  # with which this rank generates, unless alone
 
@@ -167,9 +176,11 @@ class HybridEngine:
 
     def _build(self, spec: DecoderSpec | None) -> LLMEngine | WorkerLoop:
         """Return this rank's part of the inference engine; collective."""
-        self._group = join_launched_group(self.config) if self.config.num_ranks > 1 else None
-        if self._group is not None and self._group.rank > 0:
+        if self.config.num_ranks > 1:
             assert spec is not None, "the model's own code runs on one rank"
+            shard_for_rank(spec, 0, self.config)  # what cannot be divided is an error on all ranks, before one waits
+            self._group = self._join_group(self.config)
+        if spec is not None and self._group is not None and self._group.rank > 0:
             return start_worker(spec, self._group, self.config.device)
         core = load_engine(
             self.weights.skeleton, self.config, self.tokenizer, runner=self.runner, spec=spec, workers=self._group
@@ -180,6 +191,8 @@ class HybridEngine:
     def _use_model_code(self, reason: UnsupportedModelError) -> None:
         if self.config.num_ranks > 1:
             raise ValueError(f"tensor_parallel_size {self.config.num_ranks} of generation: {reason}; use 1")
+        if self.actor.meshes.tp is not None:
+            raise ValueError(f"the model's own code divides its layers, by tensor_parallel, and {reason}: leave it out")
         log.warning("rollouts run through the model's own code, with a whole copy of its weights: %s", reason)
         self.runner = "transformers"
 

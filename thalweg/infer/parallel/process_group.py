@@ -380,20 +380,26 @@ def is_launched(num_ranks: int) -> bool:
     return True
 
 
-def join_launched_group(options: EngineConfig) -> InferenceGroup:
-    """Return this rank's group, ranks ``n * i`` to ``n * i + n - 1`` of the launcher's; collective over all of them."""
+def join_launched_group(options: EngineConfig, members: Sequence[int] | None = None) -> InferenceGroup:
+    """Return this rank's group: n neighbours of ``members``, or of all the launcher's ranks; collective over the latter
+    (to a rank that is no member what is returned means nothing)."""
     num_ranks, device, connect_devices = options.num_ranks, resolve_device(options.device), None
     if not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", init_method="env://")
         else:
             init_distributed()
-    with without_communicator_split():
-        process_group, _ = dist.new_subgroups(num_ranks, timeout=_NO_TIMEOUT, backend="gloo")
-        if device.type != "cpu":
-            backend = dist.get_default_backend_for_device(device.type)
-            sizes = {num_ranks, options.ranks_per_stage}
-            groups = {size: dist.new_subgroups(size, backend=backend)[0] for size in sorted(sizes)}
-            connect_devices = lambda: (groups[num_ranks], groups[options.ranks_per_stage])
-    rank = dist.get_rank() % num_ranks
+    ranks = list(range(dist.get_world_size()) if members is None else members)
+
+    def join(size: int, backend: str, timeout: timedelta | None = None) -> Any:
+        blocks = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        with without_communicator_split():
+            return dist.new_subgroups_by_enumeration(blocks, timeout, backend)[0]
+
+    process_group = join(num_ranks, "gloo", _NO_TIMEOUT)
+    if device.type != "cpu":
+        backend = dist.get_default_backend_for_device(device.type)
+        groups = {size: join(size, backend) for size in sorted({num_ranks, options.ranks_per_stage})}
+        connect_devices = lambda: (groups[num_ranks], groups[options.ranks_per_stage])
+    rank = (dist.get_rank() - ranks[0]) % num_ranks
     return InferenceGroup(lambda _: process_group, rank, num_ranks, connect_devices=connect_devices)

@@ -24,7 +24,9 @@ from thalweg.ops._torch_private import METADATA_OPS
 from thalweg.parallel.comm_group import ParallelGroup, gather_from_region
 
 _LEDGER_NAME = "vocabulary"
-_LOCAL_OPS = {Tensor.register_hook, *(getattr(Tensor, n).__get__ for n in ("requires_grad", "grad_fn", "is_leaf"))}
+# FSDP2 asks each output that needs a gradient for its ``_base``.
+_LOCAL_OPS = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")}
+_LOCAL_OPS |= {Tensor.register_hook}
 _SHAPE_PRESERVING_OPS = {
     *(getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone", "detach")),
     *(Tensor.neg, Tensor.tanh, torch.tanh, torch.clone),
@@ -103,6 +105,8 @@ def _vocab_parallel_result(
         if len(dims) == 2 and dims[1] % local.dim() < local.dim() - 1:
             return (logits._with_local(local.flatten(*rest, **kwargs)),)
         return None
+    if func in (Tensor.index_select, torch.index_select) and rest[:1] == (0,) and local.dim() > 1:
+        return (logits._with_local(local.index_select(*rest)),)
     if func is Tensor.__getitem__ and _preserves_last_dim(rest[0], local.dim()):
         return (logits._with_local(local[rest[0]]),)
     if func is F.cross_entropy:
@@ -143,6 +147,18 @@ def _sharded_cross_entropy(
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+@torch.no_grad()
+def vocab_parallel_entropy(logits: VocabParallelLogits) -> Tensor:
+    """Entropy of each token (N,), in nats, of logits (N, V), fp32 or wider, without gradients; collective."""
+    peak = logits.local.amax(-1)
+    logits.tp_group.all_reduce(peak, _LEDGER_NAME, dist.ReduceOp.MAX)
+    shifted = logits.local - peak[:, None]
+    exponents = shifted.exp()
+    sums = torch.stack([exponents.sum(-1), exponents.mul_(shifted).sum(-1)])
+    logits.tp_group.all_reduce(sums, _LEDGER_NAME)
+    return sums[0].log() - sums[1] / sums[0]
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
