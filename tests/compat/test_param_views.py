@@ -231,29 +231,30 @@ class _ByRank(nn.Module):
         return self.layers[torch.distributed.get_rank()](x)
 
 
-def _leaf(rank: int, world: int) -> list[list[float]]:
+def _leaf(rank: int, world: int, leaf: type) -> list[list[float]]:
     from thalweg.compat.deepspeed.engine import initialize
     from thalweg.zero.leaf_modules import set_z3_leaf_modules
 
     torch.manual_seed(0)
     model = _ByRank()
-    set_z3_leaf_modules(model, [_ByRank])
+    set_z3_leaf_modules(model, [leaf])
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 3},
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
     }  # fmt: skip
     engine = initialize(model=model, config=config)[0]
     before = engine.state_dict()
-    engine.backward(engine(torch.full((1, 4), rank + 1.0)).sum())
+    engine.backward(engine(torch.full((1, 4), rank + 1.0, requires_grad=True)).sum())
     engine.step()
     moved = [value - before[name] for name, value in engine.state_dict().items() if "weight" in name]
     engine.close()
     return [[float(value.min()), float(value.max())] for value in moved]
 
 
-def test_ranks_use_other_parts_of_a_leaf_module() -> None:
+@pytest.mark.parametrize("leaf", [_ByRank, nn.ModuleList])
+def test_ranks_use_other_parts_of_a_leaf_module(leaf: type) -> None:
     """Each layer's gradient is the mean of one rank's and of nothing."""
-    for moved in run_ranks(_leaf, 2):
+    for moved in run_ranks(_leaf, 2, leaf):
         assert [pytest.approx(values) for values in ([-0.5, -0.5], [-1.0, -1.0])] == moved
 
 

@@ -67,6 +67,7 @@ class TiedLayerSpec(LayerSpec):
 
 class _RecomputedLayers(nn.Module):
     activation_checkpoint_interval: int
+    checkpointable_layers: tuple[str, ...] = ()
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute every so many layers (0: none) from now on; in training this is a method of ``engine.module``."""
@@ -195,13 +196,7 @@ class LocalLayers(_RecomputedLayers):
 
     activation_checkpoint_func = staticmethod(non_reentrant_checkpoint)
 
-    def __init__(
-        self,
-        specs: Sequence[LayerLike],
-        built: dict[int, Any],
-        checkpoint_interval: int = 0,
-        checkpointable_layers: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)})
         # Each layer is a unit of ZeRO's.
@@ -211,7 +206,6 @@ class LocalLayers(_RecomputedLayers):
         tied_specs = {i: spec for i in built if isinstance(spec := specs[i], TiedLayerSpec)}
         self._forward_fns = {i: spec.forward_fn for i, spec in tied_specs.items() if spec.forward_fn is not None}
         self.activation_checkpoint_interval = checkpoint_interval
-        self._checkpointable_layers = checkpointable_layers
 
     def forward(self, value: Any, layer_indices: Sequence[int] | None = None) -> Any:
         """Run the layers (or ``layer_indices`` of them) one after the other on ``value`` (a tensor or a tree)."""
@@ -226,10 +220,10 @@ class LocalLayers(_RecomputedLayers):
         return value
 
     def _is_checkpointable(self, layer_indices: Sequence[int]) -> bool:
-        if not self._checkpointable_layers:
+        if not self.checkpointable_layers:
             return bool(self.layer_parameters(layer_indices))
         layers = [self._functions.get(i) or self.layers[str(i)] for i in layer_indices]
-        return all(_class_name(layer) in self._checkpointable_layers for layer in layers)
+        return all(_class_name(layer) in self.checkpointable_layers for layer in layers)
 
     def layer_parameters(self, layer_indices: Sequence[int]) -> list[nn.Parameter]:
         """The parameters of these layers, as the modules hold them now."""
@@ -257,8 +251,8 @@ class PipelineModuleStages:
         self._stage_ranges, self._loss_fn = stage_ranges, pipeline_module.loss_fn
         self._last_stage = len(stage_ranges) - 1
         indices = [index for stage in local_stages for index in stage_ranges[stage]]
-        layers, checkpointable = pipeline_module.build_layers(indices), pipeline_module.checkpointable_layers
-        self.module = LocalLayers(pipeline_module.specs, layers, checkpoint_interval, checkpointable)
+        self.module = LocalLayers(pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval)
+        self.module.checkpointable_layers = pipeline_module.checkpointable_layers
         add_dummy_param(self.module)
         self._local_stages = tuple(local_stages)
         # Set where ranks share sequences.
