@@ -210,7 +210,7 @@ def test_the_first_ranks_tag_counts_where_tags_differ(tmp_path: Path) -> None:
 
 
 def test_the_launcher_is_called_by_name(capfd: pytest.CaptureFixture[str]) -> None:
-    from thalweg.compat.deepspeed.launcher import main
+    from thalweg.cli.other_programs import run_deepspeed as main
 
     for counted in (["--num_nodes", "1"], ["--num_gpus", "1"]):
         with pytest.raises(ValueError, match="name hosts or count them"):

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from thalweg.cli.other_programs import run
-from thalweg.cli.run import add_arguments, split_passthrough
 from thalweg.launch.hostfile import Host, filter_hosts, parse_hostfile
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-
-
-def main(args: Sequence[str] | None = None) -> NoReturn:
-    """The command line of ``deepspeed``; ends this process with the job's exit code.
-
-    Raises:
-        ValueError: hosts are both counted and named.
-    """
-    words = sys.argv[1:] if args is None else args
-    parser = argparse.ArgumentParser("deepspeed", allow_abbrev=False)
-    add_arguments(parser)
-    given = parser.parse_known_args(split_passthrough(parser, words)[0])[0]
-    if (given.include or given.exclude) and (given.num_nodes or given.nproc):
-        raise ValueError("--num_nodes and --num_gpus do not go with --include and --exclude: name hosts or count them")
-    raise SystemExit(run("deepspeed", words))
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:

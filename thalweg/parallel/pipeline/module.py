@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from thalweg.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from thalweg.parallel.pipeline.partition import partition_balanced
 from thalweg.parallel.sequence.pipeline_layers import LayerSequenceParallel
 
@@ -194,8 +194,6 @@ class PipelineModule(_RecomputedLayers):
 class LocalLayers(_RecomputedLayers):
     """Some of the layers; parameters are named ``layers.<index>...`` as in the whole model."""
 
-    activation_checkpoint_func = staticmethod(non_reentrant_checkpoint)
-
     def __init__(self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(i): layer for i, layer in built.items() if isinstance(layer, nn.Module)})
@@ -215,7 +213,7 @@ class LocalLayers(_RecomputedLayers):
             return self._run(indices, value)
         for start in range(0, len(indices), interval):
             chunk = indices[start : start + interval]
-            run = partial(self.activation_checkpoint_func, self._run) if self._is_checkpointable(chunk) else self._run
+            run = partial(checkpoint, self._run, use_reentrant=False) if self._is_checkpointable(chunk) else self._run
             value = run(chunk, value)
         return value
 
