@@ -31,7 +31,7 @@ def run_deepspeed(args: Sequence[str] | None = None) -> NoReturn:
     """
     from thalweg.cli.run import add_arguments, split_passthrough
 
-    words, parser = sys.argv[1:] if args is None else args, _parser("deepspeed", "run")
+    words, parser = list(sys.argv[1:] if args is None else args), _parser("deepspeed", "run")
     add_arguments(parser)
     given = parser.parse_known_args(split_passthrough(parser, words)[0])[0]
     if (given.include or given.exclude) and (given.num_nodes or given.nproc):
