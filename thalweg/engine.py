@@ -42,7 +42,7 @@ from thalweg.utils.env import read_rank_info
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.utils.versions import warn_of_untried_torch
-from thalweg.zero.shard import ShardedModel
+from thalweg.zero.shard import ShardedModel, unshard_model
 from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import gather_state_dict
 
@@ -119,13 +119,11 @@ def build_engine(
     """An engine of this class and its data loader, from the config ``source``; see :func:`initialize`."""
     from thalweg.plan.runtime import fill_auto_for_job  # the plan is loaded by jobs, not by every import
 
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError(
-            f"this {type(model).__name__} is sharded already, by another engine or by fully_shard: give initialize() a "
-            "model as it was built, and load_checkpoint() what the other one has learnt"
-        )
-    parsed = load(source)
+    parsed, former_params = load(source), {}
     enable_console(parsed.log_level)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        _log.warning("this %s is another engine's, which has it no longer", type(model).__name__)
+        former_params = unshard_model(model)
     warn_of_untried_torch(torch.__version__)
     parsed = take_batch_size(merge_model_settings(parsed, model), training_data)
     rank_info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -139,7 +137,7 @@ def build_engine(
     loader = build_engine_loader(training_data, resolved, *dp_coords, collate_fn, build_loader_splitter(model, meshes))
     user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     with pause_recording():  # a caller may still be inside `with zero.Init():`
-        components = parallelize(model, meshes, resolved, device, **user_args)
+        components = parallelize(model, meshes, resolved, device, former_params=former_params, **user_args)
     engine = engine_class(components, resolved, loader)
     connect_loader(loader, components, resolved)
     return engine, loader

@@ -14,7 +14,7 @@ their names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,12 +77,13 @@ from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.fsdp2.unused_params import sync_unused_params
+from thalweg.zero.leaf_modules import get_z3_leaf_modules
 from thalweg.zero.options import build_precision, build_shard_options, get_model_size
 from thalweg.zero.quantized_params import unwrap_quantized_params
 from thalweg.zero.shard import ShardedModel, shard_model
 from thalweg.zero.tp_layout import TensorParallelLayout
 from thalweg.zero.units import find_units, is_expert_list
-from thalweg.zero.whole_parameter import named_shards
+from thalweg.zero.whole_parameter import get_shard, named_shards
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
@@ -164,8 +165,11 @@ def parallelize(
     optimizer: Any = None,
     model_parameters: Any = None,
     lr_scheduler: Any = None,
+    former_params: Mapping[Tensor, nn.Parameter] | None = None,
 ) -> Components:
     """Build the parts in order; the model is changed in place.  Collective over all ranks.
+
+    ``former_params``: parameters that ``optimizer`` and ``model_parameters`` may name, and those in their place.
 
     Raises:
         ValueError: the model has no parameters, or the optimizer holds foreign ones.
@@ -185,6 +189,8 @@ def parallelize(
     pipeline = _make_pipeline(model, meshes, config)
     model = model if pipeline is None else pipeline.model
     names = {id(parameter): name for name, parameter in original_model.named_parameters(remove_duplicate=False)}
+    for former, parameter in (former_params or {}).items():
+        names[id(former)] = names[id(get_shard(former))] = names[id(parameter)]
     named_groups = groups_with_names(optimizer, model_parameters, names)
     unwrap_quantized_params(model)
     from thalweg.plan.preflight import Preflight  # the plan is loaded by jobs, not by every import
@@ -212,8 +218,9 @@ def parallelize(
     loss_tiling = apply_tiling(model, config.tiling)
     _apply_compile(model, list(units.values()), config)
     sharded = shard_model(model, mesh, options, device, tp_layout, ledger=ledger, expert_params=expert_params)
-    lists = [module for name, module in model.named_modules() if is_expert_list(name, module)]
-    sync_unused_params(sharded.groups, lists, (mesh if sharded.sites is None else sharded.sites["dp"]).get_group())
+    routed = [module for name, module in model.named_modules() if is_expert_list(name, module)]
+    routed += get_z3_leaf_modules(model)
+    sync_unused_params(sharded.groups, routed, (mesh if sharded.sites is None else sharded.sites["dp"]).get_group())
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     preflight.check_first_batch(model)

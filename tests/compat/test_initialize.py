@@ -162,6 +162,64 @@ def _without_permissions(rank: int, world: int, folder: str) -> tuple[bool, bool
     return scripts[0].stat().st_mode & 0o100 != 0, scripts[1].is_file()
 
 
+def _model_states(rank: int, world: int, folder: str) -> tuple[list[str], list[str], bool]:
+    from thalweg.compat.deepspeed.fp32_weights import get_model_ckpt_name_for_rank
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(False)
+    engine = initialize(model=model, config=config | {"zero_optimization": {"stage": 2}})[0]
+    found = []
+    for tag, excludes in (("all", False), ("trained", True)):
+        engine.save_checkpoint(folder, tag, exclude_frozen_parameters=excludes)
+        states = torch.load(get_model_ckpt_name_for_rank(f"{folder}/{tag}", "00"))["module"]
+        assert torch.equal(states["1.weight"], engine.state_dict()["1.weight"])
+        found.append(sorted(states))
+    assert not Path(get_model_ckpt_name_for_rank(f"{folder}/all", "01")).exists(), "the first has the whole"
+    assert not Path(get_model_ckpt_name_for_rank(folder, "00")).exists(), "no checkpoint of one tag"
+    torch.distributed.barrier()
+    loads = engine.load_checkpoint(folder, "all")[0] is not None  # with that file in its folder
+    engine.close()
+    return found[0], found[1], loads
+
+
+def test_a_file_of_the_models_states_is_made_when_its_name_is_asked_for(tmp_path: Path) -> None:
+    whole = ["0.bias", "0.weight", "1.weight"]
+    assert run_ranks(_model_states, 2, str(tmp_path)) == [(whole, ["1.weight"], True)] * 2
+
+
+def _save_under_own_tag(rank: int, world: int, folder: str) -> list[str]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    found = []
+    for mode in ("Warn", "Ignore", "Fail"):
+        engine = initialize(model=nn.Linear(2, 2), config=config | {"checkpoint": {"tag_validation": mode}})[0]
+        if mode == "Fail":
+            with pytest.raises(AssertionError, match="different tags"):
+                engine.save_checkpoint(folder, f"{mode}-{rank}")
+        else:
+            found.append(engine.save_checkpoint(folder, f"{mode}-{rank}").name)
+            found.append(Path(engine.load_checkpoint(folder)[0]).name)
+        engine.close()
+    return found
+
+
+def test_the_first_ranks_tag_counts_where_tags_differ(tmp_path: Path) -> None:
+    """As where each rank makes its own of the time of day."""
+    expected = ["Warn-0", "Warn-0", "Ignore-0", "Ignore-0"]
+    assert run_ranks(_save_under_own_tag, 2, str(tmp_path)) == [expected] * 2
+
+
+def test_the_launcher_is_called_by_name(capfd: pytest.CaptureFixture[str]) -> None:
+    from thalweg.cli.other_programs import run_deepspeed as main
+
+    for counted in (["--num_nodes", "1"], ["--num_gpus", "1"]):
+        with pytest.raises(ValueError, match="name hosts or count them"):
+            main([*counted, "-i", "localhost", "train.py", "--include", "x"])
+    with pytest.raises(SystemExit) as ended:
+        main(["--num_gpus", "1", "--no_python", "echo", "-i", "x"])
+    assert ended.value.code == 0 and "-i x" in capfd.readouterr().out, "what follows the script is the script's"
+
+
 def test_a_checkpoint_is_written_where_files_have_no_permissions(tmp_path: Path) -> None:
     """As on Azure's file shares, which refuse chmod."""
     assert run_ranks(_without_permissions, 1, str(tmp_path)) == [(True, True)]

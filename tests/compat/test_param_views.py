@@ -71,6 +71,7 @@ def _views(rank: int, world: int) -> dict[str, Any]:
     with torch.no_grad():
         with DeepSpeedGatheredParameters(list(params.values())):
             offload = engine.optimizer.parameter_offload
+            found["hooks within"] = len(offload.forward_hooks)
             for _, param in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
                 param.ds_active_sub_modules.clear()
             for hook in [*offload.forward_hooks, *offload.backward_hooks]:
@@ -78,6 +79,7 @@ def _views(rank: int, world: int) -> dict[str, Any]:
             offload.forward_hooks = offload.backward_hooks = []
             generated = engine.module(torch.ones(1, 5))
             offload._register_deepspeed_module(offload.module)
+        found["hooks"] = len(engine.optimizer.parameter_offload.forward_hooks)
         found["generated"] = torch.equal(generated, engine(torch.ones(1, 5)))
     # What is written to this rank's part counts.
     weight.ds_tensor.fill_(rank)
@@ -103,6 +105,7 @@ def test_parameters_at_stage_3_answer_as_deepspeeds_do() -> None:
             "ids": True, "shape": ((5, 5), 25, rows * 5), "status": True, "summary": "NOT_AVAILABLE",
             "of the model": "of the model", "within": True, "after": "NOT_AVAILABLE",
             "gathered": ("AVAILABLE", (5, 5), (5, 5)), "same values": True, "generated": True,
+            "hooks within": 0, "hooks": 3,
             "written": [0.0] * 3 + [1.0] * 2, "close": True,
             "kept": ("NOT_AVAILABLE", [2.0 * rank + 1]), "compared": (True, False), "copied": "a plain DTensor",
         }  # fmt: skip
@@ -161,6 +164,34 @@ CLASSES = {(0, ""): "AdamW", (0, "bf16"): "BF16_Optimizer", (0, "fp16"): "FP16_O
            (2, ""): "DeepSpeedZeroOptimizer", (3, "bf16"): "DeepSpeedZeroOptimizer_Stage3"}  # fmt: skip
 
 
+def _flat(rank: int, world: int) -> dict[Any, Any]:
+    from thalweg.compat.deepspeed import zero_optimizers
+
+    found: dict[Any, Any] = {}
+    for stage in (1, 3):
+        sections = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        engine = _engine(stage, **sections)
+        optimizer = engine.optimizer
+        assert isinstance(optimizer, zero_optimizers.BF16_Optimizer) == (stage == 1)
+        whole = torch.cat([value.flatten() for value in engine.state_dict().values()])
+        (flat,), (parts,) = optimizer.bit16_groups_flat, optimizer.parallel_partitioned_bit16_groups
+        factor = world * optimizer.nccl_start_alignment_factor
+        assert torch.equal(flat[: len(whole)].float(), whole.bfloat16().float()) or stage == 3
+        assert len(flat) % factor == 0 and not flat[len(whole) :].any()
+        assert torch.equal(torch.cat(parts), flat) and len({len(part) for part in parts}) == 1
+        if stage == 1:
+            assert flat.dtype == torch.bfloat16 and all(part.data_ptr() % 4 == 0 for part in parts)
+            engine.backward((rank + 1) * engine(torch.ones(1, 5, dtype=torch.bfloat16)).sum())
+            (grad,) = optimizer.fp32_groups_gradients_flat
+            found["grad"] = (grad.dtype, grad[: len(whole)].unique().tolist())
+        engine.close()
+    return found
+
+
+def test_what_deepspeed_has_flat_on_every_rank_is_put_together() -> None:
+    assert run_ranks(_flat, 2) == [{"grad": (torch.float32, [1.5])}] * 2
+
+
 def _optimizers(rank: int, world: int) -> dict[Any, Any]:
     from thalweg.compat.deepspeed import zero_optimizers
     from thalweg.optim.step import EngineOptimizer
@@ -187,6 +218,44 @@ def _optimizers(rank: int, world: int) -> dict[Any, Any]:
 def test_an_optimizer_is_of_the_class_that_deepspeed_takes() -> None:
     for found in run_ranks(_optimizers, 2):
         assert found == {**CLASSES, ("written", 2): True, ("written", 3): True}
+
+
+class _ByRank(nn.Module):
+    """Each rank runs another one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[torch.distributed.get_rank()](x)
+
+
+def _leaf(rank: int, world: int, leaf: type) -> list[list[float]]:
+    from thalweg.compat.deepspeed.engine import initialize
+    from thalweg.zero.leaf_modules import set_z3_leaf_modules
+
+    torch.manual_seed(0)
+    model = _ByRank()
+    set_z3_leaf_modules(model, [leaf])
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }  # fmt: skip
+    engine = initialize(model=model, config=config)[0]
+    before = engine.state_dict()
+    engine.backward(engine(torch.full((1, 4), rank + 1.0, requires_grad=True)).sum())
+    engine.step()
+    moved = [value - before[name] for name, value in engine.state_dict().items() if "weight" in name]
+    engine.close()
+    return [[float(value.min()), float(value.max())] for value in moved]
+
+
+@pytest.mark.parametrize("leaf", [_ByRank, nn.ModuleList])
+def test_ranks_use_other_parts_of_a_leaf_module(leaf: type) -> None:
+    """Each layer's gradient is the mean of one rank's and of nothing."""
+    for moved in run_ranks(_leaf, 2, leaf):
+        assert [pytest.approx(values) for values in ([-0.5, -0.5], [-1.0, -1.0])] == moved
 
 
 LOGITS = torch.tensor([[2.0, 0.0, 1.0], [2.1, 0.1, 1.0], [2.2, 0.3, 0.0], [0.0, 0.2, 3.0]])

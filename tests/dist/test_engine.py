@@ -599,19 +599,66 @@ def test_a_short_window_counts_the_samples_that_it_saw():
         assert counts == [3 * 2 * 2, 4 * 2 * 2]
 
 
-def _initialized_twice(rank: int, world: int) -> str:
+def _initialize_again(rank: int, world: int) -> list[tuple[int, int, list, list]]:
+    """A model trained by one engine, then by a second one of another stage: its weights, and those of the same steps
+    of a plain model."""
     import thalweg
 
-    model = nn.Linear(4, 4)
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    found = []
+    for before, after in ((0, 2), (1, 3), (3, 1), (3, 3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+        model[0].register_forward_hook(lambda *_: None)
+        model[2].bias.requires_grad_(False)
+        plain, hooks = copy.deepcopy(model), dict(model[0]._forward_hooks)
+        optimizer = torch.optim.Adam((p for p in plain.parameters() if p.requires_grad), lr=0.1)
+        engines: list = []
+        for step, stage in enumerate((before, after)):
+            optimizer.state.clear()
+            config = {
+                "train_micro_batch_size_per_gpu": 2,
+                "optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}},
+                "zero_optimization": {"stage": stage},
+            }
+            trained = [p for p in model.parameters() if p.requires_grad]  # the second time those of the first engine
+            engine = thalweg.initialize(model=model, config=config, model_parameters=trained)[0]
+            assert engine.module is model and hooks.items() <= model[0]._forward_hooks.items()
+            batch = torch.arange(4 * world * 2).view(world, 2, 4) / 10 + step
+            engine.backward(engine(batch[rank]).square().mean())
+            engine.step()
+            plain(batch.flatten(0, 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engines.append(engine)
+        with pytest.raises(RuntimeError, match="a later initialize"):
+            engines[0](batch[rank])
+        values = engine.state_dict()
+        assert not model[2].bias.requires_grad and list(values) == list(plain.state_dict())
+        found.append((before, after, list(values.values()), list(plain.state_dict().values())))
+        engine.close()
+    return found
+
+
+def test_a_model_of_another_engine_is_taken_over():
+    for cases in run_ranks(_initialize_again, 2):
+        for before, after, values, expected in cases:
+            for value, want in zip(values, expected, strict=True):
+                assert torch.allclose(value, want, atol=1e-6), (before, after)
+                assert not torch.allclose(value, torch.zeros_like(want), atol=1e-2)
+
+
+def _initialize_tensor_parallel_again(rank: int, world: int) -> str:
+    import thalweg
+
+    model, config = tiny_gpt(), {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
     thalweg.initialize(model=model, config=config)
     with pytest.raises(ValueError) as error:
         thalweg.initialize(model=model, config=config)
     return str(error.value)
 
 
-def test_a_model_of_another_engine_is_refused():
-    assert "sharded already" in run_ranks(_initialized_twice, 1)[0]
+def test_a_model_that_another_engine_has_cut_is_refused():
+    assert all("cut already" in said for said in run_ranks(_initialize_tensor_parallel_again, 2))
 
 
 class ShiftedBlock(nn.Module):

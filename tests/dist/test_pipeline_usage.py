@@ -152,3 +152,45 @@ def test_contradictions_are_refused():
         resolve(load(bad), world_size=2)
     with pytest.raises(ValueError, match="virtual_stages"):
         resolve(load(_config(pipeline={"stages": 2, "virtual_stages": 3})), world_size=2)
+
+
+class _Counted(nn.Module):
+    """Counts its forward passes, recomputed ones too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(width, width) if width else nn.Tanh(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x)
+
+
+class _OfAnotherClass(_Counted):
+    pass
+
+
+def _recomputed(rank: int, world: int) -> dict[tuple[bool, int], list[int]]:
+    found: dict[tuple[bool, int], list[int]] = {}
+    for listed in (None, ["_OfAnotherClass"]):
+        layers = [_Counted(4), _Counted(0), _OfAnotherClass(4), _Counted(4)]
+        model = PipelineModule([*layers, nn.Flatten(0)], 1, loss_fn=lambda y, _: y.sum(), checkpointable_layers=listed)
+        engine, *_ = thalweg.initialize(model=model, config=_config(gradient_accumulation_steps=1))
+        for interval in (0, 1, 2):
+            engine.module.set_checkpoint_interval(interval)
+            for layer in layers:
+                layer.calls = 0
+            engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4))]))
+            found[bool(listed), interval] = [layer.calls for layer in layers]
+        with pytest.raises(ValueError, match="interval is -1"):
+            engine.module.set_checkpoint_interval(-1)
+        engine.close()
+    return found
+
+
+def test_layers_are_recomputed_by_an_interval_that_may_change():
+    (found,) = run_ranks(_recomputed, 1)
+    assert found == {
+        (False, 0): [1, 1, 1, 1], (False, 1): [2, 1, 2, 2], (False, 2): [2, 2, 2, 2],
+        (True, 0): [1, 1, 1, 1], (True, 1): [1, 1, 2, 1], (True, 2): [1, 1, 1, 1],
+    }  # fmt: skip

@@ -139,3 +139,15 @@ for space, old in zip(spaces, before):
     assert not changed, (space, changed)
 """
     assert _run(code) == ""
+
+
+def test_inference_is_imported_where_no_kernel_can_be_made() -> None:
+    """llvmlite is optional, and no wheel of it may exist for a new Python: torch's operators do instead."""
+    code = """
+import sys
+sys.modules["llvmlite"] = None
+import thalweg.infer.loader.load
+from thalweg.ops import cpu_kernels
+print(cpu_kernels.unsupported_reason())
+"""
+    assert "llvmlite is not installed" in _run(code)

@@ -30,7 +30,7 @@ from thalweg.checkpoint.deepspeed.flat_tensors import (
     flat_range_chunks,
     flat_start,
 )
-from thalweg.checkpoint.deepspeed.torch_file import TorchFile, load_tensors
+from thalweg.checkpoint.deepspeed.torch_file import TorchFile, load_tensors, write_torch_file
 from thalweg.checkpoint.errors import CheckpointNotFoundError
 from thalweg.checkpoint.load import open_checkpoint
 from thalweg.cli import main
@@ -116,6 +116,26 @@ def test_a_file_that_was_packed_anew_reads_the_same(tmp_path: Path) -> None:
             packed.writestr("longer/" + info.filename.partition("/")[2], archive.read(info))
     found = TorchFile(FileSystem(), tmp_path / "b.pt").tree()
     assert all(torch.equal(found[key], value) for key, value in saved.items())
+
+
+def test_torch_reads_what_is_written_without_pickle(tmp_path: Path) -> None:
+    tensors = {
+        f"{dtype}".removeprefix("torch."): torch.arange(6).view(2, 3).to(dtype).t()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+    }
+    tensors |= {"empty": torch.empty(0, 3), "number": torch.tensor(2.5), "Größe": nn_parameter()}
+    with (tmp_path / "a.pt").open("wb") as file:
+        write_torch_file(file, {"module": tensors, "step": 1 << 40})
+    for found in (torch.load(tmp_path / "a.pt"), TorchFile(FileSystem(), tmp_path / "a.pt").tree()):
+        assert found["step"] == 1 << 40 and list(found["module"]) == list(tensors)
+        for name, value in found["module"].items():
+            assert value.dtype == tensors[name].dtype and torch.equal(value, tensors[name].detach()), name
+    with pytest.raises(ValueError, match="save it in another dtype"):
+        write_torch_file(io.BytesIO(), {"small": torch.zeros(2, dtype=torch.float8_e4m3fn)})
+
+
+def nn_parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(4))
 
 
 def test_a_user_class_in_the_client_state_is_named_with_the_cure(tmp_path: Path) -> None:

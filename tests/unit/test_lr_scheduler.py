@@ -232,7 +232,6 @@ def test_torch_schedulers_by_name() -> None:
     [
         ("WarmupL", {}, "WarmupLR"),
         ("WarmupLR", {"warmup_max_rl": 1.0}, "warmup_max_lr"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "log"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
         ("WarmupLR", {"warmup_max_lr": "1e-3"}, "warmup_max_lr"),
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "1 parameter groups"),
@@ -248,6 +247,15 @@ def test_bad_input_is_named(name: str, params: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_lr_scheduler(name, params, opt)
     assert opt.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupCosineLR"])
+def test_a_warm_up_of_an_unknown_type_is_logarithmic_and_says_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    length = {"total_num_steps": 20} if name == "WarmupCosineLR" else {}
+    rows = {kind: run(name, {"warmup_num_steps": 9, "warmup_type": kind, **length}, 12) for kind in ("log", "linear")}
+    assert not caplog.records
+    cubic = run(name, {"warmup_num_steps": 9, "warmup_type": "cubic", **length}, 12)
+    assert firsts(cubic) == firsts(rows["log"]) != firsts(rows["linear"]) and "'cubic'" in caplog.text
 
 
 def test_a_group_that_joins_later_keeps_its_rate() -> None:

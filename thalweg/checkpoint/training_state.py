@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from thalweg.checkpoint.export_hf import save_16bit
 from thalweg.checkpoint.load import open_verified
@@ -19,9 +18,7 @@ from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restor
 from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.save import save_snapshot
-from thalweg.comm.collectives.shared_memory import hash_name
 from thalweg.config import Config
-from thalweg.parallel_dims import control_group
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
 from thalweg.zero.whole_tensors import full_state_dict, load_full_state_dict
@@ -48,8 +45,7 @@ class TrainingState:
     ) -> Path:
         """Commit a checkpoint; see ``Engine.save_checkpoint``."""
         components, keep_latest_k = self.components, self.config.checkpoint.keep
-        tag = tag or f"global_step{self.counters.global_steps}"
-        self._check_tag(tag)
+        tag = self._agree_on_tag(str(tag or f"global_step{self.counters.global_steps}"))
         self._finalize()
         state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
         path = save_snapshot(
@@ -186,19 +182,16 @@ class TrainingState:
         if state.get("loader") and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state["loader"])
 
-    def _check_tag(self, tag: str) -> None:
-        """Rank 0's tag counts; ``checkpoint.tag_validation`` says what a rank that differs means."""
+    def _agree_on_tag(self, tag: str) -> str:
+        """Rank 0's tag, which counts; ``checkpoint.tag_validation`` says what a rank that differs means."""
         mode = self.config.checkpoint.tag_validation
-        if mode == "Ignore" or self.components.meshes.world_size == 1:
-            return
-        bounds = torch.tensor([hash_name(tag), -hash_name(tag)])
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=control_group(self.components.meshes.world_group))
-        if int(bounds[0]) == -int(bounds[1]):
-            return
-        message = f"the ranks save under different tags (here {tag!r}): give every rank the same one"
-        if mode == "Fail":
-            raise ValueError(message)
-        _log.warning("%s; rank 0's is used", message)
+        tags = RankGroup.from_group(self.components.meshes.world_group).all_gather_json(tag)
+        if len({*tags}) > 1 and mode != "Ignore":
+            message = f"the ranks save under different tags (here {tag!r}): give every rank the same one"
+            if mode == "Fail":
+                raise ValueError(message)
+            _log.warning("%s; rank 0's is used", message)
+        return tags[0]
 
 
 def _get_state_dict(obj: Any) -> Any:

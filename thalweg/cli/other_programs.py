@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from thalweg.cli import main
 
@@ -20,6 +21,22 @@ from thalweg.cli import main
 def run(program: str, arguments: Sequence[str]) -> int:
     """Run a program of DeepSpeed's or MII's; returns its exit code."""
     return main(_PROGRAMS[program](arguments))
+
+
+def run_deepspeed(args: Sequence[str] | None = None) -> NoReturn:
+    """``deepspeed.launcher.runner.main``: the command line; ends this process with the job's exit code.
+
+    Raises:
+        ValueError: hosts are both counted and named.
+    """
+    from thalweg.cli.run import add_arguments, split_passthrough
+
+    words, parser = list(sys.argv[1:] if args is None else args), _parser("deepspeed", "run")
+    add_arguments(parser)
+    given = parser.parse_known_args(split_passthrough(parser, words)[0])[0]
+    if (given.include or given.exclude) and (given.num_nodes or given.nproc):
+        raise ValueError("--num_nodes and --num_gpus do not go with --include and --exclude: name hosts or count them")
+    raise SystemExit(run("deepspeed", words))
 
 
 def _deepspeed(arguments: Sequence[str]) -> list[str]:

@@ -14,9 +14,8 @@ OneCycle, and the log/linear warm-ups of large-batch training.
 
 On purpose different: lists with one entry per parameter group are taken wherever a rate or a momentum is;
 ``warmup_max_lr`` left out means each group's own rate; OneCycle leaves ``betas[1]`` alone and cycles
-``momentum`` where an optimiser has no ``betas``; an unknown ``warmup_type`` is an error and not "log";
-``load_state_dict`` also puts the rates back into the optimiser. A group that joins later, by
-``add_param_group``, keeps the rate that it came with, as with torch's schedulers.
+``momentum`` where an optimiser has no ``betas``; ``load_state_dict`` also puts the rates back into the optimiser. A
+group that joins later, by ``add_param_group``, keeps the rate that it came with, as with torch's schedulers.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ from typing import Any
 
 import torch
 
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
 Rates = float | Sequence[float]
 
 
@@ -136,7 +138,8 @@ class _Warmup:
 
     def __init__(self, steps: Any, warmup_type: Any) -> None:
         if warmup_type not in ("log", "linear"):
-            raise ValueError(f"warmup_type must be 'log' or 'linear', not {warmup_type!r}")
+            _log.warning("warmup_type %r is neither 'log' nor 'linear': the warm-up is logarithmic", warmup_type)
+            warmup_type = "log"
         self.steps = max(2, _check_int(steps, "warmup_num_steps", low=1))
         self.warmup_type = warmup_type
 
@@ -215,7 +218,7 @@ class WarmupCosineLR(LRScheduler):
     ) -> None:
         self.total_num_steps = _check_int(total_num_steps, "total_num_steps", low=1)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.warmup_type = warmup_type
+        self.warmup_type = self.warmup.warmup_type
         self.warmup_min_ratio = _check_float(warmup_min_ratio, "warmup_min_ratio", low=0.0)
         self.cos_min_ratio = _check_float(cos_min_ratio, "cos_min_ratio", low=0.0)
         self.base_lrs = _current_lrs(optimizer)

@@ -50,7 +50,7 @@ def copy_plain(module: nn.Module, memo: dict[int, Any] | None = None, *, left_ou
     _check_whole(own, "copy.deepcopy")
     for param in own:
         deepcopy_plain(param, memo)
-    with _shown_plain(module, ("_thalweg", *left_out)):
+    with _shown_plain(module, left_out):
         return copy.deepcopy(module, memo)
 
 
@@ -81,23 +81,28 @@ def plain_class(module: nn.Module) -> type:
 
 @contextmanager
 def _shown_plain(module: nn.Module, left_out: tuple[str, ...]) -> Iterator[None]:
-    """Show all modules with their own classes, and without what training has put into them."""
     undo: list[Callable[[], object]] = []
     try:
-        for child in module.modules():
-            undo.append(partial(setattr, child, "__class__", type(child)))
-            attributes, own_class = child.__dict__, plain_class(child)
-            for name in [name for name in attributes if name.startswith(left_out)]:
-                undo.append(partial(attributes.__setitem__, name, attributes.pop(name)))
-            for hooks in [value for name, value in attributes.items() if name.endswith("_hooks")]:
-                if isinstance(hooks, dict) and any(map(_is_ours, hooks.values())):
-                    undo.append(partial(_refill, hooks, dict(hooks)))
-                    _refill(hooks, {key: hook for key, hook in hooks.items() if not _is_ours(hook)})
-            child.__class__ = own_class
+        strip_training(module, left_out, undo)
         yield
     finally:
         for step in reversed(undo):
             step()
+
+
+def strip_training(module: nn.Module, left_out: tuple[str, ...], undo: list[Callable[[], object]]) -> None:
+    """Give all modules their own classes, and take out what training has put into them; the steps back go into
+    ``undo``.  ``left_out``: as for :func:`copy_plain`."""
+    for child in module.modules():
+        undo.append(partial(setattr, child, "__class__", type(child)))
+        attributes, own_class = child.__dict__, plain_class(child)
+        for name in [name for name in attributes if name.startswith(("_thalweg", *left_out))]:
+            undo.append(partial(attributes.__setitem__, name, attributes.pop(name)))
+        for hooks in [value for name, value in attributes.items() if name.endswith("_hooks")]:
+            if isinstance(hooks, dict) and any(map(_is_ours, hooks.values())):
+                undo.append(partial(_refill, hooks, dict(hooks)))
+                _refill(hooks, {key: hook for key, hook in hooks.items() if not _is_ours(hook)})
+        child.__class__ = own_class
 
 
 def _refill(hooks: dict[int, Any], content: dict[int, Any]) -> None:

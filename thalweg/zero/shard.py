@@ -14,6 +14,7 @@ stay unsharded, and the modules hold the same plain parameters at all times (:mo
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
@@ -64,9 +66,12 @@ from thalweg.zero.storage.nvme import (
 )
 from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
+from thalweg.zero.whole_parameter import get_shard
+from thalweg.zero.whole_tensors import gather_master
 
 BeforeReduce = Callable[[list[nn.Parameter]], None]
 AfterReduce = Callable[[str, list[nn.Parameter], bool], None]
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModel]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,8 @@ class ShardedModel:
         self._backward_flags: tuple[bool, bool] | None = None
         self._reduces_last = False
         self._entered_sharded = False
+        self.is_taken = False  # by another engine
+        _owners[module] = weakref.ref(self)
         self._backward_trackers: list[BackwardTracker] = []
         self._handles = [module.register_forward_pre_hook(_untraced(self._before_forward), prepend=True)]
         self._handles.append(module.register_forward_hook(_untraced(self._after_forward)))
@@ -179,6 +186,8 @@ class ShardedModel:
 
     def set_backward_flags(self, last: bool, sync: bool = True) -> None:
         """Set what the coming backward does: ``last`` of its window, reducing (``sync``) or not."""
+        if self.is_taken:
+            raise RuntimeError("a later initialize() was given this engine's model: go on with the engine it returned")
         self._reduces_last = sync and last
         reduce = sync and (last or self._policy.reduces_each_backward)
         reshard = last or self._policy.reshards_after_use
@@ -529,6 +538,34 @@ def shard_model(
     )
     register_sharded_model(model, collectives.spec.ledger)
     return sharded_model
+
+
+def unshard_model(model: nn.Module) -> dict[Tensor, nn.Parameter]:
+    """Make a sharded model the plain one that it was, in place, whole parameters in the masters' dtypes; collective.
+
+    Whoever trained it has it no longer.  Returns what has taken the place of each parameter.
+
+    Raises:
+        ValueError: tensor, expert or pipeline parallelism has cut it, which is not undone.
+    """
+    for group in private_api.get_fsdp_groups(model):
+        group.to_sharded()
+    slots = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
+    meshes = {shard.device_mesh for *_, p in slots if isinstance(shard := get_shard(p), DTensor)}
+    if any(mesh.size() != dist.get_world_size() or {"tp", "ep"} & {*(mesh.mesh_dim_names or ())} for mesh in meshes):
+        raise ValueError(
+            f"this {type(model).__name__} is cut already, by the parallelism of another engine: give initialize() a "
+            "model as it was built, and load_checkpoint() what the other one has learnt"
+        )
+    whole: dict[Tensor, nn.Parameter] = {}
+    for module, key, param in slots:
+        if param not in whole:
+            whole[param] = nn.Parameter(gather_master(param), param.requires_grad)
+        module._parameters[key] = whole[param]
+    if (owner := _owners.get(model, lambda: None)()) is not None:
+        owner.is_taken = True
+    private_api.undo_fully_shard(model)
+    return whole
 
 
 def _find_parts_called_alone(

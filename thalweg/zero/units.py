@@ -128,7 +128,10 @@ def _modules_by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Drop the units that share a parameter with another unit or with the rest of the model."""
+    """Drop the units that share a parameter with another unit or with the rest of the model, and those in a leaf module
+    that is no unit itself: the model, or a list."""
+    leaves = [name and f"{name}." for name, m in model.named_modules() if z3_leaf_module(m) and name not in units]
+    units = {name: unit for name, unit in units.items() if not any(name.startswith(leaf) for leaf in leaves)}
     owners: dict[int, set[str]] = {}
     names: Sequence[str] = list(units)
     for name, parameter in model.named_parameters(remove_duplicate=False):

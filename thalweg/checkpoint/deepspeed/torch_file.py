@@ -1,4 +1,4 @@
-"""A file of ``torch.save``, read without torch's unpickler: its tree, with tensors that are mapped from the file.
+"""A file of ``torch.save``, read and written without pickle: its tree, with tensors that are mapped from the file.
 
 It is a zip whose entries are not compressed: ``<name>/data.pkl`` is the tree, ``<name>/data/<key>`` a storage each,
 so the elements of a tensor lie at a place in the file that is known from the zip's directory alone.  Each entry has
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from thalweg.checkpoint.deepspeed.unpickle import unpickle
+from thalweg.checkpoint.deepspeed.unpickle import STORAGE_DTYPES, unpickle
 from thalweg.checkpoint.errors import CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem
 
@@ -78,6 +79,47 @@ class TorchFile:
         if first + nbytes > len(self._bytes):
             raise CorruptCheckpointError(f"{self.path}: the file ends inside the entry {name}")
         return self._bytes[first : first + nbytes]
+
+
+def write_torch_file(file: BinaryIO, tree: Mapping[str, Any]) -> None:
+    """Write dicts (keys are strings) within dicts of tensors so that ``torch.load`` reads them, with weights_only too.
+
+    Raises:
+        ValueError: a tensor is of a dtype without a storage class of its own (fp8).
+    """
+    tensors: list[torch.Tensor] = []
+    opcodes = b"\x80\x02" + _encode(tree, tensors) + b"."
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in (("data.pkl", opcodes), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(f"archive/{name}", content)
+        for number, tensor in enumerate(tensors):
+            with archive.open(f"archive/data/{number}", "w", force_zip64=True) as entry:
+                entry.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _encode(value: Any, tensors: list[torch.Tensor]) -> bytes:
+    """The opcodes (of protocol 2) that put ``value`` on the stack; ``tensors`` takes those that they refer to."""
+    if isinstance(value, str):
+        text = value.encode()
+        return b"X" + struct.pack("<I", len(text)) + text
+    if isinstance(value, int):
+        return b"\x8a\x08" + struct.pack("<q", value)
+    if isinstance(value, tuple):
+        return b"(" + b"".join(_encode(item, tensors) for item in value) + b"t"
+    if isinstance(value, Mapping):
+        return b"}(" + b"".join(_encode(key, tensors) + _encode(item, tensors) for key, item in value.items()) + b"u"
+    storage_class = next((name for name, dtype in STORAGE_DTYPES.items() if dtype == value.dtype), None)
+    if storage_class is None:
+        raise ValueError(f"a tensor of {value.dtype} has no storage class: save it in another dtype")
+    tensors.append(value := value.contiguous())
+    key, (module, _, name) = str(len(tensors) - 1), storage_class.rpartition(".")
+    storage = b"".join(_encode(item, tensors) for item in (key, "cpu", value.numel()))
+    place = b"".join(_encode(item, tensors) for item in (0, tuple(value.shape), value.stride()))
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(("
+        + (_encode("storage", tensors) + f"c{module}\n{name}\n".encode() + storage + b"tQ" + place)
+        + b"\x89ccollections\nOrderedDict\n)RtR"  # no gradient, no hooks
+    )
 
 
 def load_tensors(tree: Any) -> Any:

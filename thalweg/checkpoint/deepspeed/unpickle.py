@@ -57,7 +57,7 @@ class _ArrayShell:
 
 
 _MARK = object()
-_STORAGE_DTYPES: dict[str, torch.dtype | None] = {
+STORAGE_DTYPES: dict[str, torch.dtype | None] = {
     **{f"torch.{kind}Storage": getattr(torch, dtype) for kind, dtype in {
         "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
         "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
@@ -191,7 +191,7 @@ class _Interpreter:
         kind, storage_type, key, *_ = persistent_id
         if kind != "storage" or not isinstance(storage_type, _Global):
             raise ValueError("it refers to something other than a storage")
-        self.stack.append(_Storage(str(key), _STORAGE_DTYPES[storage_type.name]))
+        self.stack.append(_Storage(str(key), STORAGE_DTYPES[storage_type.name]))
 
 
 def _object_fields(state: Any) -> dict[Any, Any]:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thalweg
+from thalweg.checkpoint.errors import CheckpointError
 from thalweg.compat.deepspeed.arguments import check_process_group
 from thalweg.compat.deepspeed.config import raising_deepspeed_errors, translate_config
 from thalweg.compat.deepspeed.live_engines import add_engine
@@ -162,7 +163,10 @@ class DeepSpeedEngine(Engine):
         exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Write and commit a checkpoint, beside it the ``zero_to_fp32.py`` that is run in its folder; collective."""
-        path = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        try:
+            path = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        except ValueError as error:
+            raise error if isinstance(error, CheckpointError) else DeepSpeedUsageError(error) from None
         if dist.get_rank() == 0:
             program = Path(thalweg.__file__).parent / "cli" / "bin" / "zero_to_fp32.py"
             shutil.copyfile(program, Path(save_dir) / program.name)
@@ -371,6 +375,9 @@ class DeepSpeedEngine(Engine):
             if model is None or not hasattr(model, name):
                 raise
             return getattr(model, name)  # DeepSpeed's engine has whatever its model has
+
+    def _reentrant_activation_checkpointing(self) -> bool:
+        return False  # a pipeline's inputs need no gradient for their layers to be recomputed
 
     def allreduce_gradients(self, *_: Any, **__: Any) -> None:
         """Nothing to do: backward passes reduce what a step will need."""

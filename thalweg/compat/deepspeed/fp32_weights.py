@@ -9,6 +9,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
+from thalweg.checkpoint.deepspeed.torch_file import write_torch_file
+from thalweg.checkpoint.directory import MANIFEST
+from thalweg.utils.atomic_file import publish_file
 from thalweg.zero.whole_parameter import WholeParameter
 from thalweg.zero.whole_tensors import load_full_state_dict
 
@@ -24,6 +27,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
         tensors |= {alias: tensors[name] for alias, name in checkpoint.manifest.aliases.items() if name in tensors}
     tensors = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
     return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> str:
+    """The file of the model's states in the folder of one tag, for ``torch.load(file)["module"]``.
+
+    Thalweg's folders have safetensors: the first rank's file is made of them, whole and in fp32, when it is asked for.
+    """
+    path = Path(base_folder) / f"mp_rank_{mp_rank_str}_model_states.pt"
+    if int(mp_rank_str) == 0 and (path.parent / MANIFEST).is_file() and not path.exists():
+        states = {"module": get_fp32_state_dict_from_zero_checkpoint(path.parents[1], path.parent.name)}
+        publish_file(path, lambda file: write_torch_file(file, states))
+    return str(path)
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -1,21 +1,31 @@
 """The engine's optimizer under the classes that DeepSpeed's has, and its rank's part of parameters and gradients.
 
 A program asks by ``isinstance`` which kind it has; which one that is follows from the stage and the dtype.  DeepSpeed
-concatenates the parameters of a group, Thalweg keeps each apart: where DeepSpeed has one flat tensor for a group there
-is one for each of its parameters here, in the same order, over the same memory, so that what is written to it counts.
+concatenates the parameters of a group, Thalweg keeps each apart: where DeepSpeed has one flat tensor for a rank's part
+of a group there is one for each of its parameters here, in the same order, over the same memory, so that what is
+written to it counts.  What DeepSpeed has flat and whole on every rank (``fp32_groups_gradients_flat``,
+``bit16_groups_flat``) is put together when it is read: a copy.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from thalweg.config import Config
 from thalweg.optim.step import EngineOptimizer
-from thalweg.zero.whole_tensors import to_local
+from thalweg.zero.whole_parameter import get_shard
+from thalweg.zero.whole_tensors import gather_whole, to_local
 
 
 class DeepSpeedOptimizer(EngineOptimizer):
@@ -24,6 +34,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
 class ZeROOptimizer(DeepSpeedOptimizer):
     """One that shards, or keeps masters beside bf16."""
+
+    nccl_start_alignment_factor = 2  # elements of 16 bits that a rank's part of a flat tensor is a multiple of
 
     @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
@@ -37,9 +49,41 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         params = (param for group in self.param_groups for param in group["params"])
         return [to_local(param.detach()).view(-1) for param in params]
 
+    @property
+    def bit16_groups(self) -> list[list[Tensor]]:
+        """The model's own parameters, by group."""
+        shown = {get_shard(param): param for param in self._sharded.module.parameters()}
+        return [[shown[param] for param in group["params"]] for group in self.param_groups]
+
+    @property
+    def bit16_groups_flat(self) -> list[Tensor]:
+        """Their values, flat."""
+        return [self._flatten(group) for group in self.bit16_groups]
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
+        """Those in equal parts, one for each rank."""
+        return [list(flat.chunk(self._num_parts)) for flat in self.bit16_groups_flat]
+
+    @property
+    def _num_parts(self) -> int:
+        return 1 if self._replicate_group is None else dist.get_world_size(self._replicate_group)
+
+    def _flatten(self, values: Iterable[Tensor]) -> Tensor:
+        """``values`` whole, end to end, and zeros up to where every rank's part of 16 bits is aligned; collective."""
+        whole = [gather_whole(value.detach()).flatten() for value in values]
+        flat = torch.cat(whole) if whole else torch.empty(0)
+        return pad(flat, (0, -len(flat) % (self.nccl_start_alignment_factor * self._num_parts)))
+
 
 class BF16_Optimizer(ZeROOptimizer):
-    """bf16 at stage 0."""
+    """bf16 at stage 0, and at stage 1 where gradients accumulate in fp32."""
+
+    @property
+    def fp32_groups_gradients_flat(self) -> list[Tensor]:
+        """The reduced gradients of each group, whole and flat; zeros for parameters without one; collective."""
+        groups = [group["params"] for group in self.param_groups]
+        return [self._flatten(torch.zeros_like(p) if p.grad is None else p.grad for p in params) for params in groups]
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):
@@ -63,12 +107,15 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 class ParameterOffload:
     """DeepSpeed's hooks on a model at stage 3, for programs that take them off to generate and put them on again (TRL).
 
-    There are none: a forward pass within ``GatheredParameters`` is right as it is.
+    A forward pass within ``GatheredParameters`` gathers nothing and is right as it is: then there are none, and to
+    remove one changes nothing at any time.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.module = SimpleNamespace(named_parameters=model.named_parameters, ds_external_parameters=tuple)
-        self.forward_hooks: list[RemovableHandle] = []
+        gathers = any(isinstance(param, DTensor) for param in model.parameters())
+        units = [module for module in model.modules() if gathers and isinstance(module, FSDPModule)]
+        self.forward_hooks = [RemovableHandle(OrderedDict()) for _ in units]
         self.backward_hooks: list[RemovableHandle] = []
 
     def _register_deepspeed_module(self, module: Any, count: Any = None) -> None:
@@ -96,7 +143,10 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
 def show_class(optimizer: EngineOptimizer, config: Config) -> None:
     """Make it one of these classes; in fp32 at stage 0 one of the user's own, whose object DeepSpeed hands back."""
     stage = config.zero_optimization.stage
-    if stage:
+    sums_in_fp32 = config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32"
+    if stage == 1 and sums_in_fp32 and config.zero_optimization.offload_optimizer.device == "none":
+        shown = BF16_Optimizer
+    elif stage:
         shown = DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer
     elif config.fp16.enabled or config.bf16.enabled:
         shown = FP16_Optimizer if config.fp16.enabled else BF16_Optimizer

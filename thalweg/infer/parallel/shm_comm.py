@@ -30,7 +30,7 @@ from torch import Tensor
 
 from thalweg.infer.parallel.communicator import StageCommunicator
 from thalweg.infer.parallel.process_group import InferenceGroup
-from thalweg.ops.cpu_kernels.shm_reduce import CACHE_LINE_BYTES
+from thalweg.ops.cpu_kernels import CACHE_LINE_BYTES
 from thalweg.storage_io.allocator import round_up
 
 

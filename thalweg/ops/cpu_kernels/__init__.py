@@ -21,16 +21,17 @@ if TYPE_CHECKING or importlib.util.find_spec("llvmlite") is not None:
         round_up,
     )
     from thalweg.ops.cpu_kernels.program import MAX_THREADS, Program, ThreadTuner, openmp_available
+    from thalweg.ops.cpu_kernels.shm_reduce import CACHE_LINE_BYTES
 
     _HAVE_LLVMLITE = True
 else:
     BLOCK_SIZE, BLOCKS_PER_STRIPE, ISAS, KV_DTYPE_BYTES, WEIGHT_FORMATS, _HAVE_LLVMLITE = 16, 16, {}, {}, {}, False
-    supported_isas = list
+    CACHE_LINE_BYTES, supported_isas = 128, list
 
 __all__ = [
-    "BLOCKS_PER_STRIPE", "BLOCK_SIZE", "ISAS", "KV_DTYPE_BYTES", "MAX_THREADS", "WEIGHT_FORMATS", "ActivationBuffer",
-    "AttentionShape", "Instruction", "Isa", "KernelSet", "PackingBuffer", "Program", "ThreadTuner", "allocate_rows",
-    "build_program", "host_isa", "iter_packed_blocks", "packed_nbytes", "round_up", "supported_isas",
+    "BLOCKS_PER_STRIPE", "BLOCK_SIZE", "CACHE_LINE_BYTES", "ISAS", "KV_DTYPE_BYTES", "MAX_THREADS", "WEIGHT_FORMATS",
+    "ActivationBuffer", "AttentionShape", "Instruction", "Isa", "KernelSet", "PackingBuffer", "Program", "ThreadTuner",
+    "allocate_rows", "build_program", "host_isa", "iter_packed_blocks", "packed_nbytes", "round_up", "supported_isas",
     "unsupported_reason",
 ]  # fmt: skip
 

@@ -65,7 +65,18 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attrs = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
-class PipelineModule(nn.Module):
+class _RecomputedLayers(nn.Module):
+    activation_checkpoint_interval: int
+    checkpointable_layers: tuple[str, ...] = ()
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute every so many layers (0: none) from now on; in training this is a method of ``engine.module``."""
+        if interval < 0:
+            raise ValueError(f"the interval is {interval}: recompute every so many layers, or 0 for none")
+        self.activation_checkpoint_interval = interval
+
+
+class PipelineModule(_RecomputedLayers):
     """The layers of one model, to be cut into stages.
 
     Args:
@@ -75,6 +86,8 @@ class PipelineModule(nn.Module):
         partition_method: "parameters" (equal parameters), "uniform" (equal counts), "type:REGEX"
             (equal counts of the layers whose class name matches), "best" or "auto": parameters.
         activation_checkpoint_interval: recompute every so many layers (0: none).
+        checkpointable_layers: names of classes; only where all of so many layers are of these.  By default where any
+            has parameters.
         seed_layers, base_seed: give every layer a seed of its own before it is built, so that
             its values depend on neither the cut nor the rank.
 
@@ -178,7 +191,7 @@ class PipelineModule(nn.Module):
         raise RuntimeError("a PipelineModule runs through engine.train_batch() and engine.eval_batch()")
 
 
-class LocalLayers(nn.Module):
+class LocalLayers(_RecomputedLayers):
     """Some of the layers; parameters are named ``layers.<index>...`` as in the whole model."""
 
     def __init__(self, specs: Sequence[LayerLike], built: dict[int, Any], checkpoint_interval: int = 0) -> None:
@@ -190,17 +203,25 @@ class LocalLayers(nn.Module):
         self._functions = {i: layer for i, layer in built.items() if not isinstance(layer, nn.Module)}
         tied_specs = {i: spec for i in built if isinstance(spec := specs[i], TiedLayerSpec)}
         self._forward_fns = {i: spec.forward_fn for i, spec in tied_specs.items() if spec.forward_fn is not None}
-        self._checkpoint_interval = checkpoint_interval
+        self.activation_checkpoint_interval = checkpoint_interval
 
     def forward(self, value: Any, layer_indices: Sequence[int] | None = None) -> Any:
         """Run the layers (or ``layer_indices`` of them) one after the other on ``value`` (a tensor or a tree)."""
         indices = self._indices if layer_indices is None else list(layer_indices)
-        if not self._checkpoint_interval or not torch.is_grad_enabled():
+        interval = self.activation_checkpoint_interval
+        if not interval or not torch.is_grad_enabled():
             return self._run(indices, value)
-        for start in range(0, len(indices), self._checkpoint_interval):
-            chunk = indices[start : start + self._checkpoint_interval]
-            value = checkpoint(self._run, chunk, value, use_reentrant=False)
+        for start in range(0, len(indices), interval):
+            chunk = indices[start : start + interval]
+            run = partial(checkpoint, self._run, use_reentrant=False) if self._is_checkpointable(chunk) else self._run
+            value = run(chunk, value)
         return value
+
+    def _is_checkpointable(self, layer_indices: Sequence[int]) -> bool:
+        if not self.checkpointable_layers:
+            return bool(self.layer_parameters(layer_indices))
+        layers = [self._functions.get(i) or self.layers[str(i)] for i in layer_indices]
+        return all(_class_name(layer) in self.checkpointable_layers for layer in layers)
 
     def layer_parameters(self, layer_indices: Sequence[int]) -> list[nn.Parameter]:
         """The parameters of these layers, as the modules hold them now."""
@@ -229,6 +250,7 @@ class PipelineModuleStages:
         self._last_stage = len(stage_ranges) - 1
         indices = [index for stage in local_stages for index in stage_ranges[stage]]
         self.module = LocalLayers(pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval)
+        self.module.checkpointable_layers = pipeline_module.checkpointable_layers
         add_dummy_param(self.module)
         self._local_stages = tuple(local_stages)
         # Set where ranks share sequences.

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
@@ -35,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thalweg.ops._torch_private import ALLCLOSE_CALL, ITEM_CALL
 from thalweg.utils.versions import TRIED_TORCH
-from thalweg.zero.plain_copy import ShardedStateDict, check_whole, copy_plain
+from thalweg.zero.plain_copy import ShardedStateDict, check_whole, copy_plain, strip_training
 from thalweg.zero.tp_layout import DTensorLayout
 from thalweg.zero.whole_parameter import AutogradSide, WholeParameter
 
@@ -516,6 +517,13 @@ def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
                 inner = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
             groups += [FSDPGroupHandle(name, module, group) for group in inner]
     return groups
+
+
+def undo_fully_shard(root: nn.Module) -> None:
+    """Take out of all modules what sharding and training have put into them, their parameters apart."""
+    strip_training(root, _ATTRIBUTES, [])
+    for module in root.modules():
+        _module_state_mapping.pop(module, None)
 
 
 def check_private_names(groups: Sequence[FSDPGroupHandle]) -> None:
