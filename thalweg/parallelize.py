@@ -242,7 +242,7 @@ def parallelize(
         elif config.gradient_compression is not None:
             site_sync = GradientCompression(config.gradient_compression, inner, sharded, window, group)
             if site_sync.num_sites == 1:
-                config.add_note("gradient_compression.type", "idle: all ranks are on one host, and nothing crosses a link")
+                config.add_note("gradient_compression.type", "idle: all ranks are on one host")
         managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers, site_sync)
     if loss_tiling is not None:
         loss_tiling.trust_current_hooks()
