@@ -72,7 +72,7 @@ class GradientCompression(SiteSync):
             return factor
         for param in self._params():
             for key in (ROWS + GRAD_ERROR, GRAD_ERROR, POWERSGD_Q):  # shown by a save
-                self._inner.state.get(param, {}).pop(key, None)  # type: ignore[call-overload]
+                self._inner.state.get(param, {}).pop(key, None)
         params, are_finite = self._agree()
         grads = [local_grad(param) for param in params]
         if not are_finite:
@@ -146,7 +146,7 @@ class GradientCompression(SiteSync):
         """State was loaded: errors and factors are its."""
         self._state = {}
         for param in self._params():
-            entries, device = self._inner.state.get(param, {}), to_local(param).device  # type: ignore[call-overload]
+            entries, device = self._inner.state.get(param, {}), to_local(param).device
             error, q = entries.pop(GRAD_ERROR, None), entries.pop(POWERSGD_Q, None)
             if error is not None:
                 self._state[param] = {"error": to_local(error).to(device)}
