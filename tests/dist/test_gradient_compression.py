@@ -202,8 +202,8 @@ def follow(
 ) -> float:
     """How far the engine's ranks are from the simulation after 50 steps, at most."""
     per_site = 2 if hosts == IN_PAIRS else 1
-    more["gradient_clipping"] = clip
-    ranks = run_ranks(_trajectory, world, kind, model, stage, hosts, 50, micros, more)
+    more["gradient_clipping"], device = clip, more.pop("device", None)
+    ranks = run_ranks(_trajectory, world, kind, model, stage, hosts, 50, micros, more, device=device)
     shards = per_site if stage else 1
     expected = simulate(kind, model, world, world // per_site, 50, micros, shards, clip)
     return max(largest_difference(params, expected) for params in ranks)
@@ -227,6 +227,14 @@ def test_the_engine_follows_the_papers_algorithm(kind: str, world: int, stage: i
 )
 def test_models_accumulation_and_clipping(kind: str, model: str, stage: int, micros: int, clip: float) -> None:
     assert follow(kind, model, 2, stage, micros=micros, clip=clip) < 1e-6
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}])
+def test_gradients_on_a_device(kind: str, zero: dict[str, Any]) -> None:
+    """And on the host, from where they travel by way of the device."""
+    assert follow(kind, "Net", 2, zero["stage"], device="sim", zero_optimization=zero) < 1e-6
 
 
 @pytest.mark.parametrize("kind", [nightly("powersgd"), "topk"])

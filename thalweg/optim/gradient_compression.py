@@ -103,8 +103,10 @@ class GradientCompression(SiteSync):
         params = self._params()
         every = [p for group in self._inner.param_groups for p in group["params"] if p.grad is not None]
         pieces = [grad for grad in map(local_grad, every) if grad.numel()]
-        maxima = [maximum.double() for maximum in foreach.norm(pieces, math.inf)] if pieces else [torch.zeros(())]
-        is_finite = bool(torch.stack(maxima).isfinite().all())
+        is_finite = True
+        for device in {grad.device for grad in pieces}:  # of offloaded states gradients of 0 dims stay on the device
+            maxima = foreach.norm([grad for grad in pieces if grad.device == device], math.inf)
+            is_finite &= bool(torch.stack([maximum.isfinite() for maximum in maxima]).all())
         flags = torch.tensor([*(p.grad is not None for p in params), not is_finite], dtype=torch.uint8)
         if self._group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
