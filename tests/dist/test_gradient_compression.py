@@ -237,13 +237,14 @@ def test_gradients_on_a_device(kind: str, zero: dict[str, Any]) -> None:
     assert follow(kind, "Net", 2, zero["stage"], device="sim", zero_optimization=zero) < 1e-6
 
 
-@pytest.mark.parametrize("kind", [nightly("powersgd"), "topk"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_one_site_has_no_gradient_of_is_zero_there(kind: str) -> None:
     """And what no site has a gradient of is left alone, weight decay too."""
     assert follow(kind, "Sometimes", 2, 0) < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["powersgd", nightly("topk")])
 def test_what_the_simulation_would_notice(kind: str) -> None:
     """No feedback, another start, shards, the other algorithm, none: none of them passes for the algorithm."""
     plain = simulate(kind, "Signals", 2, 2, 20)
@@ -278,7 +279,7 @@ def _on_one_host(rank: int, world: int, kind: str, stage: int) -> tuple[bool, bo
     return bitwise_equal(*params), "idle" in engines[0].config.describe(), inter_bytes
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("powersgd", 1), nightly("topk", 0), nightly("topk", 2)])
+@pytest.mark.parametrize(("kind", "stage"), [nightly("powersgd", 1), nightly("topk", 0), nightly("topk", 2)])
 def test_on_one_host_nothing_is_compressed(kind: str, stage: int) -> None:
     assert run_ranks(_on_one_host, 2, kind, stage) == [(True, True, 0)] * 2
 
@@ -517,14 +518,15 @@ def _precision(rank: int, world: int, kind: str, stage: int, hosts: str, more: d
     return [full_tensor(p).clone() for p in engine.module.parameters()], losses[0], losses[-1], engine.skipped_steps
 
 
-@pytest.mark.parametrize("kind", ["powersgd", nightly("topk")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
         (2, {"bf16": {"enabled": True}}),
-        nightly(0, {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}),
-        nightly(1, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
-        nightly(1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
+        (0, {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}),
+        (1, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+        (1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
     ],
 )
 def test_replicas_stay_replicas_in_every_precision(kind: str, stage: int, more: dict[str, Any]) -> None:
