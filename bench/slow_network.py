@@ -1,4 +1,4 @@
-"""Two hosts on a slow link: Adam against the optimisers that send momentum in bits or meet seldom, to the same loss.
+"""Two hosts on a slow link: Adam against those that send less or meet seldom, to the same loss.
 
 The hosts are network namespaces with one cable between them, held to a rate on both ends by a token bucket
 (`_namespaces.py`).  Each rank trains a GPT on the standard library's sources, byte by byte; every contestant sees the
@@ -28,6 +28,10 @@ from _report import Row, add_output_options, compare, format_cell, make_result, 
 SIZES = {"10m": (8, 320), "1m": (4, 128)}
 SEQ_LEN, MICRO_BATCH_SIZE = 64, 4
 ANCHOR, OUTER = "AdamW", "AdamW + outer"
+COMPRESSIONS = {
+    "AdamW + PowerSGD": {"type": "powersgd", "matrix_approximation_rank": 4},
+    "AdamW + top-k": {"type": "topk", "compress_ratio": 0.01},
+}
 # Losses are means over so many steps.
 WINDOW = 20
 
@@ -38,6 +42,7 @@ def get_contestants(steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
     return {
         ANCHOR: ("AdamW", {}),
         OUTER: ("AdamW", {}),
+        **dict.fromkeys(COMPRESSIONS, ("AdamW", {})),
         "OneBitAdam": ("OneBitAdam", {"freeze_step": freeze}),
         "ZeroOneAdam": (
             "ZeroOneAdam",
@@ -54,6 +59,12 @@ def get_contestants(steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
 def get_outer_optimizer(steps: int) -> dict[str, Any]:
     """Return the config of hosts that meet every 25 steps; at this benchmark's rate 0.9 of momentum goes too far."""
     return {"sync_every": min(25, steps // 6), "momentum": 0.5, "quantized_deltas": True}
+
+
+def get_compression(contestant: str, steps: int) -> dict[str, Any] | None:
+    """Return how a contestant's gradients are compressed, which begins as the 1-bit optimisers freeze."""
+    section = COMPRESSIONS.get(contestant)
+    return None if section is None else {**section, "start_step": steps // 7}
 
 
 def read_sent_bytes() -> int:
@@ -90,6 +101,7 @@ def work(job: dict[str, Any]) -> None:
         },
         "zero_optimization": {"stage": job["stage"]},
         "outer_optimizer": get_outer_optimizer(steps) if job["contestant"] == OUTER else None,
+        "gradient_compression": get_compression(job["contestant"], steps),
         "log_level": "error",
     }
     engine = thalweg.initialize(model=model, config=config)[0]

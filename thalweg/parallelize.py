@@ -52,9 +52,11 @@ from thalweg.optim.accumulation import (
 )
 from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.optim.gradient_compression import GradientCompression
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.outer_optimizer import OuterOptimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
+from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.expert.detect import find_experts
@@ -232,7 +234,7 @@ def parallelize(
     link = MomentumLink(sharded.replica_sync, sharded.ledger)
     inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
     managed = None
-    outer = None
+    site_sync: SiteSync | None = None
     if inner is not None:
         peers = None if pipeline is None else pipeline.tied_weights()
         if config.outer_optimizer is not None:
@@ -243,16 +245,20 @@ def parallelize(
                     f"gradient_clipping goes by each site's norm, and {scalars[0]} has no dimensions: it has the mean "
                     "gradient of all sites and would become another at each; give it the shape (1,), or leave one out"
                 )
-            outer = OuterOptimizer(config.outer_optimizer, inner, sharded, window)
-        managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers, outer)
+            site_sync = OuterOptimizer(config.outer_optimizer, inner, sharded, window)
+        elif config.gradient_compression is not None:
+            site_sync = GradientCompression(config.gradient_compression, inner, sharded, window, group)
+            if site_sync.num_sites == 1:
+                config.add_note("gradient_compression.type", "idle: all ranks are on one host")
+        managed = build_engine_optimizer(inner, sharded, config, window, scaler, group, peers, site_sync)
     if loss_tiling is not None:
         loss_tiling.trust_current_hooks()
         window.add_listener(StepCallbacks(on_step=loss_tiling.invalidate))
     if compression is not None:
         window.add_listener(compression)
     window.add_listener(StepCallbacks(on_close=close_offload))
-    if outer is not None:
-        window.add_listener(outer)
+    if site_sync is not None:
+        window.add_listener(site_sync)
     window.add_listener(sharded)  # after whoever moves parameters
     meter = _make_meter(config, meshes, model_info, device)
     if meter is not None:

@@ -189,7 +189,7 @@ def _resume(rank: int, world: int, site_size: int, stage: int, at: int, folder: 
     gone_on = train(second, rank, world, at, at + 9)
     forgets = make_engine(rank, site_size, stage)
     forgets.load_checkpoint(folder, tag="here")
-    forgets.optimizer._outer._momentum.clear()
+    forgets.optimizer._site_sync._momentum.clear()
     other = train(forgets, rank, world, at, at + 9)
     swapped = make_engine(rank, site_size, stage)
     swapped.load_checkpoint(folder, tag="here")

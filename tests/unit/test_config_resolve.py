@@ -319,6 +319,23 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"outer_optimizer": {}, "tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
     ({"outer_optimizer": {}, "expert_parallel": {"autoep_size": 2}}, "expert_parallel.autoep_size"),
     ({"outer_optimizer": {}, "pipeline": {"stages": 2}}, "pipeline.stages"),
+    ({"gradient_compression": {}, "zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
+    (
+        {"gradient_compression": {"type": "topk"}, "zero_optimization": {"stage": 1, "mics_shard_size": 2}},
+        "zero_optimization.mics_shard_size",
+    ),
+    (
+        {
+            "gradient_compression": {},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
+        },
+        "zero_optimization.offload_optimizer.device",
+    ),
+    ({"gradient_compression": {}, "optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+    ({"gradient_compression": {}, "outer_optimizer": {}}, "outer_optimizer.sync_every"),
+    ({"gradient_compression": {}, "pipeline": {"stages": 2}}, "pipeline.stages"),
+    ({"gradient_compression": {}, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+    ({"gradient_compression": {"compress_ratio": 0}}, "gradient_compression.compress_ratio"),
     ({"optimizer": {"type": "ZeroOneAdam"}, "tensor_parallel": {"autotp_size": 2}}, "optimizer.type"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
     ({"optimizer": {"type": "Adam", "params": {"capturable": True}}}, "optimizer.params.capturable"),

@@ -34,7 +34,7 @@ from thalweg.optim.algorithms.muon_params import group_members
 from thalweg.optim.dtensor_local import tells_schedulers, to_local
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.norms import PartialNorm, RowNorms, clip_factor, compute_row_norms, global_grad_norm
-from thalweg.optim.outer_optimizer import OuterOptimizer, adopt_site_rows
+from thalweg.optim.site_sync import SiteSync, adopt_site_rows
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.zero.shard import ShardedModel
 from thalweg.zero.whole_parameter import StateByParam, get_shard
@@ -119,7 +119,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """A façade over ``inner``; ``param_groups`` and ``state`` are its own.
 
     ``strategy`` says how ``inner`` steps where its tensors are not simply in memory; ``pipeline_peers``: the
-    ranks that update other layers; ``outer``: what joins sites that train by themselves.
+    ranks that update other layers; ``site_sync``: what crosses between sites that reduce by themselves.
     Attributes: ``overflow`` (whether the last update was skipped), ``skipped_steps`` and
     ``num_updates`` (calls that updated), ``grad_norm`` (of the last update, before clipping;
     nan if not finite).  To read them waits for an update that an accelerator has not finished.
@@ -136,11 +136,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         replicate_group: dist.ProcessGroup | None = None,
         strategy: InMemoryStep | None = None,
         pipeline_peers: TiedWeights | None = None,
-        outer: OuterOptimizer | None = None,
+        site_sync: SiteSync | None = None,
     ) -> None:
         # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
         self.inner, self.scaler, self.window = inner, scaler, window
-        self.max_norm, self._outer = max_norm, outer
+        self.max_norm, self._site_sync = max_norm, site_sync
         self._result: StepResult | None = None
         self._num_skipped = self._num_updates = 0
         # What became of the last step is not known here yet; and what to take back if it was skipped.
@@ -187,17 +187,15 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Make parameters and ``state`` the same on all that hold them, and all that another job needs; collective."""
         self.settle()
         changed = getattr(self.inner, "consolidate_state_dict", lambda: False)()
-        if self._outer is not None:
-            changed |= self._outer.consolidate_state_dict()
+        if self._site_sync is not None:
+            changed |= self._site_sync.consolidate_state_dict()
         if changed:
             self._sharded.publish_params()
 
     def adopt_state(self) -> None:
         """``state`` or parameters were loaded; collective."""
         params = [p for group in self.param_groups for p in group["params"]]
-        adopt_site_rows(params, self.inner.state, self._sharded.sites)
-        if self._outer is not None:
-            self._outer.adopt_state()
+        adopt_site_rows(params, self.inner.state, self._site_sync)
         getattr(self.inner, "adopt_state", lambda: None)()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -295,6 +293,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.settle()
         self._sharded.finalize_grads()
         factor = self.window.final_factor()
+        if self._site_sync is not None:
+            factor = self._site_sync.reduce_grads(factor)
         norm = self._global_norm() * factor
         self._result = self._unsettled = result = StepResult(norm)
         if self._updates_unseen(norm.device):

@@ -27,7 +27,7 @@ def build_mics_mesh(mesh: DeviceMesh, shard_group_size: int) -> DeviceMesh | Non
 
 
 def build_site_mesh(mesh: DeviceMesh, site_size: int | str | None, device: torch.device) -> DeviceMesh | None:
-    """Sites x ranks of a site ("auto": of a host) where sites train by themselves, else None; collective."""
+    """Sites x ranks of a site ("auto": of a host) where sites reduce by themselves, else None; collective."""
     if site_size is None:
         return None
     size = count_ranks_of_a_host(mesh, device) if isinstance(site_size, str) else site_size

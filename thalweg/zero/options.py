@@ -55,6 +55,7 @@ def build_precision(config: Config) -> Precision:
 def build_shard_options(model: nn.Module, config: Config) -> ShardOptions:
     """How the model is to be sharded."""
     zero, precision = config.zero_optimization, build_precision(config)
+    site_size = "auto" if config.gradient_compression is not None else None
     leaf = zero.leaf_module
     unit_policy = UnitPolicy(
         min_num_params=zero.stage3_module_granularity_threshold,
@@ -72,7 +73,7 @@ def build_shard_options(model: nn.Module, config: Config) -> ShardOptions:
         unit_policy=unit_policy,
         sum_gradients=config.gradient_allreduce_op == "sum",
         within_hosts=config.optimizer is not None and config.optimizer.type in COMPRESSED_OPTIMIZERS,
-        site_size=None if config.outer_optimizer is None else config.outer_optimizer.site_size,
+        site_size=site_size if config.outer_optimizer is None else config.outer_optimizer.site_size,
         fp32_modules=_find_fp32_modules(model, config, precision),
     )
 

@@ -79,7 +79,8 @@ class ShardOptions:
     """How to shard: stage, dtypes, units, and how gradients are averaged.
 
     ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them.
-    ``site_size``: so many ranks ("auto": those of a host) shard and reduce by themselves; nothing crosses to others.
+    ``site_size``: so many ranks ("auto": those of a host) shard and reduce by themselves; what crosses to others is not
+    the reducers' affair.
     """
 
     policy: ZeroPolicy
@@ -133,7 +134,7 @@ class ShardedModel:
     """A model under ZeRO; ``module`` is the same object that was given, now sharded.
 
     ``storages``: where its parameters are, unit by unit; ``other_params``: those outside of FSDP2's units;
-    ``paging``: what of it rests on a disk; ``sites``: 2-D, those that train by themselves and their ranks.
+    ``paging``: what of it rests on a disk; ``sites``: 2-D, those that reduce by themselves and their ranks.
     """
 
     def __init__(

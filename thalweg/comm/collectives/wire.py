@@ -94,6 +94,63 @@ class AllReduceSum:
         tensor.copy_(sent[: tensor.numel()])
 
 
+class SiteExchange:
+    """What sites tell each other: ``sum_between`` adds up over this rank's peers, one at each site.
+
+    ``within_site``: the ranks of this site, if all have the same numbers to tell.  Each then sends a part, and they
+    gather among themselves what comes back.  Tensors may be anywhere; they travel on ``device``.
+    """
+
+    def __init__(
+        self, sum_between: Any, within_site: dist.ProcessGroup | None, device: torch.device, ledger: CommsLog
+    ) -> None:
+        self._sum, self._within, self._device, self._ledger = sum_between, within_site, device, ledger
+        self.num_sites = len(sum_between.topology.host_ids)
+        self._num_parts = 1 if within_site is None else dist.get_world_size(within_site)
+
+    def mean_(self, tensors: Sequence[Tensor], name: str, transport: str = "wire") -> None:
+        """Replace ``tensors`` (of one dtype) by their means over sites, with the same bits everywhere; collective."""
+        if not any(tensor.numel() for tensor in tensors):
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        part = self._own_part(flat)
+        sizes = {"full_bytes": part.nbytes, "world_size": self.num_sites}
+        with self._ledger.timed("all_reduce", name, transport, **sizes) as call:
+            self._sum(part, call)
+            part.div_(self.num_sites)
+        means = self._join(part, name)[: flat.numel()].split([tensor.numel() for tensor in tensors])
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+    def gather(self, flat: Tensor, name: str, transport: str = "wire") -> Tensor:
+        """What all sites have in ``flat`` (1-D): (sites, numel), on ``flat``'s device; collective."""
+        part = self._own_part(flat)
+        rows = part.new_empty(self.num_sites, part.numel())
+        with self._ledger.timed(
+            "all_gather", name, transport, full_bytes=rows.nbytes, world_size=self.num_sites
+        ) as call:
+            call.add_bytes(*self._sum.topology.ring_bytes(part.nbytes))
+            all_gather_flat(rows.view(-1), part, self._sum.group)
+        parts = self._join(rows.view(-1), name).view(self._num_parts, self.num_sites, -1)
+        return parts.transpose(0, 1).reshape(self.num_sites, -1)[:, : flat.numel()].to(flat.device)
+
+    def _own_part(self, flat: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(flat.to(self._device), (0, -flat.numel() % self._num_parts))
+        return padded.view(self._num_parts, -1)[0 if self._within is None else dist.get_rank(self._within)]
+
+    def _join(self, part: Tensor, name: str) -> Tensor:
+        """The parts of this site's ranks, one after another."""
+        if self._within is None or self._num_parts == 1:
+            return part
+        whole = part.new_empty(self._num_parts * part.numel())
+        with self._ledger.timed(
+            "all_gather", name, "wire", full_bytes=whole.nbytes, world_size=self._num_parts
+        ) as call:
+            call.add_bytes((self._num_parts - 1) * part.nbytes)
+            all_gather_flat(whole, part, self._within)
+        return whole
+
+
 class _LoggedCollective:
     """A collective of torch's with the ledger.  On an accelerator its seconds are those of queueing it.
 

@@ -92,6 +92,7 @@ class Config(UNREAD_BLOCKS):
 
     optimizer: training.Optimizer | None = None
     outer_optimizer: training.OuterOptimizerConfig | None = None
+    gradient_compression: training.GradientCompressionConfig | None = None
     scheduler: training.SchedulerConfig | None = None
     fp16: training.FP16 = training.FP16()
     bf16: training.BF16 = training.BF16()

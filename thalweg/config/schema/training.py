@@ -96,6 +96,20 @@ class OuterOptimizerConfig(Section):
     quantized_deltas: bool = False
 
 
+class GradientCompressionConfig(Section):
+    """Gradients cross between hosts compressed, and what that leaves out is added to the next ones (error feedback).
+
+    ``type``: ``"powersgd"`` (arXiv 1905.13727) or ``"topk"`` (arXiv 1809.07599).  ``matrix_approximation_rank``:
+    columns of PowerSGD's factors; ``compress_ratio``: the share of a tensor's numbers that top-k sends;
+    ``start_step``: how many steps are reduced in full first.
+    """
+
+    type: Literal["powersgd", "topk"] = "powersgd"
+    matrix_approximation_rank: PositiveInt = 4
+    compress_ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    start_step: NonNegativeInt = 1000
+
+
 class SchedulerConfig(Section):
     """A learning-rate schedule, stepped once per update."""
 

@@ -37,7 +37,7 @@ from thalweg.optim.offload.step_in_backward import (
     grad_offload_bytes,
     trainable_params,
 )
-from thalweg.optim.outer_optimizer import OuterOptimizer
+from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer, InMemoryStep
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.storage_io.allocator import round_up
@@ -62,11 +62,12 @@ def may_step_in_backward(config: Config, *, on_cpu: bool) -> bool:
     """Whether updates may run within the backward pass, of ranks that compute on the CPU or not.
 
     Nothing later in a step (clipping) can then change them; nor, in place on the host, is it likely that they must be
-    taken back (as with a loss scale); nor has an outer optimizer to see what they begin with.
+    taken back (as with a loss scale); nor has an outer optimizer to see what they begin with, or a site to hear of the
+    others' gradients.
     """
-    if (
-        config.gradient_clipping > 0 or config.outer_optimizer is not None or not on_cpu
-    ):  # gradients on their way from a GPU arrive when the pass is over
+    if config.gradient_clipping > 0 or config.outer_optimizer is not None or config.gradient_compression is not None:
+        return False
+    if not on_cpu:  # gradients on their way from a GPU arrive when the pass is over
         return False
     return config.zero_optimization.offload_optimizer.device == "nvme" or not config.fp16.enabled
 
@@ -79,7 +80,7 @@ def build_engine_optimizer(
     scaler: LossScaler,
     replicate_group: dist.ProcessGroup | None,
     pipeline_peers: TiedWeights | None = None,
-    outer: OuterOptimizer | None = None,
+    site_sync: SiteSync | None = None,
 ) -> EngineOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
     build_strategy = partial(_build_step_strategy, inner, config, window, sharded, replicate_group)
@@ -90,7 +91,8 @@ def build_engine_optimizer(
         window.add_listener(strategy)
     if swap is not None:
         window.add_listener(StepCallbacks(on_close=swap.close))
-    groups: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers, "outer": outer}
+    groups: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers}
+    groups["site_sync"] = site_sync
     return EngineOptimizer(
         inner, sharded, window, scaler, max_norm=config.gradient_clipping, strategy=strategy, **groups
     )

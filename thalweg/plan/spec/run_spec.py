@@ -71,6 +71,7 @@ class RunSpec(ShardOptions):
     tiling: Tiling = field(default_factory=Tiling)
     tp_link: str = INTRA_NODE
     outer_optimizer: OuterOptimizerConfig | None = None
+    compresses_gradients: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -206,6 +207,7 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: ShardO
         tp_link=INTRA_NODE if tp_size * int(config.sequence_parallel_size or 1) <= per_node else INTER_NODE,
         tiling=config.tiling,
         outer_optimizer=config.outer_optimizer,
+        compresses_gradients=config.gradient_compression is not None,
     )
 
 
@@ -260,6 +262,7 @@ def _is_elementwise(config: Config) -> bool:
 # What makes a run smaller (or its traffic another) and is not counted: (option, whether it is on).
 _UNMODELLED: dict[str, Any] = {
     "optimizer.type": lambda name: name in COMPRESSED_OPTIMIZERS,
+    "gradient_compression": lambda section: section is not None,  # what crosses between hosts
     "context_parallel_size": lambda size: size > 1,
     "pipeline.stages": lambda stages: isinstance(stages, int) and stages > 1,
     "expert_parallel.enabled": bool,

@@ -348,13 +348,14 @@ def _trace_updates(
     with recorder, recorder.with_label("update"), torch.no_grad():  # some make their state at once
         optimizer = build_optimizer(run_spec.optimizer, shards, run_spec.optimizer_params)
     creation_events = recorder.pop_events()
-    recorded, outer_state = [], []
+    recorded, site_state = [], []
+    # Where sites began, and the outer momentum; or what compressed gradients have left out.
+    copies = 2 if run_spec.outer_optimizer is not None else int(run_spec.compresses_gradients)
     for _ in range(2):
         with recorder, recorder.with_label("update"), torch.no_grad():
             recorder.record_mark("update")
             optimizer.step()
-            if run_spec.outer_optimizer is not None and not outer_state:  # where sites began, and its momentum
-                outer_state = [torch.empty_like(shard, dtype=torch.float32) for shard in shards * 2]
+            site_state = site_state or [torch.empty_like(shard, dtype=torch.float32) for shard in shards * copies]
         recorded.append(recorder.pop_events())
     recorder.pop_events()
     recorded[0][:0] = creation_events
