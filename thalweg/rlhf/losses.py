@@ -10,12 +10,15 @@ more for being short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_NUM_REFINED = 4096  # logits at a time, each of which takes two rows of hidden size
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -25,6 +28,22 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
         logits = logits / temperature
     chosen = logits.gather(-1, tokens[..., None].to(logits.device)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
+
+
+@torch.no_grad()
+def refine_logits(logits: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Undo the rounding of logits (N, V) to 16 bits where log-probabilities hang on it, in place: at each row's token
+    (N,), and at all that are likelier than 1/64, by fp32 products of hidden (N, D) and weight (V, D).
+
+    Of the others each moves its row's log-probabilities by 1/64 of its own rounding at most, either way.
+    """
+    likely = (logits - logits.logsumexp(-1, keepdim=True) > -math.log(64)).nonzero()
+    chosen = torch.stack([torch.arange(len(tokens), device=tokens.device), tokens], 1)
+    for part in torch.cat([chosen, likely]).split(_NUM_REFINED):
+        row, token = part.unbind(1)
+        exact = (hidden[row].float() * weight[token].float()).sum(-1)
+        logits[row, token] = exact if bias is None else exact + bias[token]
+    return logits
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:
