@@ -17,7 +17,7 @@ from tests.unit.infer_models import DECODER_CONFIGS, tiny_decoder
 from thalweg.compat.deepspeed.tensor_access import safe_get_full_grad
 from thalweg.infer import SamplingParams
 from thalweg.rlhf import losses, packing
-from thalweg.rlhf.losses import chosen_logprobs, refine_logits, token_logprobs
+from thalweg.rlhf.losses import chosen_logprobs, refined_logprobs, token_logprobs
 from thalweg.rlhf.models import ValueModel
 from thalweg.rlhf.rollout import generate_rollout, pad_sequences
 from thalweg.rlhf.weight_sync import HybridEngine
@@ -213,15 +213,16 @@ def _in_bf16(
             rollout = generate_rollout(core, prompts, params, seed=seed, pad_id=0)
         seen: list[Tensor] = []
 
-        def refine(logits: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, *bias: Any, seen: Any = seen) -> Any:
-            seen += [logits.clone(), chosen_logprobs(hidden.float() @ weight.float().T, tokens)]
-            return refine_logits(logits, tokens, hidden, weight, *bias)
+        def refined(logits: Tensor, tokens: Tensor, *others: Any, seen: Any = seen) -> Tensor:
+            _, hidden, weight, _ = others
+            seen += [logits, chosen_logprobs(hidden.float() @ weight.float().T, tokens)]
+            return refined_logprobs(logits, tokens, *others)
 
-        losses.refine_logits = refine
+        losses.refined_logprobs = refined
         engine.eval()
         with torch.no_grad():
             ours = packing.response_logprobs(engine, vars(rollout))[0][rollout.mask]
-        losses.refine_logits = refine_logits
+        losses.refined_logprobs = refined_logprobs
         (logits, wanted), sampled = seen, rollout.logprobs[rollout.mask]
         plain = chosen_logprobs(logits, rollout.input_ids[:, 1:][rollout.mask])
         gaps = {"head": ours - wanted, "rollout": ours - sampled}

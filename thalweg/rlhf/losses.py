@@ -30,20 +30,24 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
     return chosen - logits.logsumexp(-1)
 
 
-@torch.no_grad()
-def refine_logits(logits: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Undo the rounding of logits (N, V) to 16 bits where log-probabilities hang on it, in place: at each row's token
-    (N,), and at all that are likelier than 1/64, by fp32 products of hidden (N, D) and weight (V, D).
-
-    Of the others each moves its row's log-probabilities by 1/64 of its own rounding at most, either way.
-    """
-    likely = (logits - logits.logsumexp(-1, keepdim=True) > -math.log(64)).nonzero()
-    chosen = torch.stack([torch.arange(len(tokens), device=tokens.device), tokens], 1)
-    for part in torch.cat([chosen, likely]).split(_NUM_REFINED):
-        row, token = part.unbind(1)
-        exact = (hidden[row].float() * weight[token].float()).sum(-1)
-        logits[row, token] = exact if bias is None else exact + bias[token]
-    return logits
+def refined_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """:func:`chosen_logprobs` of tokens (N,) under logits (N, V) that a head's product has rounded to 16 bits, without
+    that rounding where it counts: at each token, and at all that are likelier than 1/64, by fp32 products of hidden
+    (N, D) and weight (V, D).  Gradients are those of the logits as they are."""
+    logits = _widen(logits) if temperature == 1.0 else _widen(logits) / temperature
+    chosen, logsumexp = logits.gather(-1, tokens[:, None]).squeeze(-1), logits.logsumexp(-1)
+    with torch.no_grad():
+        likely = (logits > (logsumexp - math.log(64))[:, None]).nonzero().T
+        rows = torch.arange(len(tokens), device=tokens.device)
+        places = torch.cat([torch.stack([rows, tokens]), likely], 1)
+        exact = [(hidden[r].float() * weight[t].float()).sum(-1) for r, t in places.split(_NUM_REFINED, 1)]
+        at = torch.cat(exact) if bias is None else torch.cat(exact) + bias[places[1]]
+        errors = at / temperature - logits[*places]
+        shares = (logits[*likely] - logsumexp[likely[0]]).exp() * errors[len(tokens) :].expm1()
+        more = torch.zeros_like(logsumexp).index_add_(0, likely[0], shares)
+    return chosen - logsumexp + (errors[: len(tokens)] - more.log1p())
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:

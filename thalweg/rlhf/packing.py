@@ -41,6 +41,8 @@ _MLP_TO_ATTENTION = 4  # a token's products with weights cost as much as attenti
 # Outputs of the two layouts of one batch differ by no more, in parts of the largest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_TOLERANCE = 5e-2
+# What a config says of a model that does something else to its head's logits.
+_SCALES = {"final_logit_softcapping", "logit_scale", "logits_scaling"}
 # What :func:`pack_rows` is told of an engine's model; None where its rows are padded.
 _row_limits: WeakKeyDictionary[Engine, tuple[int, float] | None] = WeakKeyDictionary()
 
@@ -224,40 +226,43 @@ def response_logprobs(engine: Engine, batch: Batch, temperature: float = 1.0) ->
     packed, mask = _lay_out(engine, batch), batch["response_mask"][:, 1:].to(engine.device)
     tokens = batch["input_ids"][:, 1:].to(engine.device)[mask]
     places = packed.places[:, :-1].to(engine.device)[mask]
-    with _head_for(engine, places, tokens) as is_for_them:
+    with _head_for(engine, places, tokens, temperature) as refined:
         logits = _forward(engine, packed)
-    if not is_for_them:
+    if refined:
+        logits, chosen = refined
+    else:
         logits = logits.index_select(0, places)
-    chosen = losses.chosen_logprobs(logits, tokens, temperature)
+        chosen = losses.chosen_logprobs(logits, tokens, temperature)
     return torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device).masked_scatter(mask, chosen), logits
 
 
 @contextmanager
-def _head_for(engine: Engine, places: Tensor, tokens: Tensor) -> Iterator[bool]:
-    """In 16 bits, let the head compute the logits of these places alone, with :func:`losses.refine_logits`; whether
-    it does.
+def _head_for(engine: Engine, places: Tensor, tokens: Tensor, temperature: float) -> Iterator[list[Tensor]]:
+    """In 16 bits, let the head compute the logits of these places alone; yields a list in which they and
+    :func:`losses.refined_logprobs` are then.
 
     A logit of 100, as GPT-2's are, is rounded by up to 0.25 in bf16, and its log-probability with it.
     """
-    model = _find_hugging_face_model(engine)
+    model, refined = _find_hugging_face_model(engine), list[Tensor]()
     head = None if model is None else model.get_output_embeddings()
     in_half = engine.bfloat16_enabled() or engine.fp16_enabled()
-    # An adapter's head is no nn.Linear, a tensor-parallel one has a part of the logits.
+    # An adapter's head is no nn.Linear, a tensor-parallel one has a part of the logits; some models go on with them.
     may_hook = isinstance(head, torch.nn.Linear) and engine.meshes.tp is None and not engine.config.compile.enabled
-    if not (in_half and may_hook):
-        yield False
+    if not (in_half and may_hook and not _SCALES & vars(model.config.get_text_config()).keys()):
+        yield refined
         return
 
     def select(_: Any, args: tuple[Tensor]) -> tuple[Tensor]:
         return (args[0].flatten(0, -2).index_select(0, places)[None],)
 
-    def refine(layer: Any, args: tuple[Tensor], logits: Tensor) -> Tensor:
-        return losses.refine_logits(logits[0].float(), tokens, args[0][0], layer.weight, layer.bias)[None]
+    def refine(layer: Any, args: tuple[Tensor], logits: Tensor) -> None:
+        operands = args[0][0], layer.weight, layer.bias
+        refined[:] = logits[0], losses.refined_logprobs(logits[0], tokens, temperature, *operands)
 
     # Before sharding's own hook, which may take the weight away.
     handles = head.register_forward_pre_hook(select), head.register_forward_hook(refine, prepend=True)
     try:
-        yield True
+        yield refined
     finally:
         for handle in handles:
             handle.remove()
