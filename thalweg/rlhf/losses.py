@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NUM_REFINED = 4096  # logits at a time, each of which takes two rows of hidden size
-
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probability of each of ``tokens`` (...) under its logits (..., V)."""
@@ -40,14 +38,14 @@ def refined_logprobs(
     chosen, logsumexp = logits.gather(-1, tokens[:, None]).squeeze(-1), logits.logsumexp(-1)
     with torch.no_grad():
         likely = (logits > (logsumexp - math.log(64))[:, None]).nonzero().T
-        rows = torch.arange(len(tokens), device=tokens.device)
-        places = torch.cat([torch.stack([rows, tokens]), likely], 1)
-        exact = [(hidden[r].float() * weight[t].float()).sum(-1) for r, t in places.split(_NUM_REFINED, 1)]
-        at = torch.cat(exact) if bias is None else torch.cat(exact) + bias[places[1]]
-        errors = at / temperature - logits[*places]
-        shares = (logits[*likely] - logsumexp[likely[0]]).exp() * errors[len(tokens) :].expm1()
-        more = torch.zeros_like(logsumexp).index_add_(0, likely[0], shares)
-    return chosen - logsumexp + (errors[: len(tokens)] - more.log1p())
+        places = torch.cat([torch.stack([torch.arange(len(tokens), device=tokens.device), tokens]), likely], 1)
+        # A part at a time, as each product takes two rows of hidden size.
+        exact = torch.cat([(hidden[r].float() * weight[t].float()).sum(-1) for r, t in places.split(4096, 1)])
+        exact = exact if bias is None else exact + bias[places[1]]
+        error, others = (exact / temperature - logits[*places]).split([len(tokens), likely.shape[1]])
+        shares = (logits[*likely] - logsumexp[likely[0]]).exp() * others.expm1()
+        log_of_sum = torch.zeros_like(logsumexp).index_add_(0, likely[0], shares).log1p()
+    return chosen - logsumexp + (error - log_of_sum)
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:

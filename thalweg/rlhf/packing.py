@@ -41,8 +41,6 @@ _MLP_TO_ATTENTION = 4  # a token's products with weights cost as much as attenti
 # Outputs of the two layouts of one batch differ by no more, in parts of the largest.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_TOLERANCE = 5e-2
-# What a config says of a model that does something else to its head's logits.
-_SCALES = {"final_logit_softcapping", "logit_scale", "logits_scaling"}
 # What :func:`pack_rows` is told of an engine's model; None where its rows are padded.
 _row_limits: WeakKeyDictionary[Engine, tuple[int, float] | None] = WeakKeyDictionary()
 
@@ -188,8 +186,8 @@ def _find_hugging_face_model(engine: Engine) -> Any:
     """Its model without adapters, if that is Hugging Face's own code and a rank computes whole rows; else None."""
     model: Any = engine.module
     model = model.get_base_model() if hasattr(model, "peft_config") else model
-    classes = type(getattr(model, "backbone", model)).__mro__
-    is_known = any(x.__module__.startswith("transformers.models.") for x in classes)
+    modules = {x.__module__ for x in type(getattr(model, "backbone", model)).__mro__}
+    is_known = any(name.startswith("transformers.models.") for name in modules)
     return model if is_known and engine.meshes.sequence is None and engine.meshes.pp is None else None
 
 
@@ -228,11 +226,9 @@ def response_logprobs(engine: Engine, batch: Batch, temperature: float = 1.0) ->
     places = packed.places[:, :-1].to(engine.device)[mask]
     with _head_for(engine, places, tokens, temperature) as refined:
         logits = _forward(engine, packed)
-    if refined:
-        logits, chosen = refined
-    else:
-        logits = logits.index_select(0, places)
-        chosen = losses.chosen_logprobs(logits, tokens, temperature)
+    logits = logits if refined else logits.index_select(0, places)
+    as_it_was = refined and logits.data_ptr() == refined[0].data_ptr()  # not scaled or capped by the model
+    chosen = refined[1] if as_it_was else losses.chosen_logprobs(logits, tokens, temperature)
     return torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device).masked_scatter(mask, chosen), logits
 
 
@@ -244,25 +240,19 @@ def _head_for(engine: Engine, places: Tensor, tokens: Tensor, temperature: float
     A logit of 100, as GPT-2's are, is rounded by up to 0.25 in bf16, and its log-probability with it.
     """
     model, refined = _find_hugging_face_model(engine), list[Tensor]()
-    head = None if model is None else model.get_output_embeddings()
-    in_half = engine.bfloat16_enabled() or engine.fp16_enabled()
-    # An adapter's head is no nn.Linear, a tensor-parallel one has a part of the logits; some models go on with them.
-    may_hook = isinstance(head, torch.nn.Linear) and engine.meshes.tp is None and not engine.config.compile.enabled
-    if not (in_half and may_hook and not _SCALES & vars(model.config.get_text_config()).keys()):
+    head: Any = None if model is None else model.get_output_embeddings()
+    is_whole = engine.meshes.tp is None and isinstance(head, torch.nn.Linear)  # which an adapter's is not
+    if not is_whole or engine.config.compile.enabled or not (engine.bfloat16_enabled() or engine.fp16_enabled()):
         yield refined
         return
 
-    def select(_: Any, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (args[0].flatten(0, -2).index_select(0, places)[None],)
+    def select(_: Any, args: tuple[Tensor]) -> Tensor:
+        return args[0].flatten(0, -2).index_select(0, places)[None]
 
     def refine(layer: Any, args: tuple[Tensor], logits: Tensor) -> None:
         operands = args[0][0], layer.weight, layer.bias
         refined[:] = logits[0], losses.refined_logprobs(logits[0], tokens, temperature, *operands)
 
-    # Before sharding's own hook, which may take the weight away.
-    handles = head.register_forward_pre_hook(select), head.register_forward_hook(refine, prepend=True)
-    try:
+    # The second one before sharding's own hook, which may take the weight away.
+    with head.register_forward_pre_hook(select), head.register_forward_hook(refine, prepend=True):
         yield refined
-    finally:
-        for handle in handles:
-            handle.remove()
