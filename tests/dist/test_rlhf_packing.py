@@ -93,7 +93,7 @@ def _gradients(rank: int, world: int, kind: str) -> tuple[list[float], int, int]
             model, plain = ValueModel(model.model), ValueModel(plain.model)
             for each in (model, plain):
                 torch.nn.init.ones_(each.value_head.weight)
-        engine = _engine(model, stage=3)
+        engine = _engine(model, stage=3, bf16={"enabled": kind == "bf16"})
         packing._row_limits[engine] = (64, float("inf"))
         lay_out, packed_rows = packing.pack_rows, []
 
@@ -130,10 +130,12 @@ def _gradients(rank: int, world: int, kind: str) -> tuple[list[float], int, int]
     return gaps, tokens, batches[rank]["input_ids"].numel()
 
 
-@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("kind", ["policy", "value", "bf16"])
 def test_gradients_are_those_of_each_row_alone_with_fewer_tokens(kind: str) -> None:
+    # In bf16 the largest of these small models' gaps is 0.15, with a head that computes all rows as well.
+    tolerance, least = (0.2, 0.4) if kind == "bf16" else (1e-5, 1e-3)
     for (gap, control), tokens, padded in run_ranks(_gradients, 2, kind):
-        assert gap < 1e-5 < 1e-3 < control
+        assert gap < tolerance < least < control, (gap, control)
         assert tokens < 0.75 * padded
 
 
