@@ -13,7 +13,9 @@ cannot put back needs ranks of its own (``run_ranks(..., reuse=False)``): ranks 
 memory, count their threads, open files or warnings.  Ranks of which one failed or hung are not used again.
 
 ``run_ranks(..., device="sim")`` gives ranks whose accelerator is simulated (``tests/simdevice``), a device for each;
-``pytest --device cuda`` gives those tests real ones, which ranks share through gloo where there are too few.
+``pytest --device cuda`` gives those tests real ones, which ranks share through gloo where there are too few, and the
+name "cuda" for an argument that says "sim".  Rank functions ask ``simdevice.accelerator()`` for the device's name.
+Tests that look into the simulated device itself say ``device="simulated"`` and are left out there.
 """
 
 from __future__ import annotations
@@ -57,12 +59,17 @@ def run_ranks(
 
     ``init``: the ranks form the default process group first, of ``backend`` (by default of what serves the host's
     tensors and the device's).  ``reuse``: take ranks that earlier tests left, and leave them to later ones; None: what
-    the test's module says.  ``device``: "cpu", or "sim" for a simulated accelerator of each rank's own; None: what the
-    option ``--device`` says.
+    the test's module says.  ``device``: "cpu", or "sim" for a simulated accelerator of each rank's own ("simulated":
+    never a real one); None: what the option ``--device`` says.
     """
     device = device or _pools.default_device
-    if device == "sim" and _pools.default_device == "cuda":
-        device = "cuda"
+    if _pools.default_device == "cuda" and device == "simulated":
+        import pytest
+
+        pytest.skip("looks into the simulated device itself")
+    if _pools.default_device == "cuda" and device == "sim":
+        device, args = "cuda", tuple("cuda" if isinstance(arg, str) and arg == "sim" else arg for arg in args)
+    device = "sim" if device == "simulated" else device
     if device == "sim":
         from tests import simdevice
 
@@ -90,6 +97,19 @@ def run_ranks(
             return _collect_results(processes, results, world_size, timeout)
         finally:
             _end(processes)
+
+
+def is_device_real() -> bool:
+    """Whether tests of a device run on a GPU, whose kernels round as they like."""
+    return _pools.default_device == "cuda"
+
+
+def device_backends(world_size: int, *backends: str | None) -> tuple[str | None, ...]:
+    """Of ``backends`` those that so many ranks can have here; None, which all can have, where there is none."""
+    import torch
+
+    shares = is_device_real() and torch.cuda.device_count() < world_size
+    return tuple(backend for backend in backends if backend is None or not shares) or (None,)
 
 
 def _choose_backend(device: str, world_size: int, backend: str | None) -> str:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +32,8 @@ _log = get_logger(__name__)
 
 MESH_AXES = ("pp", "dp_outer", "dp", "cp", "sp", "tp", "ep")
 DATA_AXIS = "dp"
+# Once torch knows a job's device it makes the groups of a program's own meshes by splitting, which fails for others.
+_SPLITTING_LIBRARIES = ("nccl", "xccl")
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,15 @@ def init_distributed(
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return info
+    library = communication_backend(device.type)
+    # The library need not guess a rank's device then, and ranks that it cannot connect fail here.
+    device_id = device if library in _SPLITTING_LIBRARIES and library in backend else None
     store = None
     if init_method is None and not dist.is_torchelastic_launched():
         seconds = 600.0 if timeout is None else timeout.total_seconds()
         store = rendezvous(info, *_rendezvous_address(info, distributed_port), seconds, _log.warning)
-    dist.init_process_group(
-        backend, init_method=init_method, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
-    )
+    ranks: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
+    dist.init_process_group(backend, init_method=init_method, store=store, device_id=device_id, **ranks)
     return info
 
 
@@ -145,6 +150,20 @@ def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
     return info.master_addr or "127.0.0.1", info.master_port or default_port
 
 
+@contextmanager
+def without_communicator_split() -> Iterator[None]:
+    """Of a job whose device is known (``init_process_group(device_id=...)``) torch makes groups by splitting its
+    communicator, for which NCCL waits for every rank of the job, members or not, and which other libraries cannot."""
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+@without_communicator_split()
 def build_meshes(
     device: torch.device, mesh: DeviceMesh | None = None, dims: ParallelDims | None = None
 ) -> ParallelMeshes:
@@ -258,25 +277,12 @@ def new_subgroup(
     if parent is not None:
         count = count if takes_tensors_of(parent, count.device) else count.to(current_accelerator())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
-    with _without_communicator_split():
+    with without_communicator_split():
         for _ in range(int(count) - _num_groups()):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
         new_group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(new_group, dist.ProcessGroup)
     return new_group
-
-
-@contextmanager
-def _without_communicator_split() -> Iterator[None]:
-    """Of a job whose device is known (``init_process_group(device_id=...)``) torch makes groups by splitting its
-    communicator, for which NCCL waits for every rank of the job, members or not."""
-    world = dist.group.WORLD
-    assert world is not None
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
 
 
 def _num_groups() -> int:

@@ -16,6 +16,7 @@ others are functions of `figures.py`.  Two ranks share one GPU through gloo, as 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -23,7 +24,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,11 +106,11 @@ def main() -> int:
     args = parser.parse_args()
     chosen = {int(number) for number in args.only.split(",")} if args.only else None
     checks = [check for check in CHECKS if chosen is None or check.number in chosen]
-    machine, commit = describe_machine(args.device), _git("rev-parse", "--short", "HEAD")
+    machine, commit = describe_machine(args.device), source_version()
     lines = args.out / f"{machine['file']}.jsonl"
     lines.parent.mkdir(parents=True, exist_ok=True)
     done = {line["check"] for line in read_lines(lines) if line["outcome"] == "passed" and line["commit"] == commit}
-    passed = done if commit and not chosen else set()
+    passed = set() if chosen else done
     start = time.monotonic()
     for check in checks:
         if check.number in passed:
@@ -147,17 +150,18 @@ def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, 
         names = [sys.executable, str(Path(__file__).with_name("figures.py")), check.figure, "--device", args.device]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     start = time.monotonic()
-    process = subprocess.Popen(
-        names, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=min(check.seconds, left))
-        outcome = "passed" if process.returncode == 0 else "failed"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the check's own group: its ranks with it
-        output, _ = process.communicate()
-        outcome = "timeout"
+    with tempfile.TemporaryFile("w+", errors="replace") as log:  # what a check leaves running holds no pipe of ours
+        process = subprocess.Popen(names, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            outcome = "passed" if process.wait(min(check.seconds, left)) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            outcome = "timeout"
+        # The check's own group: ranks that outlive it would hold the device's memory from the next.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log.seek(0)
+        output = log.read()
     figures = _last_json(output) if check.figure else {}
     if check.tests:
         found = next(
@@ -187,7 +191,7 @@ def describe_machine(device: str) -> dict[str, Any]:
     if device == "cuda":
         asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         if asked.returncode:
-            sys.exit(asked.stderr.strip().splitlines()[-1])
+            sys.exit((asked.stderr.strip().splitlines() or [f"python ended with {asked.returncode}"])[-1])
         found = json.loads(asked.stdout)
     from importlib import metadata
 
@@ -259,6 +263,16 @@ def _last_json(output: str) -> dict[str, Any]:
 
 def _short(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def source_version() -> str:
+    """The commit; where the sources are not a commit's, or git knows nothing of them, with a hash of theirs."""
+    commit, rooms = _git("rev-parse", "--short", "HEAD"), ("thalweg", "tests", "bench")
+    if commit and not _git("status", "--porcelain", "--", *rooms):
+        return commit
+    files = sorted(path for room in rooms for kind in ("py", "cpp", "h") for path in (ROOT / room).rglob(f"*.{kind}"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+    return f"{commit}+{digest}"
 
 
 def _git(*words: str) -> str:

@@ -19,6 +19,9 @@ from tests.dist.models import make_batch
 from thalweg.zero.whole_parameter import WholeParameter, get_shard
 
 MICRO_BATCH_SIZE = 2
+# Between a GPU's kernels and the host's, fp32 sums are added up in other orders, and AdamW divides what is left of
+# gradients that cancel by its own size; between equal kernels bounds need no such room.  Chosen, not measured.
+FP32_SLACK = 100.0 if torch.cuda.is_available() else 1.0
 
 
 @dataclass(frozen=True)

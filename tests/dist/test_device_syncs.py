@@ -354,6 +354,121 @@ def test_copies_go_through_page_locked_memory(tmp_path):
     assert found == {"batch": {}, "first": {}, "next": {"event": 1}, "fetched": {"event": 1}}
 
 
+def _load_checkpoint(rank: int, world: int, folder: str) -> dict[str, int]:
+    engine = _initialize(tiny_gpt(), **_stage(2))
+    engine.backward(engine(*_batch(0, rank, world, engine.device)))
+    engine.step()
+    engine.save_checkpoint(folder)
+    return _count_syncs(lambda: engine.load_checkpoint(folder))
+
+
+def test_a_checkpoint_comes_back_through_page_locked_memory(tmp_path):
+    """S10: the host does not wait for each tensor."""
+    (syncs,) = run_ranks(_load_checkpoint, 1, str(tmp_path), device="simulated")
+    assert syncs.get("copy to the device", 0) == 0, syncs
+
+
+# ---- the link to the host ---------------------------------------------------------------------------
+
+
+def _bytes_over_the_link(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """To the device and to the host, in the passes of a window."""
+    from tests import simdevice
+
+    found = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        engine = _initialize(tiny_gpt(), **copy.deepcopy(config))
+        batches = [_batch(i, rank, world, engine.device) for i in range(engine.gradient_accumulation_steps())]
+        for _ in range(2):  # the second update's window
+            simdevice.reset_counts()
+            for batch in batches:
+                engine.backward(engine(*batch))
+                found[name] = simdevice.num_copied_bytes()
+                engine.step()
+        engine.close()
+    return found
+
+
+def _on_host(stage: int, dtype: str = "bf16", **config: Any) -> dict[str, Any]:
+    tiers = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
+    return _stage(stage, dtype, zero_optimization={"stage": stage, **tiers}, **config)
+
+
+@pytest.mark.parametrize("stage", [nightly(2), 3])
+def test_what_crosses_the_link_has_the_width_of_its_numbers(stage):
+    """S2: parameters in the computing dtype; gradients in the reduction's, or on a rank alone in autograd's."""
+    configs = {"fp32": _on_host(stage, "fp32"), "bf16": _on_host(stage)}
+    configs["narrow sums"] = _on_host(stage, communication_data_type="bf16")
+    (alone,) = run_ranks(_bytes_over_the_link, 1, configs, device="simulated")
+    to_device, to_host = alone["fp32"]
+    assert alone["bf16"] == alone["narrow sums"] == (to_device // 2, to_host // 2)
+    for found in run_ranks(_bytes_over_the_link, 2, configs, device="simulated"):
+        to_device, to_host = found["fp32"]
+        assert found["bf16"] == (to_device // 2, to_host)  # a mean of two has more bits than bf16
+        assert found["narrow sums"] == (to_device // 2, to_host // 2)
+
+
+def test_sums_of_micro_batches_cross_the_link_as_they_are():
+    """On a rank alone: reduced one by one they are autograd's, added up on the device they are not, nor in fp16, which
+    are divided by a loss scale."""
+    window = {"gradient_accumulation_steps": 2}
+    one = {"fp32": _on_host(2, "fp32"), "fp16": _on_host(2, "fp16")}
+    two = {f"stage {stage} {dtype}": _on_host(stage, dtype, **window) for stage in (1, 2) for dtype in ("fp32", "bf16")}
+    (found,) = run_ranks(_bytes_over_the_link, 1, {**one, **two}, device="simulated")
+    assert found["fp16"] == (found["fp32"][0] // 2, found["fp32"][1])
+    assert found["stage 1 bf16"][1] == found["stage 1 fp32"][1]
+    assert found["stage 2 bf16"][1] == found["stage 2 fp32"][1] // 2
+
+
+# ---- reductions and codes ---------------------------------------------------------------------------
+
+
+def _reduce_by_groups(rank: int, world: int) -> tuple[float, float]:
+    """The mean that a group's reduction gives, and the memory that it takes beside its input and output."""
+    from thalweg.comm.collectives.wire import AllToAllReduceScatter
+
+    reducer, numel = AllToAllReduceScatter("unit"), 1 << 16
+    rows, out = torch.full((world * numel,), rank + 1.0, device="sim"), torch.empty(numel, device="sim")
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    reducer(out, rows, dist.group.WORLD, dist.ReduceOp.AVG)  # type: ignore[arg-type]
+    return float(out.mean()), (torch.accelerator.max_memory_allocated() - before) / rows.nbytes
+
+
+def test_a_group_s_gradients_are_added_up_by_the_device_s_library():
+    """S12: MiCS sent rows to their ranks and added them up there, in memory for all that a rank receives."""
+    for mean, extra in run_ranks(_reduce_by_groups, 2, device="simulated"):
+        assert mean == 1.5 and extra < 0.1
+
+
+def _launches_of_a_codec(rank: int, world: int) -> list[tuple[int, list[float]]]:
+    from thalweg.comm.quantization import BlockQuantizer
+    from thalweg.zero.collectives import _make_payload_format
+
+    found, numel = [], 4096 + 96
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to("sim")
+    whole = [(4096, True), (96, False)]
+    for segments in (whole, [(512, True)] * 8 + [(32, False)] * 3, [(500, True)] * 8 + [(192, False)]):
+        packing = _make_payload_format(segments, numel, torch.float32, BlockQuantizer(8))
+        assert packing is not None
+        payload, out = torch.empty(packing.num_bytes, dtype=torch.uint8, device="sim"), torch.empty_like(values)
+
+        def pack_and_unpack(packing: Any = packing, payload: Any = payload, out: Any = out) -> None:
+            packing.pack(values, payload)
+            packing.unpack(payload, out)
+
+        found.append((_count_launches(pack_and_unpack), out.tolist()))
+    return found
+
+
+def test_launches_of_a_codec_are_bounded_by_runs_of_parameters():
+    """S12: twelve kernels each, and the same numbers; where a block would hold two parameters' they stay apart."""
+    ((whole, numbers), (many, same), (apart, _)), *_ = run_ranks(_launches_of_a_codec, 1, device="simulated")
+    assert many == whole and same == numbers
+    assert apart > 4 * whole
+
+
 # ---- other optimizers, experts, sequences -----------------------------------------------------------
 
 

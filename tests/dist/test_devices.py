@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.models import VOCAB_SIZE, OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import MICRO_BATCH_SIZE, ParityCase, ragged_windows, run_engine
-from tests.harness import run_ranks
+from tests.dist.parity import FP32_SLACK, MICRO_BATCH_SIZE, ParityCase, ragged_windows, run_engine
+from tests.harness import device_backends, is_device_real, run_ranks
 from tests.marks import nightly
 
 REUSE_RANKS = True
@@ -45,6 +45,7 @@ CASES: dict[str, ParityCase] = {
     "optimizer on NVMe": ParityCase(2, extra=_offload(2, "nvme"), **WINDOWS),
     "both on NVMe": ParityCase(3, extra=_offload(3, "nvme", "nvme"), **WINDOWS),
     "odd shapes": ParityCase(3, extra=_offload(3, "cpu"), **WINDOWS),
+    "bf16 on the host": ParityCase(3, "bf16", extra=_offload(3, "cpu", "cpu"), **WINDOWS),
     "momentum on the host": ParityCase(
         2, extra=_offload(2, "cpu"), optimizer="SGD", params={"lr": 0.1, "momentum": 0.9}, **WINDOWS
     ),
@@ -112,8 +113,15 @@ def _differences(
         (host_losses, host_params), (losses, params) = host[name], device[name]
         loss = max(abs(a - b) for a, b in zip(host_losses, losses, strict=True))
         gaps = numpy.concatenate([numpy.abs(a - b).ravel() for a, b in zip(host_params, params, strict=True)])
-        param, bulk = float(gaps.max()), float(numpy.quantile(gaps, 0.99))
-        if not (loss <= loss_tolerance and param <= param_tolerance and (is_rounded or bulk <= SUMMED_PARAM_BULK)):
+        param, bulk = float(gaps.max()), 0.0 if is_rounded else float(numpy.quantile(gaps, 0.99))
+        if is_device_real():  # of which a gradient that cancels may be anything: not each number, but all of them
+            loss_tolerance = ROUNDED_LOSS_TOLERANCE * FP32_SLACK
+            param_tolerance, bulk = ROUNDED_PARAM_TOLERANCE, 0.0
+            param = max(
+                float(numpy.linalg.norm(a - b) / max(1.0, numpy.linalg.norm(a)))
+                for a, b in zip(host_params, params, strict=True)
+            )
+        if not (loss <= loss_tolerance and param <= param_tolerance and bulk <= SUMMED_PARAM_BULK):
             found.append(f"{name}: losses differ by {loss:.1e}, parameters by {param:.1e}, 99% of them by {bulk:.1e}")
     return found
 
@@ -175,10 +183,14 @@ def _recompute(rank: int, world: int) -> dict[str, tuple[list[float], float]]:
 def test_recomputation_draws_the_same_dropout_wherever_inputs_wait():
     """W4: inputs that are put away are no arguments any more, by which torch finds whose random numbers to keep."""
     found = run_ranks(_recompute, 1, device="sim")[0]
-    assert all(outcome == found["kept"] for outcome in found.values()), found
+    losses, total = found["kept"]
+    if is_device_real():  # whose backward passes may add up in any order
+        losses, total = pytest.approx(losses, rel=1e-4), pytest.approx(total, rel=1e-4)
+    assert all(outcome == (losses, total) for outcome in found.values()), found
 
 
 def _tensor_parallel_dropout(rank: int, world: int) -> list[list[float]]:
+    from tests.simdevice import accelerator
     from thalweg.parallel.comm_group import ParallelGroup
     from thalweg.parallel.tensor.tensor_parallel import sync_rng
 
@@ -186,7 +198,7 @@ def _tensor_parallel_dropout(rank: int, world: int) -> list[list[float]]:
     group.has_dropout = True
     torch.manual_seed(100 + rank)
     sync_rng(group)
-    x, masks = torch.ones(64, device="sim"), []
+    x, masks = torch.ones(64, device=accelerator()), []
     for switch in (lambda: None, group.use_local_rng, group.use_shared_rng):
         switch()
         masks.append(torch.nn.functional.dropout(x).tolist())
@@ -246,7 +258,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path, optimizer, backend):
     """C6: Muon's part that Adam updates; C3 (``simccl``): a user's group that takes the device's tensors alone.  The
     dropout of the device goes on as well."""
     for wanted, found in run_ranks(_save_and_resume, 2, str(tmp_path), optimizer, device="sim", backend=backend):
-        assert wanted == found
+        assert found == (pytest.approx(wanted, rel=1e-5) if is_device_real() else wanted)
 
 
 class MoEModel(torch.nn.Module):
@@ -352,9 +364,10 @@ def _check_jobs(
 
     host = run(device="cpu")[0]
     assert all(losses[0] > losses[-1] + 0.01 for losses in host.values()), host
-    for backend in backends:
+    for backend in device_backends(2, *backends):
         for found in run(device="sim", backend=backend):
-            assert found == {name: pytest.approx(losses, abs=2e-6) for name, losses in host.items()}, backend
+            expected = {name: pytest.approx(losses, abs=2e-6 * FP32_SLACK) for name, losses in host.items()}
+            assert found == expected, backend
 
 
 IN_THE_GATE = ("tensor", "pipeline", "experts", "on the host")
@@ -395,7 +408,7 @@ def _copies_in_flight(rank: int, world: int) -> list[int]:
 
 def test_a_rank_alone_copies_from_the_host_beside_what_it_computes():
     """S2: FSDP2 copies a unit when it is waited for."""
-    (found,) = run_ranks(_copies_in_flight, 1, device="sim")
+    (found,) = run_ranks(_copies_in_flight, 1, device="simulated")
     assert len(found) > 3 and all(found), found
 
 
@@ -419,7 +432,133 @@ def _split_communicators(rank: int, world: int) -> list[int]:
 
 def test_groups_of_some_ranks_need_no_other_rank_of_the_job():
     """M1: of a job that names its device (``device_id=``) NCCL would wait for all of them."""
-    assert run_ranks(_split_communicators, 2, device="sim") == [[0, 0, 1]] * 2
+    assert run_ranks(_split_communicators, 2, device="simulated") == [[0, 0, 1]] * 2
+
+
+def _bind_devices(rank: int, world: int, folder: str) -> list[str]:
+    """What the job's group knows of its rank's device, and whether meshes of every kind are made."""
+    from thalweg import parallel_dims
+
+    parallel_dims._SPLITTING_LIBRARIES = ("simccl",)  # which cannot: groups are made otherwise
+    parallel_dims.init_distributed(init_method=f"file://{folder}/store")
+    group = dist.group.WORLD
+    assert group is not None
+    device, found = torch.device("sim", rank), [str(group.bound_device_id)]
+    for dims in ({}, {"tp": 2}, {"sp": 2}, {"cp": 2}, {"pp": 2}):
+        meshes = parallel_dims.build_meshes(device, dims=parallel_dims.ParallelDims(**dims))
+        dist.all_reduce(torch.ones(1, device=device), group=meshes.world_group)
+    dist.barrier()
+    return [*found, str(group.bound_device_id)]
+
+
+def test_a_job_s_group_knows_each_rank_s_device(tmp_path):
+    """``device_id``: NCCL guessed it from the rank's number, which is wrong where a launcher numbers otherwise."""
+    found = run_ranks(_bind_devices, 2, str(tmp_path), device="simulated", init=False)
+    assert found == [[f"sim:{rank}"] * 2 for rank in range(2)]
+
+
+class Repeated(torch.nn.Module):
+    """Blocks that are used twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(VOCAB_SIZE, 16), torch.nn.Linear(16, VOCAB_SIZE)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = x + torch.tanh(block(x))
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+def _write_between_steps(rank: int, world: int, communication: str | None) -> list[float]:
+    """Losses of a model on the host whose parameters a program changes in several ways."""
+    import thalweg
+    from tests.simdevice import late_work
+    from thalweg.zero.whole_parameter import get_shard
+
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "communication_data_type": communication,
+        **_offload(3, "cpu", "cpu"),
+    }
+    engine, losses = thalweg.initialize(model=Repeated(), config=config)[0], list[float]()
+    parameters = [p for p in engine.module.parameters() if p.ndim == 2]
+
+    def by_data() -> None:
+        for p in parameters:
+            p.data.mul_(0.9)
+
+    def in_place() -> None:
+        with torch.no_grad():
+            for p in parameters:
+                p.mul_(0.9)
+
+    def of_the_shard() -> None:
+        with torch.no_grad():
+            for p in parameters:
+                get_shard(p).mul_(0.9)
+
+    def gathered() -> None:
+        with thalweg.zero.GatheredParameters(parameters, modifier_rank=0):
+            for p in parameters:
+                p.data.mul_(0.9)
+
+    with late_work() if torch.accelerator.is_available() else ExitStack():
+        for step, write in enumerate((by_data, in_place, of_the_shard, gathered, lambda: None)):
+            tokens, labels = (t.to(engine.device) for t in make_batch(step, world * MICRO_BATCH_SIZE))
+            loss = engine(tokens[rank::world], labels[rank::world])
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+            with torch.no_grad():
+                engine(tokens, labels)  # its copies may be under way
+            write()
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize(("world", "communication"), [(1, None), (2, "bf16"), nightly(2, None)])
+def test_what_a_program_writes_to_parameters_on_the_host_is_what_is_computed_with(world, communication):
+    """The copy that crosses the link follows, also after an evaluation; units are used twice in a pass."""
+    host = run_ranks(_write_between_steps, world, communication, device="cpu")
+    device = run_ranks(_write_between_steps, world, communication, device="sim")
+    for found, expected in zip(device, host, strict=True):
+        assert found == pytest.approx(expected, abs=2e-3)
+    assert host[0][0] != pytest.approx(host[0][-1], abs=0.05)
+
+
+def test_gradients_are_cast_when_they_have_come_and_in_their_order():
+    """A device-side wait is none of the host's, which the simulated device's default stream does not tell."""
+    from collections import deque
+
+    from thalweg.zero.fsdp2.private_api import ArrivingGrad
+
+    come: list[int] = []
+    sent = [torch.full((3,), torch.nan, dtype=torch.bfloat16) for _ in range(3)]
+    wide = [torch.zeros(3) for _ in range(3)]
+
+    class Event:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def synchronize(self) -> None:
+            come.append(self.index)
+            sent[self.index].fill_(self.index)
+
+    arriving = deque[ArrivingGrad]()
+    first, second, third = [ArrivingGrad(Event(i), sent[i], wide[i], arriving) for i in range(3)]  # type: ignore[arg-type]
+    second.synchronize()
+    assert come == [0, 1] and [x[0].item() for x in wide] == [0, 1, 0] and len(arriving) == 1
+    first.synchronize()  # has come
+    wide[1].mul_(7)  # used up, or clipped
+    second.synchronize()
+    third.synchronize()
+    assert come == [0, 1, 2] and [x[0].item() for x in wide] == [0, 7, 2]
 
 
 def _all_reduce_hook(rank: int, world: int) -> list[float]:
@@ -443,16 +582,20 @@ def _all_reduce_hook(rank: int, world: int) -> list[float]:
 
 def test_what_the_all_reduce_stream_reads_is_not_given_away():
     """W2."""
-    for mean in run_ranks(_all_reduce_hook, 2, device="sim"):
+    for mean in run_ranks(_all_reduce_hook, 2, device="simulated"):
         assert mean == [1.5] * 4
 
 
 def _too_few_devices(rank: int, world: int) -> list[str]:
+    import os
+
+    from tests.simdevice import accelerator
     from thalweg.device import pick_device
 
-    messages = [str(pick_device(0))]
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # a rank that was given the one it sees may have it
+    messages = [str(accelerator()), str(torch.accelerator.device_count()), str(pick_device(0))]
     try:
-        pick_device(5)
+        pick_device(99)
     except ValueError as error:
         messages.append(str(error))
     return messages
@@ -460,9 +603,9 @@ def _too_few_devices(rank: int, world: int) -> list[str]:
 
 def test_a_rank_without_a_device_of_its_own_is_refused_with_the_cure():
     """C5."""
-    device, message = run_ranks(_too_few_devices, 1, device="sim")[0]
-    assert device == "sim:0"
-    assert "local rank 5 has no sim device of its own" in message and "Start at most 1 ranks" in message
+    kind, count, device, message = run_ranks(_too_few_devices, 1, device="sim")[0]
+    assert device == f"{kind}:0"
+    assert f"local rank 99 has no {kind} device of its own" in message and f"Start at most {count} ranks" in message
 
 
 def _preflight(rank: int, world: int) -> dict[str, Any]:
@@ -490,9 +633,10 @@ def _preflight(rank: int, world: int) -> dict[str, Any]:
         except PredictedOutOfMemoryError as error:
             found[name] = str(error)
     torch.accelerator.empty_cache()
-    _, total = torch.accelerator.get_memory_info()
-    there = torch.zeros(1 << 20, device="sim")
-    found["counted once"] = find_memory_limit(load({}), there.device, 1, 0) == total
+    device = torch.accelerator.current_accelerator()
+    before = find_memory_limit(load({}), device, 1, 0)
+    there = torch.zeros(1 << 24, device=device)
+    found["counted once"] = abs(find_memory_limit(load({}), there.device, 1, 0) - before) < there.nbytes // 8
     return found
 
 
@@ -526,7 +670,7 @@ def _measured(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_device_that_nobody_knows_is_measured():
     """W8: and never taken for another."""
-    (found,) = run_ranks(_measured, 1, device="sim")
+    (found,) = run_ranks(_measured, 1, device="simulated")
     assert all(1e6 < figure < 1e14 for figure in found["figures"]) and found["memory"]
     assert found["seconds"] < 5 and found["cached"] and not found["known"]
     assert found["precision"] == "highest"
@@ -568,7 +712,7 @@ def _accelerator(rank: int, world: int) -> dict[str, Any]:
 
 def test_an_accelerator_that_torch_knows_is_known_everywhere():
     """By what ``torch.accelerator`` says, not by the word "cuda"."""
-    for rank, found in enumerate(run_ranks(_accelerator, 2, device="sim")):
+    for rank, found in enumerate(run_ranks(_accelerator, 2, device="simulated")):
         assert found.pop("names") == ["sim:1", f"sim:{rank}", "simccl"] and found.pop("index") == [rank, 2, 2]
         assert found.pop("doctor").startswith("simulated (4 GiB), ")
         assert all(found.values()), found
@@ -616,7 +760,7 @@ def _observed(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def test_phases_and_memory_are_the_devices(tmp_path):
     """W7: the host's clock around a phase waits for the device, and memory is the device's."""
-    (found,) = run_ranks(_observed, 1, str(tmp_path), device="sim")
+    (found,) = run_ranks(_observed, 1, str(tmp_path), device="simulated")
     assert found["waits"] >= 6, "both edges of forward, backward and step"
     shown = [value for key, value in found["record"].items() if "memory" in key]
     assert shown == [pytest.approx(found["peak"], rel=0.05)], found["record"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import inspect
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import ParityCase, full_tensor, run_engine, run_plain
+from tests.dist.parity import FP32_SLACK, ParityCase, full_tensor, run_engine, run_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.zero.whole_parameter import get_shard
@@ -93,7 +93,7 @@ def _branches(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [0, nightly(1), nightly(2), 3])
 def test_row08_a_random_branch_every_step(together, stage):
-    assert max(together(_branches, 2)) < 1e-4
+    assert max(together(_branches, 2)) < 1e-4 * FP32_SLACK
 
 
 # Row 14: several engines in one process

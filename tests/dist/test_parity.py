@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.dist.models import OddShapesModel, tiny_gpt
-from tests.dist.parity import ParityCase, TrainOutcome, bitwise_equal, ragged_windows, run_engine, run_plain
+from tests.dist.parity import (
+    FP32_SLACK,
+    ParityCase,
+    TrainOutcome,
+    bitwise_equal,
+    ragged_windows,
+    run_engine,
+    run_plain,
+)
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -51,7 +59,7 @@ def _matrix(rank: int, world: int, every: bool) -> list[str]:
                 plain[key] = run_plain(models[name], case, world, adamw)
             outcome = engines[(*key, case.dtype, stage)] = run_engine(models[name], case, rank, world)
             worst = outcome.max_loss_difference(plain[key])
-            if not worst <= TOLERANCE[case.dtype]:
+            if not worst <= TOLERANCE[case.dtype] * (FP32_SLACK if case.dtype == "fp32" else 1.0):
                 failures.append(f"{name} {case} differs by {worst:.2e}")
     for (*key, stage), outcome in engines.items():
         whole = max(key[1]) == 1  # one micro-batch an update: nothing is accumulated
@@ -60,7 +68,7 @@ def _matrix(rank: int, world: int, every: bool) -> list[str]:
             bitwise_equal(outcome.parameters, twin.parameters) and outcome.losses == twin.losses
         ):
             failures.append(f"stages {stage} and 2 differ in bits: {key}")
-        if stage == 1 and not whole and outcome.max_loss_difference(twin) > 1e-6 and key[3] == "fp32":
+        if stage == 1 and not whole and outcome.max_loss_difference(twin) > 1e-6 * FP32_SLACK and key[3] == "fp32":
             failures.append(f"stages 1 and 2 differ by {outcome.max_loss_difference(twin):.2e}: {key}")
     return failures
 

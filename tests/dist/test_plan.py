@@ -316,8 +316,8 @@ def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
         assert peak <= 1.05 * planned, name
         assert peak >= 0.85 * planned, name  # a bound that is never reached would say nothing
     # On the host nothing but gradients that leave early is saved, and both runs share all the rest, but for holes: a
-    # heap in which gradients stay has 37 to 66 MiB of them in equal runs (docs/decisions/2026-11-24-what-bf16-rounds.md).
-    # Without them 34.0 MiB are saved where the plan says 34.8.
+    # heap in which gradients stay has 37 to 66 MiB of them in equal runs.  Without them 34.0 MiB are saved where the
+    # plan says 34.8 (docs/decisions/2026-11-24-what-bf16-rounds.md).
     saved, said, holes = (found["none"][i] - found["early"][i] for i in range(3))
     assert saved >= 0.65 * said
     assert 0.9 * said <= saved - holes <= 1.1 * said

@@ -111,7 +111,7 @@ def restore(device_index: int) -> None:
     if is_registered():
         native().set_late(False)
     torch.accelerator.set_device_index(device_index % torch.accelerator.device_count())
-    torch.get_device_module(_accelerator()).manual_seed_all(0)
+    torch.get_device_module(accelerator()).manual_seed_all(0)
     torch.accelerator.reset_peak_memory_stats()
     if is_registered():
         reset_counts()
@@ -225,7 +225,8 @@ def late_work() -> Iterator[None]:
         native().set_late(False)
 
 
-def _accelerator() -> torch.device:
+def accelerator() -> torch.device:
+    """The accelerator of this process, simulated or real, without an index."""
     found = torch.accelerator.current_accelerator()
     assert found is not None
     return found
@@ -281,6 +282,11 @@ def num_syncs() -> tuple[int, dict[str, int]]:
 def num_launches() -> int:
     """How many kernels were launched since :func:`reset_counts`."""
     return _counts()[0]
+
+
+def num_copied_bytes() -> tuple[int, int]:
+    """Bytes that went over the link since :func:`reset_counts`: to the device, and to the host."""
+    return native().copied_bytes()
 
 
 def reset_counts() -> None:

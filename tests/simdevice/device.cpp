@@ -36,6 +36,7 @@ namespace {
 
 std::atomic<bool> late_mode{false};
 std::atomic<int64_t> num_pending{0}, num_syncs{0}, num_launches{0}, all_launches{0};
+std::atomic<int64_t> bytes_to_device{0}, bytes_to_host{0};
 std::mutex sync_mutex;
 std::map<std::string, int64_t> syncs_by_cause;
 
@@ -607,6 +608,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
     return target;
   }
   const at::Tensor& on_host = from ? target : self;
+  (from ? bytes_to_host : bytes_to_device) += (from ? self : target).nbytes();  // a cast is the host's
   bool is_pinned = is_pinned_address(on_host.const_data_ptr());
   if (!non_blocking || (from && !is_pinned)) {
     count_sync(from ? "copy to the host" : "copy to the device");
@@ -805,9 +807,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::lock_guard<std::mutex> lock(sync_mutex);
     return std::make_tuple(num_launches.load(), num_syncs.load(), syncs_by_cause);
   });
+  m.def("copied_bytes", [] { return std::make_pair(bytes_to_device.load(), bytes_to_host.load()); });
   m.def("reset_counts", [] {
     std::lock_guard<std::mutex> lock(sync_mutex);
-    num_launches = num_syncs = 0;
+    num_launches = num_syncs = bytes_to_device = bytes_to_host = 0;
     syncs_by_cause.clear();
   });
   m.def("default_generator", [](int64_t device) { return default_generator(device); });

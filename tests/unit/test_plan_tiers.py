@@ -201,6 +201,14 @@ def test_a_gpus_states_on_the_host_are_no_part_of_its_memory():
     assert outside.per_rank.optimizer == outside.per_rank.parameters == 0
     assert outside.tiers["host"] == pytest.approx(16 * inside.num_parameters / 4, rel=0.01)
     assert outside.per_host == 4 * outside.tiers["host"]
+    half = planned(config_of(3, {"offload_optimizer": {"device": "cpu"}}, bf16={"enabled": True}), GPUS)
+    assert half.tiers["host"] == pytest.approx(18 * inside.num_parameters / 4, rel=0.01)  # and what crosses the link
+    sums = planned(
+        config_of(3, {"offload_optimizer": {"device": "cpu"}}, bf16={"enabled": True}, communication_data_type="bf16"),
+        GPUS,
+    )
+    assert sums.tiers["host"] == pytest.approx(20 * inside.num_parameters / 4, rel=0.01)  # gradients as they came
+    assert sums.time_breakdown["host link"] < half.time_breakdown["host link"]
     assert outside.time_breakdown["host link"] > 0
     full = Cluster(devices_per_node=4, device_memory=80 << 30, host_memory=1 << 20)
     assert planned(config_of(3, {"offload_optimizer": {"device": "cpu"}}), full).fits is False

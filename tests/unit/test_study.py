@@ -8,6 +8,7 @@ import multiprocessing
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.marks import nightly
 from thalweg.study import cell as cell_module
 from thalweg.study import datasets as study_datasets
 from thalweg.study import run as study_run
+from thalweg.study import training as study_training
 from thalweg.study.config import PRESETS, STUDIES, StudyConfig, StudyDataset, load_study
 from thalweg.study.datasets import explore, load_rows, normalize
 from thalweg.study.metrics import agreement, estimate, interval, log_ratios, score
@@ -473,7 +475,11 @@ def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_p
     assert "memory peak" in header and "plan: ms a step, a rank" in header
 
 
-def test_ranks_train_on_batches_of_their_own(tmp_path: Path, in_process: Any) -> None:
+def test_ranks_train_on_batches_of_their_own(tmp_path: Path, in_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A cell keeps DDP until its process ends: freed at once, its reducer might deadlock with gloo's threads.  Here the
+    # cells are one process, and the next one's ranks must not inherit the group.
+    kept: list[type] = []
+    monkeypatch.setattr(study_training, "_never_freed", SimpleNamespace(append=lambda model: kept.append(type(model))))
     hardware = [{"name": "one", "threads": 1}, {"name": "two", "threads": 1, "ranks": 2}]
     techniques = ["train pytorch", "train thalweg stage 2", "hugging face"]
     run_study(study_of(rounds=1, hardware=hardware, techniques=techniques), tmp_path, lambda line: None)
@@ -489,6 +495,7 @@ def test_ranks_train_on_batches_of_their_own(tmp_path: Path, in_process: Any) ->
     assert baseline["host_peak"] > 1.2 * alone["host_run_peak"], "the other rank's memory counts"
     refused = rows["two", "hugging face"]
     assert refused["status"] == "unsupported" and "tensor parallel" in refused["reason"]
+    assert kept == [torch.nn.parallel.DistributedDataParallel]
 
 
 _FORK = multiprocessing.get_context("fork")

@@ -29,6 +29,7 @@ from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, Manifest, ManifestHead
 from thalweg.checkpoint.format.shards import ShardReader
 from thalweg.checkpoint.rank_group import RankGroup
+from thalweg.device import copy_to_device
 from thalweg.utils.log import get_logger
 
 _NUM_READ_THREADS = min(4, os.cpu_count() or 1)  # threads that read and hash; both release the GIL
@@ -242,7 +243,7 @@ class Checkpoint:
             with torch.no_grad():
                 for overlap, origin, local in targets[piece]:
                     target = local[overlap.slices(origin)]
-                    target.copy_(values[overlap.slices(piece[1].offset)])
+                    target.copy_(copy_to_device(values[overlap.slices(piece[1].offset)], target.device))
                     if release is not None:
                         release(target)
 

@@ -55,7 +55,7 @@ def _host_link_bytes(trace: StepTrace, run_spec: RunSpec) -> int:
     shards = sum(unit.gather_bytes // run_spec.num_shards for unit in trace.units)
     num_reductions = run_spec.accumulation_steps if run_spec.policy.reduces_each_backward else 1
     grads = sum(unit.sharded_grad_bytes for unit in trace.units if unit.is_trainable)
-    return shards * num_gathers + grads * num_reductions
+    return shards * num_gathers + int(grads * run_spec.sent_share_of_grads) * num_reductions
 
 
 def combine_times(breakdown: dict[str, float], cluster: Cluster) -> tuple[float, str]:

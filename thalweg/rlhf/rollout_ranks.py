@@ -34,7 +34,7 @@ from thalweg.device import pick_device
 from thalweg.engine import Engine
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.precision import eval_mode
-from thalweg.parallel_dims import init_distributed
+from thalweg.parallel_dims import init_distributed, without_communicator_split
 from thalweg.rlhf.rollout import RolloutAhead, generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
@@ -58,10 +58,11 @@ class RolloutRanks:
         self.num_training = world_size - num_generating
         self.peers = range(self.num_training, world_size)  # that generate
         self.is_generating = self.rank in self.peers
-        self.mesh = DeviceMesh(self.device.type, list(range(self.num_training)), mesh_dim_names=("dp",))
-        self.messages: Any = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
-        self.weights: Any = dist.new_group([0, *self.peers])
-        self.generating: Any = dist.new_group(list(self.peers))
+        with without_communicator_split():
+            self.mesh = DeviceMesh(self.device.type, list(range(self.num_training)), mesh_dim_names=("dp",))
+            self.messages: Any = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+            self.weights: Any = dist.new_group([0, *self.peers])
+            self.generating: Any = dist.new_group(list(self.peers))
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Return the value that a rank has; collective over all of them."""

@@ -26,6 +26,9 @@ _LEARNING_RATE = 1e-4
 _WARMUP_STEPS = 2
 _SECONDS_TO_END = 5.0  # that other ranks have, once rank 0 has ended
 _IGNORED = -100  # a label that the loss passes over
+# DDP's reducer keeps the GIL while, as its group's last owner, it waits for gloo's threads, and one of those may wait
+# for the GIL to let its last work go (pytorch issue 56297): a cell hung so.  The process ends with the cell.
+_never_freed: list[torch.nn.Module] = []
 Step = Callable[[list[dict[str, Tensor]]], float]
 
 
@@ -200,6 +203,7 @@ def _torch_step(model: Any, world_size: int) -> Step:
     if world_size > 1:
         torch.distributed.init_process_group()
         model = torch.nn.parallel.DistributedDataParallel(model)
+        _never_freed.append(model)
 
     def step(micro_batches: list[dict[str, Tensor]]) -> float:
         total = 0.0

@@ -14,6 +14,7 @@ stay unsharded, and the modules hold the same plain parameters at all times (:mo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,6 +154,11 @@ class ShardedModel:
         self._world_size = mesh.size()
         self._storages, self._shard_storages, self._other_params = storages, shard_storages, other_params
         self._reducers = collectives.install(groups)
+        is_alone = mesh.size() == 1
+        if collectives.spec.shards_on_host and (is_alone or not self._reducers):  # which reduce to the master's dtype
+            arriving: deque[private_api.ArrivingGrad] = deque()
+            for group in groups:
+                group.send_grads_unwidened(is_alone, lambda: self._divisor.value == 1.0, arriving)
         # What reduces while the backward pass goes on: one thread, or nothing.
         self._background = [] if collectives.async_reduction is None else [collectives.async_reduction]
         self._backward_flags: tuple[bool, bool] | None = None
@@ -474,7 +480,7 @@ def shard_model(
         if name not in storages:
             separate_master = name in collectives.separate_masters
             storages[name] = ShardStorage.create(
-                param_spec, rank, kind, arena, shard_device, separate_master, pin_shard, private_view=shows_whole
+                param_spec, rank, kind, arena, shard_device, separate_master, pin_shard, shows_whole, on_host
             )
     locations = get_param_locations(model)
     del named_params
@@ -623,7 +629,7 @@ def _build_storages(
         built.append(NvmeStorage([group for group in groups if group.name in paged_units], storages, paging))
     groups = [group for group in groups if group.name not in paged_units]
     if collectives.storage_kind == "wire":
-        return [*built, WholeStorage(groups, storages, None) if shows_whole else FSDPStorage(groups)]
+        return [*built, WholeStorage(groups, storages, None) if shows_whole else FSDPStorage(groups, storages)]
     storage_type = WholeStorage if shows_whole else ResidentStorage
     arena, sync = collectives.arena, collectives.cross_host_sync
     if sync is not None:  # which logs what moves

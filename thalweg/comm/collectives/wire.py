@@ -27,6 +27,12 @@ def all_gather_flat(output: Tensor, shard: Tensor, group: dist.ProcessGroup, asy
     return gather(output, shard, group=group, async_op=async_op)
 
 
+def reduce_scatter_flat(output: Tensor, rows: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> Any:
+    """Reduce-scatter of 1-D ``rows`` into 1-D ``output``, by the name that this torch gives it."""
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return reduce_scatter(output, rows, op=op, group=group, async_op=async_op)
+
+
 def all_to_all_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send row ``i`` to rank ``i`` of the group; returns the rows received."""
     received = torch.empty_like(rows)
@@ -40,7 +46,8 @@ def _one_rank_per_host(group: dist.ProcessGroup) -> HostTopology:
 
 
 class AllToAllReduce:
-    """A reduce-scatter over one group: rows go to their ranks, what arrives is added up in rank order."""
+    """A reduce-scatter over one group: rows go to their ranks, what arrives is added up in rank order; an accelerator's
+    library adds up by itself, where it may do so in the dtype of the sum."""
 
     def __init__(self, group: dist.ProcessGroup, topology: HostTopology | None = None) -> None:
         self.group, self.topology = group, topology or _one_rank_per_host(group)
@@ -52,6 +59,12 @@ class AllToAllReduce:
         self, rows: Tensor, out: Tensor, scale: float, call: CollectiveCall, wire_dtype: torch.dtype
     ) -> None:
         """Write ``scale`` times the sum of all ranks' rows for this rank into ``out``; sent as ``wire_dtype``."""
+        if rows.device.type != "cpu" and rows.dtype == wire_dtype == out.dtype:
+            reduce_scatter_flat(out, rows.reshape(-1), self.group, dist.ReduceOp.SUM)
+            call.add_bytes(*self.topology.ring_bytes(out.nbytes))
+            if scale != 1.0:
+                out.mul_(scale)
+            return
         received = all_to_all_rows(rows.to(wire_dtype), self.group)
         call.add_bytes(*self.topology.all_to_all_bytes(received[0].nbytes))
         sum_rows(received.unbind(0), out, scale)
@@ -133,9 +146,8 @@ class WireReduceScatter(_LoggedCollective):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with self._logged("reduce_scatter", input_tensor, output_tensor, group):
-            return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return reduce_scatter_flat(output_tensor, input_tensor, group, op, async_op)
 
 
 class AllToAllReduceScatter(Reducer):

@@ -45,7 +45,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d  # 
 from thalweg.comm.topology import get_host_key
 from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
-from thalweg.parallel_dims import init_distributed
+from thalweg.parallel_dims import init_distributed, without_communicator_split
 
 _LENGTH = struct.Struct("!I")
 _FRAME_BYTES = 4096  # of a message; longer ones have a second part
@@ -388,11 +388,12 @@ def join_launched_group(options: EngineConfig) -> InferenceGroup:
             dist.init_process_group("gloo", init_method="env://")
         else:
             init_distributed()
-    process_group, _ = dist.new_subgroups(num_ranks, timeout=_NO_TIMEOUT, backend="gloo")
-    if device.type != "cpu":
-        backend = dist.get_default_backend_for_device(device.type)
-        sizes = {num_ranks, options.ranks_per_stage}
-        groups = {size: dist.new_subgroups(size, backend=backend)[0] for size in sorted(sizes)}
-        connect_devices = lambda: (groups[num_ranks], groups[options.ranks_per_stage])
+    with without_communicator_split():
+        process_group, _ = dist.new_subgroups(num_ranks, timeout=_NO_TIMEOUT, backend="gloo")
+        if device.type != "cpu":
+            backend = dist.get_default_backend_for_device(device.type)
+            sizes = {num_ranks, options.ranks_per_stage}
+            groups = {size: dist.new_subgroups(size, backend=backend)[0] for size in sorted(sizes)}
+            connect_devices = lambda: (groups[num_ranks], groups[options.ranks_per_stage])
     rank = dist.get_rank() % num_ranks
     return InferenceGroup(lambda _: process_group, rank, num_ranks, connect_devices=connect_devices)

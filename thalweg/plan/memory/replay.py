@@ -284,13 +284,17 @@ class _Replay:
         return total
 
     def _compute_host_bytes(self) -> int:
-        """What a GPU's rank keeps on the host: masters, gradients, state, units that come from a disk."""
+        """What a GPU's rank keeps on the host: masters (and what crosses of them), gradients (and as they came), state,
+        units that come from a disk."""
         offloaded = self.trace.peak_offloaded_bytes if self.run_spec.activation_offload == "cpu" else 0
         if not self.run_spec.states_on_host:
             return offloaded
-        resident = (spec for name, spec in self.trace.param_specs.items() if name not in self.disk_params)
+        resident = [spec for name, spec in self.trace.param_specs.items() if name not in self.disk_params]
         total = offloaded + sum(map(shard_bytes, resident))
-        total += sum(unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable)
+        total += sum(prod(spec.padded_shape) * spec.compute_dtype.itemsize for spec in resident if spec.is_mixed)
+        grads = sum(unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable)
+        sent = self.run_spec.sent_share_of_grads
+        total += int(grads * (1 + sent % 1))
         if self.run_spec.zero.offload_optimizer.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
             total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members)

@@ -128,6 +128,15 @@ class RunSpec(ShardOptions):
         return "shared" if self.shard_topology.num_nodes == 1 or (self.is_hierarchical and keeps_unsharded) else "wire"
 
     @property
+    def sent_share_of_grads(self) -> float:
+        """How many of the bytes of reduced gradients cross from a GPU to the host: see ``FSDPGroupHandle``."""
+        dtypes, sent = self.precision, self.precision.reduce_dtype
+        sums_grads = self.accumulation_steps > 1 and not self.policy.reduces_each_backward
+        if self.topology.world_size == 1 and dtypes.compute_dtype == torch.bfloat16 and not sums_grads:
+            sent = dtypes.compute_dtype
+        return min(1.0, sent.itemsize / dtypes.master_dtype.itemsize)
+
+    @property
     def is_hierarchical(self) -> bool:
         """Whether shared memory on each host works together with the network between hosts."""
         return self.on_cpu and self.shard_topology.num_nodes > 1 and self.shard_topology.ranks_per_node > 1

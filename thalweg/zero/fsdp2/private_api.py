@@ -21,9 +21,9 @@ from its class (``_GRADS_STAY_IN_PLACE``).
 from __future__ import annotations
 
 import copyreg
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partialmethod, wraps
+from functools import cache, partial, partialmethod, wraps
 from typing import Any
 
 import torch
@@ -55,6 +55,29 @@ PARAM_NAMES = (
     "_sharded_param_data", "to_sharded_dtensor", "_setattr_on_modules", "all_gather_outputs", "reset_sharded_param",
     *(("_sharding_spec_by_dtype", "init_dtype_attrs") if _GRADS_STAY_IN_PLACE else ("unsharded_accumulated_grad",)),
 )  # fmt: skip
+
+
+class ArrivingGrad:
+    """A gradient on its way to the host, ``sent`` in fewer bytes than ``wide`` has, to which it is cast there.
+
+    ``arriving``: all of a model's, cast in the order in which they were sent: one while the device makes the next.
+    """
+
+    def __init__(self, event: torch.Event, sent: Tensor, wide: Tensor, arriving: deque[ArrivingGrad]) -> None:
+        self._event, self._sent, self._wide, self._arriving = event, sent, wide, arriving
+        self._has_come = False
+        arriving.append(self)
+
+    def synchronize(self) -> None:
+        """Return when ``wide`` has its values; FSDP2 asks for it as for the event of a copy."""
+        while not self._has_come:
+            self._arriving.popleft()._cast()
+
+    def _cast(self) -> None:
+        self._event.synchronize()
+        self._wide.copy_(self._sent)
+        self._has_come = True
+        del self._sent, self._wide  # which ``.grad`` holds, until somebody has used it up
 
 
 class FSDPGroupHandle:
@@ -173,10 +196,10 @@ class FSDPGroupHandle:
         inner.unshard, inner.wait_for_unshard, inner._to_sharded = unshard, wait_for_unshard, to_sharded
 
     def all_gather_from(
-        self, packed_shards: Sequence[Tensor], acquire: Callable[[], None], release: Callable[[], None]
+        self, packed_shards: Sequence[Tensor], acquire: Callable[[], None], release: Callable[[], None] | None = None
     ) -> None:
         """Let FSDP2's gather read ``packed_shards`` (the group's padded shards in the compute dtype) in place of the
-        sharded parameters; they hold their values from ``acquire()`` to ``release()``."""
+        sharded parameters; they hold their values from ``acquire()`` to ``release()``, or for good."""
         inner, original_unshard = self._inner, self._inner.unshard
 
         def unshard(async_op: bool = False) -> None:
@@ -188,14 +211,41 @@ class FSDPGroupHandle:
                 for param, packed_shard in zip(inner.fsdp_params, packed_shards, strict=True):
                     param._sharded_param_data = packed_shard.view(-1)
                 original_unshard(async_op)
-                if inner._all_gather_process_group.size() == 1:
+                if release is not None and inner._all_gather_process_group.size() == 1:
                     inner.wait_for_unshard()  # copies now, where a gather has copied already
             finally:
                 for param, data in zip(inner.fsdp_params, saved_shards, strict=True):
                     param._sharded_param_data = data
-                release()
+                if release is not None:
+                    release()
 
         inner.unshard = unshard
+
+    def send_grads_unwidened(
+        self, is_alone: bool, is_unscaled: Callable[[], bool], arriving: deque[ArrivingGrad]
+    ) -> None:
+        """Let reduced gradients cross to the host in the dtype of their numbers; FSDP2 widens them first.
+
+        A sum over ranks has the reduction's dtype.  The gradients of a rank that ``is_alone`` are autograd's own, but
+        for those that were added up over micro-batches, or divided by a loss scale (not ``is_unscaled()``).
+        """
+        inner = self._inner
+        if _GRADS_STAY_IN_PLACE:  # torch 2.15 casts each to a dtype of its own; not tried
+            return
+        master_dtype = inner._orig_dtype
+
+        def choose_dtype() -> None:
+            dtypes, reduce_dtype = _grad_dtypes(inner.fsdp_params), inner._reduce_dtype
+            if reduce_dtype is not None and not is_alone:
+                dtypes = {reduce_dtype}
+            held, *others = dtypes or {master_dtype}
+            is_exact = not is_alone or (is_unscaled() and reduce_dtype in (None, torch.float32, held))
+            narrows = is_exact and not others and held.itemsize < master_dtype.itemsize
+            inner._orig_dtype = held if narrows else master_dtype
+
+        self._wrap_post_backward(choose_dtype)
+        for param in inner.fsdp_params:
+            param.to_sharded_dtensor = partial(_widen_on_arrival, param, param.to_sharded_dtensor, arriving)
 
     def copy_in_early(self) -> None:
         """Let a rank alone copy its shards from the host as soon as a unit is asked for, beside what is computed.
@@ -442,6 +492,17 @@ class FSDPParamHandle:
         inner._setattr_on_modules = lambda param: None
         inner.reset_sharded_param = lambda: None
         return whole
+
+
+def _widen_on_arrival(
+    param: Any, to_sharded_dtensor: Callable[[Tensor], DTensor], arriving: deque[ArrivingGrad], tensor: Tensor
+) -> DTensor:
+    event, dtype = param.grad_offload_event, param.sharded_param.dtype
+    if event is None or tensor.dtype == dtype:
+        return to_sharded_dtensor(tensor)
+    wide = torch.empty_like(tensor, dtype=dtype, pin_memory=tensor.is_pinned())
+    param.grad_offload_event = ArrivingGrad(event, tensor, wide, arriving)
+    return to_sharded_dtensor(wide)
 
 
 def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal, Protocol
 
@@ -53,6 +54,11 @@ class ParamSpec:
     requires_grad: bool = True
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether the computation takes it in fewer bytes than the master has."""
+        return self.compute_dtype.itemsize < self.master_dtype.itemsize
+
+    @property
     def rows_per_shard(self) -> int:
         """Rows of a padded shard: the chunking of ``torch.chunk``."""
         return -(-self.shape[0] // self.num_shards)
@@ -76,7 +82,7 @@ class ParamSpec:
 class ShardStorage:
     """Shard and unsharded tensor of one parameter on this rank; ``rank`` counts its shards.
 
-    ``cast_dest``: where this rank's rows are cast to, if the unsharded tensor is not over the shard;
+    ``cast_dest``: where this rank's rows are cast to, if the unsharded tensor is not over the shard, or there is none;
     ``padded_unsharded``: a shared one with the padding of its last shard.
     """
 
@@ -109,12 +115,14 @@ class ShardStorage:
         separate_master: bool = False,
         pin_shard: bool = False,
         private_view: bool = False,
+        crosses_link: bool = False,
     ) -> ShardStorage:
         """A storage in the memory that ``storage_kind`` says.
 
         ``separate_master``: the shard is kept beside its rows of the unsharded tensor, which others see rounded;
         ``pin_shard``: page-locked; FSDP2 would otherwise pin a copy, which updates write and gathers do not read;
-        ``private_view``: what a program writes to a shared unsharded tensor, its peers do not see.
+        ``private_view``: what a program writes to a shared unsharded tensor, its peers do not see;
+        ``crosses_link``: the shard is copied to a device for each use: in the compute dtype, if that has fewer bytes.
         """
         if storage_kind == "shared":
             assert arena is not None
@@ -128,6 +136,9 @@ class ShardStorage:
             return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
         shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device, pin_memory=pin_shard)
         if storage_kind == "wire":
+            if crosses_link and spec.is_mixed:
+                narrow = torch.empty_like(shard, dtype=spec.compute_dtype, pin_memory=pin_shard)
+                return cls(spec, rank, shard, cast_dest=narrow)
             return cls(spec, rank, shard)
         if spec.master_dtype == spec.compute_dtype:
             # The same memory under another version counter, as a gathered copy would have.
@@ -244,20 +255,40 @@ class ParameterStorage(Protocol):
 
 
 class FSDPStorage(ParameterStorage):
-    """Units that FSDP2 gathers into memory of its own, and frees."""
+    """Units that FSDP2 gathers into memory of its own, and frees; ``storages``: of each unit, by its name.
 
-    def __init__(self, groups: Sequence[FSDPGroupHandle]) -> None:
-        self.groups = groups
+    Masters on the host may be wider than what is computed with.  What crosses to the device is then a cast, made as a
+    unit is asked for in a forward pass (no counter tells of what programs write through ``p.data``), and good for the
+    backward pass.
+    """
+
+    def __init__(self, groups: Sequence[FSDPGroupHandle], storages: Mapping[str, Sequence[ShardStorage]]) -> None:
+        self.groups, self._stale = groups, set[str]()
+        for group in groups:
+            members = storages[group.name]
+            if any(storage.refresh_copy is not None for storage in members):
+                sources = [storage.shard if (pair := storage.refresh_copy) is None else pair[0] for storage in members]
+                group.all_gather_from(sources, partial(self._refresh, group.name, members))
+
+    def before_forward(self) -> None:
+        """The program may have written to any shard."""
+        self._stale = {group.name for group in self.groups}
 
     def unshard(self, group: FSDPGroupHandle) -> None:
         """Gather a unit that is used by itself."""
+        if group.is_sharded:
+            self._stale.add(group.name)
         group.gather()
 
+    def _refresh(self, name: str, storages: Iterable[ShardStorage]) -> None:
+        if name in self._stale:
+            self._stale.discard(name)
+            refresh_unsharded(storages)
+
     def reshard(self, end_of: PassKind) -> None:
-        """See the base; between evaluations FSDP2 keeps what it keeps."""
-        if end_of == "an accumulation window":
-            for group in self.groups:
-                group.to_sharded()
+        """See the base; FSDP2 would keep the root's after an evaluation, whatever is written to the shards then."""
+        for group in self.groups:
+            group.to_sharded()
 
 
 class ResidentStorage(ParameterStorage):
