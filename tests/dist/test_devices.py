@@ -91,6 +91,11 @@ def _train(rank: int, world: int, cases: dict[str, ParityCase], late: bool) -> d
 
 
 LOSS_TOLERANCE, PARAM_TOLERANCE = 1e-6, 2e-5  # the order in which ranks' gradients are added up
+# Three may be added up and divided in another order, which rounds otherwise.  The worst element's first gradient is
+# -7e-9 in a tensor of 1e-3: at Adam's eps of 1e-8 a step of 3e5 * lr for each 1 that it is off, and fp32 sums of that
+# size are off by 1e-10.  Processors themselves are 9.5e-5 from fp64 there, a device 7.5e-5, the two 2.0e-5 from each
+# other (0.3% of elements above 1e-6).
+SUMMED_PARAM_TOLERANCE, SUMMED_PARAM_BULK = 9.5e-5, 1e-6  # the worst; 99% of a case's elements
 # Three gradients in 16 bits may cancel.  A device divides each by 3 before it adds them up, so that -1.2e-10 is left of
 # 0; Adam, whose eps is 1e-8, makes of it a step of 1.2e-2 * lr, and a key's bias, whose gradient is noise, goes on.
 ROUNDED_LOSS_TOLERANCE, ROUNDED_PARAM_TOLERANCE = 5e-5, 2e-2
@@ -103,19 +108,21 @@ def _differences(
     for name, case in cases.items():
         is_rounded = world > 2 and case.dtype != "fp32"
         loss_tolerance = ROUNDED_LOSS_TOLERANCE if is_rounded else LOSS_TOLERANCE
-        param_tolerance = ROUNDED_PARAM_TOLERANCE if is_rounded else PARAM_TOLERANCE
+        param_tolerance = SUMMED_PARAM_TOLERANCE if world > 2 else PARAM_TOLERANCE
+        param_tolerance = ROUNDED_PARAM_TOLERANCE if is_rounded else param_tolerance
         (host_losses, host_params), (losses, params) = host[name], device[name]
         loss = max(abs(a - b) for a, b in zip(host_losses, losses, strict=True))
-        param = max(float(numpy.abs(a - b).max()) for a, b in zip(host_params, params, strict=True))
+        gaps = numpy.concatenate([numpy.abs(a - b).ravel() for a, b in zip(host_params, params, strict=True)])
+        param, bulk = float(gaps.max()), 0.0 if is_rounded else float(numpy.quantile(gaps, 0.99))
         if is_device_real():  # of which a gradient that cancels may be anything: not each number, but all of them
             loss_tolerance = ROUNDED_LOSS_TOLERANCE * FP32_SLACK
-            param_tolerance = ROUNDED_PARAM_TOLERANCE
+            param_tolerance, bulk = ROUNDED_PARAM_TOLERANCE, 0.0
             param = max(
                 float(numpy.linalg.norm(a - b) / max(1.0, numpy.linalg.norm(a)))
                 for a, b in zip(host_params, params, strict=True)
             )
-        if not (loss <= loss_tolerance and param <= param_tolerance):
-            found.append(f"{name}: losses differ by {loss:.1e}, parameters by {param:.1e}")
+        if not (loss <= loss_tolerance and param <= param_tolerance and bulk <= SUMMED_PARAM_BULK):
+            found.append(f"{name}: losses differ by {loss:.1e}, parameters by {param:.1e}, 99% of them by {bulk:.1e}")
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench._plan_worker import glibc_heap_mib
 from tests.e2e.launch_support import RUN_COMMAND, clean_environ
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -228,7 +229,7 @@ def test_rows_21_22_sizes_around_a_limit_none_exceeds_it(tmp_path, tier, num_siz
 
 
 def _offloaded(rank, world_size, zero):
-    """(peak, planned peak) in MiB of one job."""
+    """(peak, planned peak, holes of the heap) in MiB of one job."""
     import thalweg
     from thalweg.observe.flops import resident_mib
     from thalweg.plan.spec.cluster import Cluster
@@ -245,9 +246,9 @@ def _offloaded(rank, world_size, zero):
     engine, *_ = thalweg.initialize(model=model, config=config)
     del model
     train(engine, 3, 1, rank)
-    peak = resident_mib(peak=True)
+    peak, holes = resident_mib(peak=True), glibc_heap_mib()["fordblks"]
     engine.close()
-    return peak, planned.per_rank.total / 2**20
+    return peak, planned.per_rank.total / 2**20, holes
 
 
 def _many_tokens(rank, world_size, policy):
@@ -311,15 +312,15 @@ def test_row22_the_activations_of_many_tokens_are_in_the_plan(policies, tmp_path
 
 def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
     found = {name: run_ranks(_offloaded, 1, zero)[0] for name, zero in tiers_of(str(tmp_path)).items()}
-    for name, (peak, planned) in found.items():
+    for name, (peak, planned, _) in found.items():
         assert peak <= 1.05 * planned, name
         assert peak >= 0.85 * planned, name  # a bound that is never reached would say nothing
-    # On the host nothing but gradients that leave early is saved, and both runs share all the rest.
-    saved, said = (found["none"][i] - found["early"][i] for i in (0, 1))
-    assert saved > 20
-    # The plan promises no more than comes; it may promise less, as the heap of both runs is modelled by one factor
-    # (docs/decisions/2026-11-22-the-heap-of-the-plan.md): 50 to 62 MiB came in equal runs where it said 35.
-    assert 0.65 * said <= saved <= 2 * said
+    # On the host nothing but gradients that leave early is saved, and both runs share all the rest, but for holes: a
+    # heap in which gradients stay has 37 to 66 MiB of them in equal runs.  Without them 34.0 MiB are saved where the
+    # plan says 34.8 (docs/decisions/2026-11-24-what-bf16-rounds.md).
+    saved, said, holes = (found["none"][i] - found["early"][i] for i in range(3))
+    assert saved >= 0.65 * said
+    assert 0.9 * said <= saved - holes <= 1.1 * said
     for name in ("states", "all"):
         saved, said = (found["none"][i] - found[name][i] for i in (0, 1))
         # As near as two peaks can say that are each within 5%; what saved nothing would be further off.

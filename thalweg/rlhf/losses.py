@@ -10,6 +10,7 @@ more for being short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,26 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
         return -F.cross_entropy(logits, tokens.to(logits.device), reduction="none")
     chosen = logits.gather(-1, tokens[..., None].to(logits.device)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
+
+
+def refined_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """:func:`chosen_logprobs` of tokens (N,) under logits (N, V) that a head's product has rounded to 16 bits, without
+    that rounding where it counts: at each token, and at all that are likelier than 1/64, by fp32 products of hidden
+    (N, D) and weight (V, D).  Gradients are those of the logits as they are."""
+    logits = _widen(logits) if temperature == 1.0 else _widen(logits) / temperature
+    chosen, logsumexp = logits.gather(-1, tokens[:, None]).squeeze(-1), logits.logsumexp(-1)
+    with torch.no_grad():
+        likely = (logits > (logsumexp - math.log(64))[:, None]).nonzero().T
+        places = torch.cat([torch.stack([torch.arange(len(tokens), device=tokens.device), tokens]), likely], 1)
+        # A part at a time, as each product takes two rows of hidden size.
+        exact = torch.cat([(hidden[r].float() * weight[t].float()).sum(-1) for r, t in places.split(4096, 1)])
+        exact = exact if bias is None else exact + bias[places[1]]
+        error, others = (exact / temperature - logits[*places]).split([len(tokens), likely.shape[1]])
+        shares = (logits[*likely] - logsumexp[likely[0]]).exp() * others.expm1()
+        log_of_sum = torch.zeros_like(logsumexp).index_add_(0, likely[0], shares).log1p()
+    return chosen - logsumexp + (error - log_of_sum)
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:

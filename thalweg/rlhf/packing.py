@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
@@ -146,36 +147,48 @@ def forward_rows(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
     A model that takes no such layout computes the padding; the first batch of an engine is computed in both ways, and
     where any rank finds them different, none lays rows out.
     """
+    packed = _lay_out(engine, batch)
+    return _forward(engine, packed), packed.places.to(engine.device, non_blocking=True)
+
+
+def _lay_out(engine: Engine, batch: Batch) -> PackedRows:
     if engine not in _row_limits:
         limits = _find_limits(engine)
         _row_limits[engine] = limits if limits is not None and _agrees(engine, batch) else None
     limits = _row_limits[engine]
-    return _forward(engine, batch, None if limits is None else pack_rows(batch, *limits))
+    return (None if limits is None else pack_rows(batch, *limits)) or _padded(batch)
 
 
-def _forward(engine: Engine, batch: Batch, packed: PackedRows | None) -> tuple[Tensor, Tensor]:
-    if packed is None:
-        places = torch.arange(batch["input_ids"].numel()).view(batch["input_ids"].shape)
-        packed = PackedRows({name: batch[name] for name in ("input_ids", "attention_mask")}, places)
+def _padded(batch: Batch) -> PackedRows:
+    places = torch.arange(batch["input_ids"].numel()).view(batch["input_ids"].shape)
+    return PackedRows({name: batch[name] for name in ("input_ids", "attention_mask")}, places)
+
+
+def _forward(engine: Engine, packed: PackedRows) -> Tensor:
     inputs = {name: table.to(engine.device, non_blocking=True) for name, table in packed.inputs.items()}
     output = engine(**inputs)
-    return getattr(output, "logits", output).flatten(0, 1), packed.places.to(engine.device, non_blocking=True)
+    return getattr(output, "logits", output).flatten(0, 1)
 
 
 def _find_limits(engine: Engine) -> tuple[int, float] | None:
     """The hidden size of a Hugging Face model whose masks and positions may be given, and how many tokens its rows may
     have; None for any other."""
-    model: Any = engine.module
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    model = getattr(model, "backbone", model)
-    if not takes_positions or not any(x.__module__.startswith("transformers.models.") for x in type(model).__mro__):
+    model = _find_hugging_face_model(engine)
+    if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return None
     text = model.config.get_text_config()
-    plain = text._attn_implementation in ("sdpa", "eager") and not getattr(text, "attention_chunk_size", None)
-    if not plain or engine.meshes.sequence is not None or engine.meshes.pp is not None:
+    if text._attn_implementation not in ("sdpa", "eager") or getattr(text, "attention_chunk_size", None):
         return None
     return text.hidden_size, getattr(text, "sliding_window", None) or inf
+
+
+def _find_hugging_face_model(engine: Engine) -> Any:
+    """Its model without adapters, if that is Hugging Face's own code and a rank computes whole rows; else None."""
+    model: Any = engine.module
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    modules = {x.__module__ for x in type(getattr(model, "backbone", model)).__mro__}
+    is_known = any(name.startswith("transformers.models.") for name in modules)
+    return model if is_known and engine.meshes.sequence is None and engine.meshes.pp is None else None
 
 
 @torch.no_grad()
@@ -186,8 +199,8 @@ def _agrees(engine: Engine, batch: Batch) -> bool:
     kept = twice["attention_mask"].bool()
 
     def run(layout: PackedRows | None) -> Tensor:
-        output, places = _forward(engine, twice, layout)
-        return output[places][kept.to(output.device)]
+        layout = layout or _padded(twice)
+        return _forward(engine, layout)[layout.places.to(engine.device)][kept.to(engine.device)]
 
     with eval_mode(engine.module):
         padded, same = run(None), False
@@ -208,8 +221,38 @@ def _agrees(engine: Engine, batch: Batch) -> bool:
 def response_logprobs(engine: Engine, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the responses' tokens, (B, T - 1), 0 elsewhere; and the logits that each was chosen by,
     (tokens of responses, V); collective."""
-    logits, places = forward_rows(engine, batch)
-    mask = batch["response_mask"][:, 1:].to(logits.device)
-    logits = logits.index_select(0, places[:, :-1][mask])
-    chosen = losses.chosen_logprobs(logits, batch["input_ids"][:, 1:].to(logits.device)[mask], temperature)
+    packed, mask = _lay_out(engine, batch), batch["response_mask"][:, 1:].to(engine.device)
+    tokens = batch["input_ids"][:, 1:].to(engine.device)[mask]
+    places = packed.places[:, :-1].to(engine.device)[mask]
+    with _head_for(engine, places, tokens, temperature) as refined:
+        logits = _forward(engine, packed)
+    logits = logits if refined else logits.index_select(0, places)
+    as_it_was = refined and logits.data_ptr() == refined[0].data_ptr()  # not scaled or capped by the model
+    chosen = refined[1] if as_it_was else losses.chosen_logprobs(logits, tokens, temperature)
     return torch.zeros(mask.shape, dtype=chosen.dtype, device=mask.device).masked_scatter(mask, chosen), logits
+
+
+@contextmanager
+def _head_for(engine: Engine, places: Tensor, tokens: Tensor, temperature: float) -> Iterator[list[Tensor]]:
+    """In 16 bits, let the head compute the logits of these places alone; yields a list in which they and
+    :func:`losses.refined_logprobs` are then.
+
+    A logit of 100, as GPT-2's are, is rounded by up to 0.25 in bf16, and its log-probability with it.
+    """
+    model, refined = _find_hugging_face_model(engine), list[Tensor]()
+    head: Any = None if model is None else model.get_output_embeddings()
+    is_whole = engine.meshes.tp is None and isinstance(head, torch.nn.Linear)  # which an adapter's is not
+    if not is_whole or engine.config.compile.enabled or not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+        yield refined
+        return
+
+    def select(_: Any, args: tuple[Tensor]) -> Tensor:
+        return args[0].flatten(0, -2).index_select(0, places)[None]
+
+    def refine(layer: Any, args: tuple[Tensor], logits: Tensor) -> None:
+        operands = args[0][0], layer.weight, layer.bias
+        refined[:] = logits[0], losses.refined_logprobs(logits[0], tokens, temperature, *operands)
+
+    # The second one before sharding's own hook, which may take the weight away.
+    with head.register_forward_pre_hook(select), head.register_forward_hook(refine, prepend=True):
+        yield refined
