@@ -19,7 +19,6 @@ from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward,
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
 from thalweg.ops.linear.functional import get_matmul_ops
 
-POLICIES = ("none", "full", "selective")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -34,17 +33,6 @@ class ActivationCheckpointPolicy:
 
     policy: str = "none"
     every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy is {self.policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every is {self.every!r}; it must be a whole number from 1 up")
-        if self.policy != "selective" and self.every != 1:
-            raise ValueError(
-                f"every={self.every} belongs to policy 'selective', and the policy is {self.policy!r}; "
-                "set policy='selective' or leave it out"
-            )
 
     @property
     def saves_products(self) -> bool:
