@@ -227,6 +227,7 @@ def test_conform_reads_what_it_wrote() -> None:
         ("SGD", {"state_dtype": "int8"}, "Adam, AdamW and Lion"),
         ("AdamW", {"state_dtype": "int8", "amsgrad": True}, "no such variant"),
         ("AdamW", {"state_dtype": "int8", "betas": [1.0, 0.9]}, "betas"),
+        ("AdamW", {"state_dtype": "int8", "moment": 1}, "moment"),
     ],
 )
 def test_what_there_is_not(name: str, hyper: dict[str, Any], message: str) -> None:

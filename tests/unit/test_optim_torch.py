@@ -234,6 +234,9 @@ def test_torchs_private_list_builder_is_where_we_exchange_the_lists() -> None:
         ("ZeroOneAdam", {"local_step_clipper": 0}, "local_step_clipper must be at least 1"),
         ("AdamWW", {}, "unknown optimizer 'AdamWW'"),
         ("LBFGS", {}, "unknown optimizer 'LBFGS'"),
+        ("AdamW", {"weight_decya": 0.1, "epps": 1e-8}, "takes no epps, weight_decya"),
+        ("Lion", {"eps": 1e-8}, "Lion takes no eps"),
+        ("SGD", {"set_grad_none": True}, "set_grad_none"),
         (None, {}, "unknown optimizer None"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thalweg.config.schema.optimizer import canonical_name
+from thalweg.config.schema.optimizer import canonical_name, get_params_schema
 from thalweg.optim.algorithms.adafactor import Adafactor
 from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS, has_fused_kernel
 from thalweg.optim.algorithms.lamb import Lamb
@@ -32,19 +32,6 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 _ADAM_NAMES = frozenset({"Adam", "AdamW"})
-_DEEPSPEED_OPTIMIZERS = frozenset({*_ADAM_NAMES, *COMPRESSED_OPTIMIZERS, "Adagrad", "Lamb", "Lion", "Muon"})
-# Keys of old configs that say how DeepSpeed computes and not what; nothing here has a use for them.
-_IGNORED_KEYS = frozenset(
-    {
-        "set_grad_none",
-        "torch_adam",
-        "adam_w_mode",
-        "adamw_mode",
-        "fp32_optimizer_states",
-        "comm_backend_name",
-        "cuda_aware",
-    }
-)
 # Keys that may be given as false (or 0): what they switch on is not to be had.
 _UNSUPPORTED_FLAGS = {
     "differentiable": "a step on local pieces has no gradient of its own",
@@ -52,7 +39,6 @@ _UNSUPPORTED_FLAGS = {
     "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
 }
 # The classes that keep their moments in fewer bits ("state_dtype").
-_WITHOUT_FUSED_KERNEL = (LowBitAdam, LowBitLion, ZenFlowAdam, ZeroOneAdam)
 _LOW_BIT_CLASSES: dict[str, Any] = {"Adam": LowBitAdam, "AdamW": LowBitAdam, "Lion": LowBitLion}
 
 
@@ -150,23 +136,19 @@ def _resolve_state_dtype(name: str, hyper: Mapping[str, Any]) -> tuple[Any, Mapp
 
 
 def _make_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords for ``cls``, without those that it has no use for."""
+    """Return the keywords for ``cls``: of those that the config's table has, what it has a use for."""
+    schema = get_params_schema("optimizer", name)
+    assert schema is not None, name
+    if unknown := sorted(hyper.keys() - schema.model_fields.keys()):
+        raise ValueError(f"optimizer {name} takes no {', '.join(unknown)}")
     known = _keyword_names(cls) - _UNSUPPORTED_FLAGS.keys()
     if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam):
         known -= {"decoupled_weight_decay"}
-    ignored = {*_UNSUPPORTED_FLAGS} | (_IGNORED_KEYS if name in _DEEPSPEED_OPTIMIZERS else set())
-    ignored |= {"decoupled_weight_decay"} if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam) else set()
-    ignored |= {"eps_inside_sqrt"} if name == "OneBitLamb" else set()
-    ignored |= (
-        {"amsgrad"} if name in ("Adagrad", "Lamb", *COMPRESSED_OPTIMIZERS) or cls in _WITHOUT_FUSED_KERNEL else set()
-    )
-    ignored |= {"foreach", "fused"} if cls in _WITHOUT_FUSED_KERNEL else set()
-    ignored -= known
-    for key in ignored & hyper.keys() & (_UNSUPPORTED_FLAGS.keys() | {"amsgrad", "eps_inside_sqrt"}):
+    for key in hyper.keys() & {*_UNSUPPORTED_FLAGS, "amsgrad", "eps_inside_sqrt"} - known:
         if hyper[key]:
             reason = _UNSUPPORTED_FLAGS.get(key, f"{name} has no such variant")
             raise ValueError(f"optimizer {name}: {key} = {hyper[key]!r} is not possible: {reason}")
-    keywords = {key: value for key, value in hyper.items() if key not in ignored}
+    keywords = {key: value for key, value in hyper.items() if key in known}
     if name in _ADAM_NAMES and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
     if cls in (LowBitAdam, ZenFlowAdam):

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, RemapTable, round_up
-from thalweg.storage_io.direct_file import DirectFile
-from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.disk import DirectFile, Disk
 from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool
 from thalweg.utils.formatting import format_bytes

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from thalweg.ops.linear.autotune_cache import get_cache_dir
 from thalweg.storage_io.allocator import PAGE, round_up
-from thalweg.storage_io.direct_file import DirectFile
-from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.disk import DirectFile, Disk
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool
 from thalweg.utils.log import get_logger
 
