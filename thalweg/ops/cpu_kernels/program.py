@@ -67,9 +67,8 @@ def _emit_interpreter(module: Any) -> None:
                     b.store_atomic(code.int_const(0), arrived, "monotonic", 8)
                     b.store_atomic(code.add(before, 1), phase, "release", 8)
                 with otherwise:
-                    code.spin_until(
-                        lambda: b.icmp_signed("!=", b.load_atomic(phase, "acquire", 8, typ=I64), before), _SPINS
-                    )
+                    is_over = lambda: b.icmp_signed("!=", b.load_atomic(phase, "acquire", 8, typ=I64), before)
+                    code.spin_until(is_over, _SPINS, _SPINS)
     code.ret()
 
 

@@ -32,7 +32,7 @@ def emit_barrier(module: Any) -> str:
         b.store_atomic(target, own_counter, "release", 8)
         with code.range(0, size) as peer:
             peer_counter = b.inttoptr(code.add(counters, code.mul(peer, CACHE_LINE_BYTES)), I64.as_pointer())
-            code.spin_until(partial(_is_over, code, peer_counter, target, aborted), _SPINS)
+            code.spin_until(partial(_is_over, code, peer_counter, target, aborted), _SPINS, 0)
     code.ret()
     return "barrier"
 
