@@ -279,7 +279,10 @@ def unlock_pages(memory: Tensor) -> None:
 
 
 def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for."""
+    """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for; on the
+    CPU the arrays themselves."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
     flat = copy_to_device(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])), device)
     parts = flat.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -156,7 +156,7 @@ def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
         (["--host", "192.0.2.1", "--api-key", "long-enough"], 1, "that this machine has"),
         nightly(["--api-key", "short"], 2, "8 characters"),
         nightly(["--ssl-certfile", "nothing.pem"], 2, "both"),
-        nightly(["--kv-memory", "many"], 2, "4GiB"),
+        nightly(["--kv-memory", "many"], 2, "80GiB"),
         nightly(["--replicas", "0"], 2, "at least 1"),
         nightly(["--max-length", "0"], 2, "max_model_len is 0"),
         (["--quantize", "int3"], 2, "int4"),

@@ -278,8 +278,6 @@ def test_resume_policies(tmp_path, caplog):
     assert open_verified(tmp_path / "none", resume="never") is None
     with pytest.raises(CheckpointNotFoundError, match="resume='must'"):
         open_verified(tmp_path / "none", resume="must")
-    with pytest.raises(ValueError, match="resume is 'maybe'"):
-        open_verified(tmp_path, resume="maybe")
     save_snapshot(tmp_path, "a", tiny_snapshot(1), step=1)
     save_snapshot(tmp_path, "b", tiny_snapshot(2), step=2)
     assert open_verified(tmp_path, resume="never") is None

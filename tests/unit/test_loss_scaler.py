@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thalweg.config import load
 from thalweg.config.schema.training import FP16
 from thalweg.optim import LossScaleFloorError, LossScaler
 
@@ -142,4 +143,4 @@ def test_growth_stops_before_infinity() -> None:
 )
 def test_bad_sections_are_named(section: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        LossScaler(FP16.model_validate({"enabled": True, **section}))
+        load({"fp16": {"enabled": True, **section}})

@@ -230,13 +230,10 @@ def test_torch_schedulers_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "says"),
     [
-        ("WarmupL", {}, "WarmupLR"),
-        ("WarmupLR", {"warmup_max_rl": 1.0}, "warmup_max_lr"),
+        ("WarmupL", {}, "unknown scheduler 'WarmupL'"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
         ("WarmupLR", {"warmup_max_lr": "1e-3"}, "warmup_max_lr"),
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "1 parameter groups"),
-        ("WarmupDecayLR", {}, "total_num_steps"),
-        ("OneCycle", {"cycle_min_lr": 0.1}, "cycle_max_lr"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_max_mom": 1.0}, "cycle_max_mom"),
         ("LRRangeTest", {"lr_range_test_step_size": 2.5}, "whole number"),
         ("WarmupLR", {"warmup_min_lr": float("nan")}, "warmup_min_lr"),

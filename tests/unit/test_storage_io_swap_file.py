@@ -230,7 +230,7 @@ def test_the_folder_stays_empty(tmp_path: Path, disk: type[Disk]) -> None:
 def test_row24_a_disk_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
     free = Disk().free_bytes(tmp_path)
     start = time.perf_counter()
-    with pytest.raises(ValueError, match=r"needs .* GiB and the disk of .* has .* free.*larger disk"):
+    with pytest.raises(ValueError, match=r"needs .* TiB and the disk of .* has .* free.*larger disk"):
         SwapFile(tmp_path, free + (1 << 40))
     assert time.perf_counter() - start < 1 and Disk().free_bytes(tmp_path) > 0.9 * free
 

@@ -28,8 +28,6 @@ leave; ``offload.py`` where to.
 from __future__ import annotations
 
 from thalweg.activation_checkpointing.checkpoint_wrapper import (
-    POLICIES,
-    SAVEABLE_OPS,
     ActivationCheckpointPolicy,
     apply_activation_checkpointing,
     remove_activation_checkpointing,
@@ -44,8 +42,6 @@ from thalweg.activation_checkpointing.offload import (
 )
 
 __all__ = [
-    "POLICIES",
-    "SAVEABLE_OPS",
     "ActivationCheckpointPolicy",
     "ActivationOffloader",
     "CpuActivationOffloader",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,7 +19,6 @@ from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward,
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
 from thalweg.ops.linear.functional import get_matmul_ops
 
-POLICIES = ("none", "full", "selective")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -28,50 +27,25 @@ class ActivationCheckpointPolicy:
     """What is recomputed.
 
     ``policy``: ``"none"``; ``"full"``, every unit keeps its inputs alone; ``"selective"``.
-    ``every``: selective only, checkpoint units 0, k, 2k, ... and leave the others plain.
-    ``save``: selective only, operators whose results the checkpointed units keep: any of
-    ``"matmul"`` and ``"attention"``.  None means both when ``every`` is 1, else neither.
+    ``every``: selective only, checkpoint units 0, k, 2k, ... and leave the others plain.  Where every unit is
+    checkpointed, the results of matrix products and attention are kept.
     """
 
     policy: str = "none"
     every: int = 1
-    save: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy is {self.policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every is {self.every!r}; it must be a whole number from 1 up")
-        if self.policy != "selective" and (self.every != 1 or self.save):
-            raise ValueError(
-                f"every={self.every} and save={self.save} belong to policy 'selective', and the policy is "
-                f"{self.policy!r}; set policy='selective' or leave them out"
-            )
-        if unknown := sorted(set(self.save or ()) - set(SAVEABLE_OPS)):
-            raise ValueError(f"save names {unknown}; it may name {', '.join(map(repr, SAVEABLE_OPS))}")
-        if self.save is not None:
-            object.__setattr__(self, "save", tuple(self.save))
 
     @property
-    def saved_op_groups(self) -> tuple[str, ...]:
-        """The groups of operators whose results are kept."""
-        if self.policy != "selective":
-            return ()
-        if self.save is not None:
-            return self.save
-        return tuple(SAVEABLE_OPS) if self.every == 1 else ()
+    def saves_products(self) -> bool:
+        """Whether the results of matrix products and attention are kept."""
+        return self.policy == "selective" and self.every == 1
 
 
-def _matmul_ops() -> frozenset[Any]:
+@cache
+def _saved_ops() -> frozenset[Any]:
+    """The operators whose results are kept: matrix products and attention, of this torch."""
     aten = torch.ops.aten
-    names = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution")
-    packets = (getattr(aten, name) for name in names if hasattr(aten, name))
-    return frozenset(packet.default for packet in packets) | get_matmul_ops()
-
-
-def _attention_ops() -> frozenset[Any]:
-    aten = torch.ops.aten
-    names = (
+    products = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution")
+    attention = (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
@@ -79,21 +53,13 @@ def _attention_ops() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
         "_scaled_dot_product_fused_attention_overrideable",
     )
-    packets = [getattr(aten, name, None) for name in names]
+    packets = [getattr(aten, name, None) for name in products + attention]
     packets.append(getattr(torch.ops.higher_order, "flex_attention", None))
-    return frozenset(getattr(p, "default", p) for p in packets if p is not None)
+    return frozenset(getattr(p, "default", p) for p in packets if p is not None) | get_matmul_ops()
 
 
-SAVEABLE_OPS: dict[str, Callable[[], frozenset[Any]]] = {"matmul": _matmul_ops, "attention": _attention_ops}
-
-
-@cache
-def _saved_ops(groups: tuple[str, ...]) -> frozenset[Any]:
-    return frozenset().union(*(SAVEABLE_OPS[group]() for group in groups))
-
-
-def _selective_context_fn(groups: tuple[str, ...]) -> tuple[AbstractContextManager, AbstractContextManager]:
-    saved_ops = _saved_ops(groups)
+def _selective_context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:
+    saved_ops = _saved_ops()
 
     def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
@@ -112,9 +78,8 @@ class _CheckpointedModule(DynamicSubclass):
             return plain(*args, **kwargs)
         if not getattr(self, "_can_checkpoint_with_cache", False):
             args, kwargs = _without_cache(args, kwargs)
-        groups = self._thalweg_remat.saved_op_groups
-        # torch.compile understands a partial here, but not the default spelled out.
-        contexts: dict[str, Any] = {"context_fn": partial(_selective_context_fn, groups)} if groups else {}
+        # torch.compile does not understand the default spelled out.
+        contexts: dict[str, Any] = {"context_fn": _selective_context_fn} if self._thalweg_remat.saves_products else {}
         storage = self._thalweg_storage
         if storage is not None and not storage.is_active:
             with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:

@@ -66,7 +66,7 @@ class NoActivationOffloader:
         return _InMemoryTensor(tensor)
 
 
-class _ReadAheadOffloader:
+class ReadAheadOffloader:
     """The order of saving (each kept tensor knows its predecessor, weakly) and buffers that wait to be used again."""
 
     def __init__(self, depth: int) -> None:
@@ -173,7 +173,7 @@ class _NvmeTensor:
             self._file.free(self._offset)
 
 
-class NvmeActivationOffloader(_ReadAheadOffloader):
+class NvmeActivationOffloader(ReadAheadOffloader):
     """Keeps tensors in a swap file below ``folder``, which grows with what a step needs, ``segment_bytes`` at a time.
 
     ``depth``: how many tensors may be on their way out, and how many are read ahead.
@@ -270,7 +270,7 @@ class _PinnedTensor:
             self._offloader.recycle_buffer(pinned)
 
 
-class CpuActivationOffloader(_ReadAheadOffloader):
+class CpuActivationOffloader(ReadAheadOffloader):
     """Keeps a GPU's tensors in pinned host memory, copied on a stream of their own."""
 
     def __init__(self, device: torch.device, *, depth: int = 2) -> None:

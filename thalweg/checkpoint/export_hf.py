@@ -31,6 +31,7 @@ from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_na
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
+from thalweg.utils.buckets import iter_buckets
 from thalweg.utils.log import get_logger
 
 _SINGLE_FILE_NAME = "model.safetensors"
@@ -256,14 +257,7 @@ def _split_into_files(weights: list[_ExportTensor], max_shard_bytes: float) -> d
     """Weights in files of at most ``max_shard_bytes`` bytes (one weight may exceed it), each in an aligned order."""
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
-    files: list[list[_ExportTensor]] = [[]]
-    size = 0
-    for weight in weights:
-        if files[-1] and size + weight.nbytes > max_shard_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(weight)
-        size += weight.nbytes
+    files = list(iter_buckets(weights, lambda weight: weight.nbytes, max_shard_bytes)) or [[]]
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     names = names if len(files) > 1 else [_SINGLE_FILE_NAME]
     return {

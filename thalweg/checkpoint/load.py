@@ -47,8 +47,6 @@ def open_verified(
     ``prefix`` ("model/") limits what is verified.
     Raises ``CorruptCheckpointError`` if nothing good is left.
     """
-    if resume not in ("auto", "must", "never"):
-        raise ValueError(f"resume is {resume!r}; it may be 'auto', 'must' or 'never'")
     if resume == "never":
         return None
     io, checkpoint_dir, ranks = io or FileSystem(), Path(checkpoint_dir), RankGroup.from_group(group)

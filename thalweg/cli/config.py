@@ -15,6 +15,7 @@ import json
 import os
 import sys
 
+from thalweg.cli.arguments import int_at_least
 from thalweg.config import ConfigError, load_config
 from thalweg.utils.env import read_rank_info
 
@@ -25,16 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", nargs="?", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input"
     )
     parser.add_argument(
-        "--world-size", type=_parse_num_ranks, metavar="N", help="ranks in all (else the launcher's, else 1)"
+        "--world-size", type=int_at_least(1), metavar="N", help="ranks in all (else the launcher's, else 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the resolved config as one JSON object")
     parser.add_argument("--reference", action="store_true", help="print every option there is, as Markdown")
-
-
-def _parse_num_ranks(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number, at least 1")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

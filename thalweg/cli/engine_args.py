@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 from typing import Any
 
 from thalweg.infer.config import EngineConfig, EngineOption, engine_options
+from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.hub import check_model_path
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +55,7 @@ def build_engine_config(args: argparse.Namespace) -> EngineConfig:
     for option in engine_options():
         value = values[option.name]
         if option.is_size and isinstance(value, str):
-            values[option.name] = parse_size(value)
+            values[option.name] = parse_bytes(value, option_flags(option)[0])
         elif option.value_type is dict:
             values[option.name] = _parse_pairs(option_flags(option)[0], value)
     return EngineConfig(**values)
@@ -83,11 +81,3 @@ def _parse_pairs(flag: str, values: list[str]) -> dict[str, str]:
             raise ValueError(f"{flag} {text}: write NAME=DIR, each name once")
         pairs[name] = folder
     return pairs
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 4GiB, 512M or 1000000."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: write it as 4GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2]])

@@ -17,23 +17,13 @@ import argparse
 import atexit
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from thalweg.cli.arguments import int_at_least
 from thalweg.cli.plan_pipeline import add_pipeline_options, show_pipeline
-
-
-def int_at_least(minimum: int) -> Callable[[str], int]:
-    """A type of argparse: whole numbers from ``minimum`` on."""
-
-    def parse(text: str) -> int:
-        if (value := int(text)) < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
-        return value
-
-    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from thalweg.cli.arguments import int_at_least
 from thalweg.cli.run_hints import hint_for_option
 from thalweg.compat.startup import AS_DEEPSPEED, deepspeed_environ
 from thalweg.launch.env_forwarding import collect_forwarded_env
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ranks: a number, or gpu, cpu or auto (default: the number of GPUs, 1 without)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, not Python")
-    add("--threads", type=int, metavar="T",
+    add("--threads", type=int_at_least(1), metavar="T",
         help="threads of each rank (default: its share of the cores, or OMP_NUM_THREADS where that is set)")
     add("--cores", "--bind-core-list", "--bind_core_list", metavar="LIST",
         help="cores to share out, such as 0-3,8 (default: all that this process may use)")
@@ -130,8 +131,6 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
         raise ValueError("-m and --no-python exclude each other: give one of them")
     if args.master_port is not None and not 0 < args.master_port < 65536:
         raise ValueError(f"--master-port {args.master_port} is not a port: leave it out to get a free one")
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads {args.threads} must be at least 1")
     if not 0 <= args.grace < 1e6:
         raise ValueError(f"--grace {args.grace} must be a number of seconds, 0 or more")
     return LaunchSpec(

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from thalweg.cli.arguments import int_at_least, log_stderr
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
 
 
@@ -46,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     add_engine_arguments(parser)
     add = parser.add_argument_group("replicas and limits").add_argument
-    add("--replicas", "--replica-num", type=int, default=1, metavar="N",
+    add("--replicas", "--replica-num", type=int_at_least(1), default=1, metavar="N",
         help="engines, a process each (default: 1)")
-    add("--threads", type=int, metavar="T", help="threads of each (default: its share of the cores)")
-    add("--max-queue", type=int, default=128, metavar="N",
+    add("--threads", type=int_at_least(1), metavar="T", help="threads of each (default: its share of the cores)")
+    add("--max-queue", type=int_at_least(0), default=128, metavar="N",
         help="sequences that may wait beside those that run; beyond: 429 (default: 128)")
-    add("--body-bytes", type=int, default=2**20, metavar="N", help="largest body (default: 1 MiB)")
+    add("--body-bytes", type=int_at_least(1), default=2**20, metavar="N", help="largest body (default: 1 MiB)")
     add("--request-seconds", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
     add("--stall-seconds", type=float, default=60.0, metavar="S",
         help="work, but no step for so long: /health fails; twice so long: a new replica (default: 60)")
@@ -75,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.serve.replicas.pool import PoolLimits
     from thalweg.serve.server import ServeOptions, serve, serve_router
 
-    if args.max_queue < 0 or args.body_bytes < 1 or not (args.stall_seconds > 0 and args.start_seconds > 0):
-        raise ValueError("--max-queue, --body-bytes, --stall-seconds and --start-seconds must be positive numbers")
+    if not (args.stall_seconds > 0 and args.start_seconds > 0):
+        raise ValueError("--stall-seconds and --start-seconds must be positive numbers")
     if args.replica:
         _check_router_arguments(args)
     engine_spec = None if args.replica else build_engine_spec(args)
@@ -123,13 +124,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def log_stderr(text: str) -> None:
-    """Tell whoever watches; that nobody can be told (a full disk behind standard error) ends no server."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
-
-
 def _check_router_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for options of an engine: a server that forwards has none."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -173,10 +167,6 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
     from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
     from thalweg.serve.replicas.launcher import ReplicaResources
 
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads {args.threads} must be at least 1")
-    if args.replicas < 1:
-        raise ValueError(f"--replicas {args.replicas} must be at least 1")
     plan = assign_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
     threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.num_threads)
     environ = {"OMP_NUM_THREADS": threads}

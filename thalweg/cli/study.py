@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
+
+from thalweg.cli.arguments import log_stderr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.out if args.action == "run" else args.folder
     done = {}
     if args.action == "run":
-        done = run_study(load_study(args.study), folder, _print_progress)
+        done = run_study(load_study(args.study), folder, log_stderr)
     elif not (folder / "study.json").is_file():
         raise FileNotFoundError(f"{folder} holds no study: `thalweg study run STUDY --out {folder}` makes one")
     report = write_report(folder)
@@ -48,7 +49,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(f"{folder / name}" for name in ("report.html", "report.md", "report.json")))
     return 0
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

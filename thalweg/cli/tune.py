@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thalweg.cli.plan import add_model_options, check_parent_folder, cluster_options, int_at_least, read_config
+from thalweg.cli.arguments import int_at_least, log_stderr
+from thalweg.cli.plan import add_model_options, check_parent_folder, cluster_options, read_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     source = read_config(args)
     model_size = get_model_size(planner.meta_model.model)
     config = resolve(load(source), world_size=planner.cluster.world_size, model=model_size)
-    result = tune(planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=_print_progress)
+    result = tune(planner, config, args.model, num_measured=args.best, timeout=args.timeout, progress=log_stderr)
     if result.best is None:
         print("thalweg tune: no candidate fits; try `thalweg plan` for what is missing", file=sys.stderr)
         return 1
@@ -65,7 +66,3 @@ def _config_as_written(source: Any) -> dict[str, Any]:
     from thalweg.config.reader import read_source
 
     return source if isinstance(source, dict) else dict(read_source(source)[0].tree)
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -37,14 +37,10 @@ _DEFAULT_REASONS = {
 
 def format_config(config: Section, provenance: Provenance) -> str:
     """One line per option that is set, derived or central; then renamed options and those without effect."""
-    derived = dict(provenance.derived)
-    reasons = ignored_options(type(config))
-    ignored = {p: reasons[p] for p in reasons if any(is_under(user_path, p) for user_path in provenance.user_set)}
+    derived, ignored = dict(provenance.derived), _list_ignored(config, provenance)
     lines = ["config"]
     block = ""
     for path, value in _list_shown(config, provenance):
-        if any(is_under(path, ignored_path) for ignored_path in ignored):
-            continue
         head, _, name = path.rpartition(".")
         if head != block:
             block = head
@@ -61,24 +57,28 @@ def format_config(config: Section, provenance: Provenance) -> str:
 
 def summarize_config(config: Section, provenance: Provenance) -> str:
     """One line: the values that every run has, what the program set beside them, and what has no effect."""
-    reasons, derived = ignored_options(type(config)), dict(provenance.derived)
-    ignored = [p for p in reasons if any(is_under(user_path, p) for user_path in provenance.user_set)]
-    shown = {
-        path: value
+    derived, ignored = dict(provenance.derived), _list_ignored(config, provenance)
+    values = {
+        path: f"{path} {to_json_snippet(to_jsonable(value))}"
         for path, value in _list_shown(config, provenance)
-        if not any(is_under(path, one) for one in ignored) and (path not in ALWAYS_SHOWN or value not in (None, False))
+        if path not in ALWAYS_SHOWN or value not in (None, False)
     }
-    values = {path: f"{path} {to_json_snippet(to_jsonable(value))}" for path, value in shown.items()}
     notes = [f"{name}: {', '.join(given)}" for name, given in (
         ("filled in", [f"{values.pop(path)} ({why})" for path, why in derived.items() if path in values]),
         ("older spellings", provenance.renamed),
-        ("without effect", [f"{p} {_format_value(get_by_path(config, p))} ({reasons[p]})" for p in ignored]),
+        ("without effect", [f"{p} {_format_value(get_by_path(config, p))} ({why})" for p, why in ignored.items()]),
     ) if given]  # fmt: skip
     return escape_surrogates("; ".join([f"config: {', '.join(values.values())}", *notes]))
 
 
+def _list_ignored(config: Section, provenance: Provenance) -> dict[str, str]:
+    """The options without effect that the user has set, and why each has none."""
+    reasons = ignored_options(type(config))
+    return {p: reasons[p] for p in reasons if any(is_under(user_path, p) for user_path in provenance.user_set)}
+
+
 def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]]:
-    rows = []
+    rows, ignored = [], _list_ignored(config, provenance)
     for path, field in list_options(type(config)):
         value = get_by_path(config, path)
         if isinstance(value, Section) or (value is None and get_section_type(field.annotation)):
@@ -87,7 +87,8 @@ def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]
             rows += [(f"{path}.{name}", item) for name, item in (value or {}).items()]
         elif path in ALWAYS_SHOWN or any(is_under(user_path, path) for user_path in provenance.user_set):
             rows.append((path, value))
-    return sorted(rows, key=lambda row: "." in row[0])
+    shown = (row for row in rows if not any(is_under(row[0], path) for path in ignored))
+    return sorted(shown, key=lambda row: "." in row[0])
 
 
 def _origin(path: str, provenance: Provenance, derived: dict[str, str]) -> str:

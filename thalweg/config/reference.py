@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from thalweg.config.schema import Config
 from thalweg.config.schema.base import get_section_type, list_options
+from thalweg.config.suggestions import describe_type
 from thalweg.config.support import get_support_status, ignored_options, is_under, unread_blocks, unsupported_options
 
 _INTRODUCTION = """# Every option of the config
@@ -16,7 +16,6 @@ Made from the schema by `thalweg config --reference`; `thalweg config FILE` chec
 option resolves to. The keys are DeepSpeed's, and some of Thalweg's own.
 `"auto"` is taken everywhere. Keys called `_comment`, `//` or `#` are remarks.
 """
-_TYPE_NAMES = {"int": "whole number", "float": "number", "str": "text", "bool": "true, false", "dict": "object"}
 
 
 def config_reference() -> str:
@@ -32,7 +31,7 @@ def config_reference() -> str:
         default = (
             "required" if field.is_required() else f"`{_shown(field.default)}`" if field.default is not None else ""
         )
-        cells = (f"`{name}`", _describe_type(field.annotation), default, _remark(path))
+        cells = (f"`{name}`", describe_type(field.annotation, field.metadata), default, _remark(path))
         blocks.setdefault(block, []).append(f"| {' | '.join(cells)} |")
     text = _INTRODUCTION
     for block, rows in blocks.items():
@@ -66,17 +65,3 @@ def _remark(path: str) -> str:
 
 def _shown(value: Any) -> str:
     return json.dumps(value if isinstance(value, int | float | str | bool | list | tuple | dict) else str(value))
-
-
-def _describe_type(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _describe_type(arguments[0])
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_describe_type(one) for one in arguments if one is not NoneType))
-    if origin is Literal:
-        return ", ".join(f"`{_shown(value)}`" for value in arguments)
-    if origin is tuple:
-        return f"list of {_describe_type(arguments[0])}" if arguments else "list"
-    name = getattr(origin or annotation, "__name__", "any")
-    return _TYPE_NAMES.get(name, "object" if isinstance(annotation, type) and name != "Any" else "any")

@@ -8,16 +8,28 @@ from typing import Any
 import torch
 
 from thalweg.data.batches import cycle, to_device
-from thalweg.data.engine_loader import EpochEndDetector
 
 
 class BatchFeed:
-    """Hands out micro-batches; ``is_epoch_end()`` tells whether the one just used was an epoch's last."""
+    """Hands out micro-batches."""
 
     def __init__(self, loader: Any, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._batches: Iterator[Any] | None = None
-        self.is_epoch_end = EpochEndDetector(loader)
+        self._num_seen = self._count_handed_over()
+
+    def is_epoch_end(self) -> bool:
+        """Whether the micro-batch just trained on was the last of the loader's epoch.
+
+        Only a loader that is read in step with training can tell: one batch between two calls.
+        Batches from elsewhere, or read ahead into a list, end no epoch here.
+        """
+        num_seen, self._num_seen = self._num_seen, self._count_handed_over()
+        return self._num_seen - num_seen == 1 and self._loader.at_epoch_end
+
+    def _count_handed_over(self) -> int:
+        """Batches so far; always 0 for a loader that does not know."""
+        return getattr(self._loader, "num_handed_over", 0)
 
     def rewind(self) -> None:
         """Begin again where the loader now stands."""

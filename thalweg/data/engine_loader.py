@@ -171,24 +171,3 @@ def set_custom_schedules(loader: Any, components: Components, schedules: Mapping
         raise ValueError(f"no curriculum of the config is called {', '.join(unknown)}; there are: {', '.join(known)}")
     for name, get_difficulty in schedules.items():
         known[name].set_custom_get_difficulty(get_difficulty)
-
-
-class EpochEndDetector:
-    """Tells whether the micro-batch just trained on was the last of the loader's epoch.
-
-    Only a loader that is read in step with training can tell: one batch between two calls.
-    Batches from elsewhere, or read ahead into a list, end no epoch here.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._num_seen = self._count()
-
-    def _count(self) -> int:
-        """Batches handed over; always 0 for a loader that does not know."""
-        return getattr(self._loader, "num_handed_over", 0)
-
-    def __call__(self) -> bool:
-        """Whether the window ends with this micro-batch because the epoch does."""
-        num_seen, self._num_seen = self._num_seen, self._count()
-        return self._num_seen - num_seen == 1 and self._loader.at_epoch_end

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -137,18 +138,14 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     stay as they are, and a resumed job may run on another version.
     """
     mask = (1 << 64) - 1
-    key = _mix_int((seed * 0x9E3779B97F4A7C15 + 1) & mask)
-    key = _mix_int((key ^ (epoch * 0xD1B54A32D192ED03 + 1)) & mask)
     with np.errstate(over="ignore"):
-        hashed = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-        hashed = (hashed ^ (hashed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        hashed = (hashed ^ (hashed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        hashed ^= hashed >> np.uint64(31)
+        key = _mix(np.uint64((seed * 0x9E3779B97F4A7C15 + 1) & mask))
+        key = _mix(key ^ np.uint64((epoch * 0xD1B54A32D192ED03 + 1) & mask))
+        hashed = _mix(np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)
     return np.argsort(hashed, kind="stable").astype(np.int64)
 
 
-def _mix_int(value: int) -> int:
-    mask = (1 << 64) - 1
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)
+def _mix(value: Any) -> Any:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

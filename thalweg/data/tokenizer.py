@@ -77,18 +77,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, cache_dir: str | P
     cached_path = None if cache_dir is None else Path(cache_dir) / f"tokenizer-{vocab_size}-{_digest(texts)}.json"
     if cached_path is not None and cached_path.exists():
         return BytePairTokenizer.load(cached_path)
+    result = BytePairTokenizer(train_byte_level_bpe(texts, vocab_size, [END_TOKEN]))
+    if cached_path is not None:
+        result.save(cached_path)
+    return result
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Any:
+    """Return a tokenizer of the ``tokenizers`` package; the special tokens come first."""
     tokenizers = _import_tokenizers()
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet, options = sorted(byte_level.alphabet()), {"special_tokens": [END_TOKEN], "show_progress": False}
+    alphabet, options = sorted(byte_level.alphabet()), {"special_tokens": list(special_tokens), "show_progress": False}
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, **options)
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    result = BytePairTokenizer(tokenizer)
-    if cached_path is not None:
-        result.save(cached_path)
-    return result
+    return tokenizer
 
 
 def _digest(texts: Sequence[str]) -> str:
@@ -104,9 +109,5 @@ def _import_tokenizers() -> Any:
     if importlib.util.find_spec("tokenizers") is None:
         raise ValueError("the tokenizer needs the package 'tokenizers': run `pip install 'thalweg[hf]'`")
     import tokenizers
-    import tokenizers.decoders
-    import tokenizers.models
-    import tokenizers.pre_tokenizers
-    import tokenizers.trainers
 
     return tokenizers

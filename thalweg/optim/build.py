@@ -1,28 +1,25 @@
-"""From the names in a ``ds_config.json`` to an optimiser and a schedule, with every key checked first."""
+"""From the names in a ``ds_config.json`` to an optimiser and a schedule; the config has checked keys and values."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from thalweg.config.schema.optimizer import canonical_name, get_params_schema
 from thalweg.optim.algorithms.adafactor import Adafactor
 from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS, has_fused_kernel
 from thalweg.optim.algorithms.lamb import Lamb
 from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
-from thalweg.optim.algorithms.moment_codec import check_state_dtype
 from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import get_param, group_members, muon_groups
 from thalweg.optim.algorithms.onebit import COMPRESSED_OPTIMIZERS, MomentumLink, OneBitAdam, ZeroOneAdam
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
-from thalweg.optim.keyword_check import check_keywords, get_keyword_parameters, match_name
 from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 LR_SCHEDULERS: dict[str, type[LRScheduler]] = {
@@ -35,19 +32,6 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 _ADAM_NAMES = frozenset({"Adam", "AdamW"})
-_DEEPSPEED_OPTIMIZERS = frozenset({*_ADAM_NAMES, *COMPRESSED_OPTIMIZERS, "Adagrad", "Lamb", "Lion", "Muon"})
-# Keys of old configs that say how DeepSpeed computes and not what; nothing here has a use for them.
-_IGNORED_KEYS = frozenset(
-    {
-        "set_grad_none",
-        "torch_adam",
-        "adam_w_mode",
-        "adamw_mode",
-        "fp32_optimizer_states",
-        "comm_backend_name",
-        "cuda_aware",
-    }
-)
 # Keys that may be given as false (or 0): what they switch on is not to be had.
 _UNSUPPORTED_FLAGS = {
     "differentiable": "a step on local pieces has no gradient of its own",
@@ -55,7 +39,6 @@ _UNSUPPORTED_FLAGS = {
     "max_grad_norm": 'optimisers do not clip here; set the top-level "gradient_clipping"',
 }
 # The classes that keep their moments in fewer bits ("state_dtype").
-_WITHOUT_FUSED_KERNEL = (LowBitAdam, LowBitLion, ZenFlowAdam, ZeroOneAdam)
 _LOW_BIT_CLASSES: dict[str, Any] = {"Adam": LowBitAdam, "AdamW": LowBitAdam, "Lion": LowBitLion}
 
 
@@ -78,8 +61,7 @@ def build_optimizer(
     copies, so that they share the work out among them.  For Adam and AdamW, ``zenflow_policy``: which columns wait.
     For those that send momentum in bits, ``link``: what they share with the gradients' reducers.
 
-    Names: Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, and the elementwise classes of ``torch.optim``; the
-    others of ``torch.optim`` work on plain parameters only. Habits are DeepSpeed's: **Adam means AdamW**
+    Names: those of the config's table. Habits are DeepSpeed's: **Adam means AdamW**
     unless ``adam_w_mode`` is false; ``weight_decay`` defaults to 0 for both (``torch_adam: true`` brings
     torch's own default, 0.01 for AdamW); ``bias_correction: false`` and ``amsgrad`` work for both.
     Adam, AdamW and Lion take ``state_dtype``: "fp32", "bf16" or "int8" (see ``algorithms/moment_codec.py``). Where
@@ -87,21 +69,24 @@ def build_optimizer(
     pieces, ``state`` and ``state_dict()`` hold tensors of the parameters' layout; for 16-bit parameters see
     ``dtensor_local.py``.
 
-    Raises ``ValueError``, before anything is allocated, for an unknown name or keyword (with the nearest), a
-    value of the wrong kind, an empty parameter list, and optimisers that cannot work on shards.
+    Raises ``ValueError``, before anything is allocated, for an unknown name, a switch that there is not, and an empty
+    parameter list.
     """
-    name = _optimizer_name(type_name, hyper or {})
+    hyper = hyper or {}
+    name = _find_name("optimizer", type_name)
+    if name in _ADAM_NAMES:
+        name = "AdamW" if name == "AdamW" or _decouples_decay(hyper) else "Adam"
     groups = _param_groups(params)
     tensors = [p for group in groups for p in _tensors(group["params"])]
     if not tensors:
         raise ValueError("the optimiser got no parameters: the model has none, or all of them were left out")
-    cls, hyper = _resolve_state_dtype(name, _optimizer_class(name, tensors), hyper or {})
+    cls, hyper = _resolve_state_dtype(name, hyper)
     if zenflow_policy is not None:
         if cls not in (ELEMENTWISE_OPTIMIZERS["Adam"], ELEMENTWISE_OPTIMIZERS["AdamW"]):
             raise ValueError(f"zenflow delays the updates of Adam and AdamW with fp32 state, not of {name}")
         cls = ZenFlowAdam
-    keywords = _checked_keywords(name, cls, hyper)
-    if "fused" in get_keyword_parameters(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
+    keywords = _make_keywords(name, cls, hyper)
+    if "fused" in _keyword_names(cls) and keywords.keys().isdisjoint({"fused", "foreach"}):
         keywords["fused"] = has_fused_kernel(name, tensors) or None
     if cls is ZenFlowAdam:
         keywords["policy"] = zenflow_policy
@@ -117,98 +102,73 @@ def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimiz
     """Return the schedule called ``type_name`` over ``optimizer``'s groups, the first update's rates
     already set.
 
-    Names: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle (see ``lr_scheduler.py``) and the
-    classes of ``torch.optim.lr_scheduler``. ``params``: the keywords of ``scheduler.params``. The result
-    has ``step()``, ``get_last_lr()``, ``state_dict()`` and ``load_state_dict()``; call ``step()`` once
+    Names: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle (see ``lr_scheduler.py``) and those of
+    ``torch.optim.lr_scheduler`` that the config's table has. ``params``: the keywords of ``scheduler.params``. The
+    result has ``step()``, ``get_last_lr()``, ``state_dict()`` and ``load_state_dict()``; call ``step()`` once
     after each update.
 
-    Raises ``ValueError`` for an unknown name or key (with the nearest) and for values that make no schedule.
+    Raises ``ValueError`` for an unknown name and for values that make no schedule.
     """
-    keywords = dict(params or {})
-    schedules = torch.optim.lr_scheduler
-    classes: dict[str, Any] = {**_find_subclasses(schedules, schedules.LRScheduler), **LR_SCHEDULERS}
-    name = match_name("scheduler", type_name, classes)
-    check_keywords(f"scheduler {name}", keywords, get_keyword_parameters(classes[name], exclude=("optimizer",)))
-    return classes[name](optimizer, **keywords)
+    name = _find_name("scheduler", type_name)
+    cls: Any = LR_SCHEDULERS.get(name) or getattr(torch.optim.lr_scheduler, name)
+    return cls(optimizer, **(params or {}))
 
 
-def _optimizer_name(type_name: Any, hyper: Mapping[str, Any]) -> str:
-    name = match_name("optimizer", type_name, {*OPTIMIZERS, *_torch_classes()})
-    if name not in _ADAM_NAMES:
-        return name
-    return "AdamW" if name == "AdamW" or _decouples_decay(hyper) else "Adam"
+def _find_name(block: str, type_name: Any) -> str:
+    name = canonical_name(block, type_name)
+    if name is None:
+        raise ValueError(f"unknown {block} {type_name!r}: its names are those of {block}.type in a config")
+    return name
 
 
 def _decouples_decay(hyper: Mapping[str, Any]) -> bool:
     return bool(hyper.get("adam_w_mode", hyper.get("adamw_mode", True)) or hyper.get("decoupled_weight_decay"))
 
 
-def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    return _find_subclasses(torch.optim, torch.optim.Optimizer)
-
-
-def _find_subclasses(module: Any, base: type) -> dict[str, Any]:
-    """The public classes of ``module`` below ``base``."""
-    classes = {name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and not name.startswith("_")}
-    return {name: cls for name, cls in classes.items() if issubclass(cls, base) and cls is not base}
-
-
-def _optimizer_class(name: str, params: Sequence[Tensor]) -> Any:
-    if name in OPTIMIZERS:
-        return OPTIMIZERS[name]
-    if name == "LBFGS":
-        raise ValueError(
-            "LBFGS calls the loss again and again within one step, which engine.step() cannot do: use it in "
-            "a loop of your own, or choose AdamW"
-        )
-    if any(isinstance(p, DTensor) for p in params):
-        others = ", ".join(sorted(OPTIMIZERS))
-        raise ValueError(
-            f"torch.optim.{name} does not work on each element alone, and would see shards as if they "
-            f'were whole parameters: use "zero_optimization": {{"stage": 0}}, or one of {others}'
-        )
-    return _torch_classes()[name]
-
-
-def _resolve_state_dtype(name: str, cls: Any, hyper: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def _resolve_state_dtype(name: str, hyper: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     """The class that keeps its state as ``state_dtype`` says, and the keywords for it."""
     dtype_name = hyper.get("state_dtype", "fp32")
-    check_state_dtype(f"optimizer {name}", dtype_name)
     if dtype_name == "fp32":
-        return cls, {key: value for key, value in hyper.items() if key != "state_dtype"}
+        return OPTIMIZERS[name], {key: value for key, value in hyper.items() if key != "state_dtype"}
     if name not in _LOW_BIT_CLASSES:
         raise ValueError(f"optimizer {name}: state_dtype = {dtype_name!r} is there for Adam, AdamW and Lion alone")
     return _LOW_BIT_CLASSES[name], hyper
 
 
-def _checked_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords for ``cls``: every key known, every value of the right kind."""
-    where = f"optimizer {name}"
-    known = get_keyword_parameters(cls, exclude=("params", "replicate_group", "policy", "link", *_UNSUPPORTED_FLAGS))
+def _make_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords for ``cls``: of those that the config's table has, what it has a use for."""
+    schema = get_params_schema("optimizer", name)
+    assert schema is not None, name
+    if unknown := sorted(hyper.keys() - schema.model_fields.keys()):
+        raise ValueError(f"optimizer {name} takes no {', '.join(unknown)}")
+    known = _keyword_names(cls) - _UNSUPPORTED_FLAGS.keys()
     if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam):
-        known.pop("decoupled_weight_decay", None)
-    ignored = {*_UNSUPPORTED_FLAGS} | (_IGNORED_KEYS if name in _DEEPSPEED_OPTIMIZERS else set())
-    ignored |= {"decoupled_weight_decay"} if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam) else set()
-    ignored |= {"eps_inside_sqrt"} if name == "OneBitLamb" else set()
-    ignored |= (
-        {"amsgrad"} if name in ("Adagrad", "Lamb", *COMPRESSED_OPTIMIZERS) or cls in _WITHOUT_FUSED_KERNEL else set()
-    )
-    ignored |= {"foreach", "fused"} if cls in _WITHOUT_FUSED_KERNEL else set()
-    ignored -= known.keys()
-    for key in ignored & hyper.keys() & (_UNSUPPORTED_FLAGS.keys() | {"amsgrad", "eps_inside_sqrt"}):
+        known -= {"decoupled_weight_decay"}
+    for key in hyper.keys() & {*_UNSUPPORTED_FLAGS, "amsgrad", "eps_inside_sqrt"} - known:
         if hyper[key]:
             reason = _UNSUPPORTED_FLAGS.get(key, f"{name} has no such variant")
-            raise ValueError(f"{where}: {key} = {hyper[key]!r} is not possible: {reason}")
-    keywords = {key: value for key, value in hyper.items() if key not in ignored}
-    check_keywords(where, keywords, known)
+            raise ValueError(f"optimizer {name}: {key} = {hyper[key]!r} is not possible: {reason}")
+    keywords = {key: value for key, value in hyper.items() if key in known}
     if name in _ADAM_NAMES and not hyper.get("torch_adam", False):
         keywords.setdefault("weight_decay", 0.0)
-    checked = {key: _check_value(f"{where}: {key}", value, known[key].default) for key, value in keywords.items()}
     if cls in (LowBitAdam, ZenFlowAdam):
-        checked["decoupled_weight_decay"] = name == "AdamW"
+        keywords["decoupled_weight_decay"] = name == "AdamW"
     if cls in (OneBitAdam, ZeroOneAdam):
-        checked["decoupled_weight_decay"] = _decouples_decay(hyper)
-    return checked
+        keywords["decoupled_weight_decay"] = _decouples_decay(hyper)
+    return keywords
+
+
+def _keyword_names(cls: type) -> set[str]:
+    """What the constructor of ``cls`` takes; what those of its bases take too, where it passes keywords on."""
+    names: set[str] = set()
+    for base in inspect.getmro(cls):
+        constructor = vars(base).get("__init__")
+        if constructor is not None and inspect.isfunction(constructor):
+            parameters = inspect.signature(constructor).parameters.values()
+            names |= {p.name for p in parameters}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names
 
 
 def _param_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -233,26 +193,3 @@ def _tensors(members: Iterable[Any]) -> list[Tensor]:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"an optimiser works on tensors or (name, tensor) pairs, not on {type(tensor).__name__}")
     return tensors
-
-
-def _check_value(where: str, value: Any, default: Any) -> Any:
-    """Return ``value`` in the kind of ``default``; a string or NaN for a number, say, is an error."""
-    if value == "auto" and where.endswith(": freeze_step"):
-        return value
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ValueError(f"{where} must be true or false, not {value!r}")
-        return value
-    if isinstance(default, tuple):
-        is_valid = isinstance(value, list | tuple) and len(value) == len(default)
-        if not is_valid or not all(_is_number(v) or v is d for v, d in zip(value, default, strict=True)):
-            raise ValueError(f"{where} must be a list of {len(default)} numbers, not {value!r}")
-        return tuple(v if v is None else float(v) for v in value)
-    number = isinstance(value, Tensor) or _is_number(value) or value is default
-    if isinstance(default, int | float) and not number:
-        raise ValueError(f"{where} must be a finite number, not {value!r}")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

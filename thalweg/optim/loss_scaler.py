@@ -35,9 +35,6 @@ class LossScaler:
 
     ``scale`` is a float; ``update`` moves the machine by one step.  A positive ``loss_scale`` fixes the scale; a
     section that is not enabled gives a constant scale of 1.
-
-    Raises:
-        ValueError: values that no run can use.
     """
 
     def __init__(self, section: FP16 | None = None) -> None:
@@ -48,21 +45,6 @@ class LossScaler:
         self._iteration = 0
         self._last_overflow = -1
         self._remaining_hysteresis = section.hysteresis
-        if section.enabled:
-            self._check_section(section)
-
-    def _check_section(self, section: FP16) -> None:
-        if section.min_loss_scale == 0:
-            raise ValueError(f"fp16.min_loss_scale must be a positive number, not {section.min_loss_scale!r}")
-        if section.loss_scale_window < 1:
-            raise ValueError(f"fp16.loss_scale_window must be at least 1 step, not {section.loss_scale_window!r}")
-        if section.hysteresis < 1:
-            raise ValueError(f"fp16.hysteresis must be at least 1 overflow, not {section.hysteresis!r}")
-        if self.dynamic and self.scale < section.min_loss_scale:
-            raise ValueError(
-                f"fp16.initial_scale_power gives a first loss scale of {self.scale:g}, below "
-                f"fp16.min_loss_scale = {section.min_loss_scale:g}: raise the one or lower the other"
-            )
 
     def update(self, found_inf: bool) -> None:
         """Take the verdict on the step just finished: True means its gradients held inf or NaN (step

@@ -30,7 +30,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from thalweg.device import lock_pages, unlock_pages
+from thalweg.device import current_accelerator, lock_pages, unlock_pages
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
 from thalweg.utils.log import get_logger
 
@@ -103,9 +103,7 @@ class EvictableMemory:
         start = offset // PAGE * PAGE
         stop = min(round_up(offset + nbytes), self.num_bytes)
         if stop > start and sys.platform.startswith("linux"):
-            call = ctypes.CDLL(None, use_errno=True).madvise
-            call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-            if call(self._base + start, stop - start, _POPULATE_WRITE):
+            if _madvise_address(self._base + start, stop - start, _POPULATE_WRITE):
                 reason = os.strerror(ctypes.get_errno())
                 log.info("%d bytes are not prefaulted (%s): the first use of each page waits", stop - start, reason)
 
@@ -161,9 +159,13 @@ def release_pages(tensor: Tensor) -> None:
     storage = tensor.untyped_storage()
     start, stop = round_up(storage.data_ptr()), (storage.data_ptr() + storage.nbytes()) // PAGE * PAGE
     if stop > start and sys.platform.startswith("linux"):
-        call = ctypes.CDLL(None, use_errno=True).madvise
-        call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-        call(start, stop - start, mmap.MADV_FREE)
+        _madvise_address(start, stop - start, mmap.MADV_FREE)
+
+
+def _madvise_address(start: int, nbytes: int, advice: int) -> int:
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    return call(start, nbytes, advice)
 
 
 def mremap(source: int, target: int, nbytes: int) -> None:
@@ -224,6 +226,6 @@ class BufferRing:
 def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
     """An uninitialised CPU tensor that begins on a page boundary, as direct I/O asks for."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned and current_accelerator().type != "mps")
     start = -raw.data_ptr() % PAGE
     return raw[start : start + nbytes].view(dtype).view(shape)

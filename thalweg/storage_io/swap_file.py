@@ -37,12 +37,11 @@ import torch
 from torch import Tensor
 
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, RemapTable, round_up
-from thalweg.storage_io.disk import Disk
+from thalweg.storage_io.disk import DirectFile, Disk
 from thalweg.storage_io.evictable_memory import BufferRing
-from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
-from thalweg.utils.log import get_logger
+from thalweg.storage_io.io_threads import IoFuture, IoThreadPool
+from thalweg.utils.formatting import format_bytes
 
-_log = get_logger(__name__)
 # Beyond this a larger block gains nothing and a smaller one spreads over more threads.
 BLOCK_BYTES = 8 << 20
 NUM_THREADS = 4
@@ -80,9 +79,8 @@ class SwapFile:
         self.folder, self.num_bytes = Path(folder).expanduser(), max(round_up(num_bytes), PAGE)
         self._disk = disk or Disk()
         self._block_bytes, self._segment_bytes = max(round_up(block_bytes), PAGE), segment_bytes
-        self.reads, self.writes = IoThroughput(), IoThroughput()
-        self._handle = self._create()
-        self._direct = self._open_direct()
+        self._file = DirectFile(self._disk, self._create(), self.folder)
+        self.direct, self.reads, self.writes = self._file.direct, self._file.reads, self._file.writes
         self._capacity, self._memory = self._map(max(round_up(capacity), self.num_bytes))
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._allocator = RangeAllocator(self.num_bytes)
@@ -91,16 +89,9 @@ class SwapFile:
         self._threads = IoThreadPool(num_threads)
         self._closed = False
         # An engine that is dropped without being closed must not keep the disk's space.
-        self._finalizer = weakref.finalize(
-            self, _close_resources, self._disk, self._threads, self._handle, self._direct
-        )
+        self._finalizer = weakref.finalize(self, _close_resources, self._threads, self._file)
 
     # Space
-
-    @property
-    def direct(self) -> bool:
-        """Whether aligned transfers bypass the page cache."""
-        return self._direct is not None
 
     @property
     def free_bytes(self) -> int:
@@ -123,8 +114,8 @@ class SwapFile:
                 offset = self._allocator.allocate(nbytes)
         if offset is None:
             raise ValueError(
-                f"the swap file in {self.folder} was made for {_format_bytes(self.num_bytes)} and has "
-                f"{_format_bytes(self._allocator.largest_gap)} left in one piece; {_format_bytes(nbytes)} more are "
+                f"the swap file in {self.folder} was made for {format_bytes(self.num_bytes)} and has "
+                f"{format_bytes(self._allocator.largest_gap)} left in one piece; {format_bytes(nbytes)} more are "
                 "needed: make it larger"
             )
         return offset
@@ -141,13 +132,13 @@ class SwapFile:
         with self._lock:
             if self.num_bytes + extra > self._capacity:
                 raise ValueError(
-                    f"a swap file of at most {_format_bytes(self._capacity)} cannot take {_format_bytes(extra)} more"
+                    f"a swap file of at most {format_bytes(self._capacity)} cannot take {format_bytes(extra)} more"
                 )
             free = self._disk.free_bytes(self.folder)
             if free < extra:
                 raise ValueError(self._too_small_message(free, needed=extra))
             # Not from the start: where the disk has no such call the C library writes to each block, transfers or not.
-            self._fallocate(self._handle, self.num_bytes + extra, self.num_bytes)
+            self._fallocate(self._file.handle, self.num_bytes + extra, self.num_bytes)
             self.num_bytes += extra
             self._allocator.extend(extra)
 
@@ -193,7 +184,7 @@ class SwapFile:
         if stop > start and not self._closed:
             self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
             for extent in self._remap_table.lookup(start, stop - start):
-                self._disk.drop_page_cache(self._handle, extent.file_offset, extent.nbytes)
+                self._disk.drop_page_cache(self._file.handle, extent.file_offset, extent.nbytes)
 
     def was_touched(self, offset: int, nbytes: int) -> bool:
         """Whether anybody may have read or written the whole pages of the range through a view since they were last
@@ -204,7 +195,7 @@ class SwapFile:
     def readahead(self, offset: int, nbytes: int) -> None:
         """A hint that views of the range are about to be read: the disk starts at once."""
         for extent in self._remap_table.lookup(offset, nbytes):
-            self._disk.readahead(self._handle, extent.file_offset, extent.nbytes)
+            self._disk.readahead(self._file.handle, extent.file_offset, extent.nbytes)
 
     def swap_ranges(self, first: int, second: int, nbytes: int) -> None:
         """Let two ranges of whole pages change places in the file; no transfer of theirs may be under way.
@@ -233,7 +224,7 @@ class SwapFile:
 
     def _remap(self, start: int, nbytes: int) -> None:
         for extent in self._remap_table.lookup(start, nbytes):
-            self._disk.mmap_fixed(self._handle, self._base + extent.start, extent.nbytes, extent.file_offset)
+            self._disk.mmap_fixed(self._file.handle, self._base + extent.start, extent.nbytes, extent.file_offset)
 
     # The fast path
 
@@ -283,7 +274,7 @@ class SwapFile:
         data = _as_memoryview(tensor)
         assert offset >= 0 and offset + data.nbytes <= self.num_bytes, (offset, data.nbytes, self.num_bytes)
         aligned = data.nbytes if offset % PAGE == 0 and tensor.data_ptr() % PAGE == 0 else 0
-        aligned = aligned // PAGE * PAGE if self._direct is not None else 0
+        aligned = aligned // PAGE * PAGE if self.direct else 0
         futures = []
         for extent in self._remap_table.lookup(offset, data.nbytes):
             begin = extent.start - offset
@@ -301,30 +292,14 @@ class SwapFile:
         return IoFuture(futures)
 
     def _transfer_block(self, verb: Literal["read", "write"], data: memoryview, offset: int, direct: bool) -> None:
-        syscall = self._disk.preadv if verb == "read" else self._disk.pwritev
-        total, nbytes = 0, data.nbytes
         try:
-            while total < nbytes:
-                # What follows a short transfer may not be aligned any more.
-                aligned = self._direct if direct and total % PAGE == 0 else None
-                try:
-                    transferred = syscall(self._handle if aligned is None else aligned, [data[total:]], offset + total)
-                except OSError as error:
-                    if error.errno == errno.EINVAL and aligned is not None:  # a coarser alignment than a page
-                        direct = False
-                        continue
-                    raise
-                if transferred <= 0:
-                    raise OSError(errno.EIO, "the file ends early")
-                total += transferred
+            self._file.transfer(verb, data, offset, direct)
         except OSError as error:
             hint = " Make room on that disk." if error.errno == errno.ENOSPC else ""
             raise SwapError(
-                f"cannot {verb} {nbytes} bytes at offset {offset} of the swap file in {self.folder}: "
+                f"cannot {verb} {data.nbytes} bytes at offset {offset} of the swap file in {self.folder}: "
                 f"{error.strerror or error}.{hint}"
             ) from error
-        finally:
-            (self.reads if verb == "read" else self.writes).add(total)
 
     # Birth
 
@@ -358,8 +333,8 @@ class SwapFile:
         for size in (capacity, min(capacity, 4 * self.num_bytes), self.num_bytes):
             try:
                 if size > self.num_bytes:
-                    self._disk.truncate(self._handle, size)
-                return size, mmap.mmap(self._handle, size)
+                    self._disk.truncate(self._file.handle, size)
+                return size, mmap.mmap(self._file.handle, size)
             except OSError:  # a limit on addresses or on the length of files
                 if size == self.num_bytes:
                     raise
@@ -372,42 +347,21 @@ class SwapFile:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise ValueError(self._too_small_message(self._disk.free_bytes(self.folder), error.strerror)) from error
             raise ValueError(
-                f"the swap folder {self.folder} refuses a file of {_format_bytes(num_bytes)}: {error.strerror}"
+                f"the swap folder {self.folder} refuses a file of {format_bytes(num_bytes)}: {error.strerror}"
             ) from error
 
     def _too_small_message(self, free: int, cause: str | None = None, needed: int = 0) -> str:
         reason = f" ({cause})" if cause else ""
         return (
-            f"the swap file needs {_format_bytes(needed or self.num_bytes)} and the disk of {self.folder} has "
-            f"{_format_bytes(free)} free{reason}: make room, point nvme_path to a larger disk, or offload less (device "
+            f"the swap file needs {format_bytes(needed or self.num_bytes)} and the disk of {self.folder} has "
+            f"{format_bytes(free)} free{reason}: make room, point nvme_path to a larger disk, or offload less (device "
             '"cpu" for the parameters or the optimiser)'
         )
 
-    def _open_direct(self) -> int | None:
-        handle = None
-        try:
-            handle = self._disk.open_direct(self._handle)
-            # Some file systems accept the flag and refuse the transfer.
-            page = mmap.mmap(-1, PAGE)
-            self._disk.pwritev(handle, [memoryview(page)], 0)
-        except OSError as error:
-            if handle is not None:
-                self._disk.close(handle)
-            _log.info(
-                "the file system of %s has no direct I/O (%s): transfers go through the page cache, which "
-                "is slower and shares memory with training",
-                self.folder,
-                error.strerror,
-            )
-            return None
-        return handle
 
-
-def _close_resources(disk: Disk, threads: IoThreadPool, *handles: int | None) -> None:
+def _close_resources(threads: IoThreadPool, file: DirectFile) -> None:
     threads.close()
-    for handle in handles:
-        if handle is not None:
-            disk.close(handle)
+    file.close()
 
 
 def _as_memoryview(tensor: Tensor) -> memoryview:
@@ -416,7 +370,3 @@ def _as_memoryview(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     data: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(data)
-
-
-def _format_bytes(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.1f} MiB"

@@ -138,16 +138,10 @@ def describe_shape(config: Any) -> dict[str, int]:
 def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """A byte-level tokenizer of these texts, with T5's special tokens."""
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(_SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer=trainer)
+    from thalweg.data.tokenizer import train_byte_level_bpe
+
+    tokenizer = train_byte_level_bpe(texts, vocab_size, _SPECIAL_TOKENS)
     names = dict(zip(("pad_token", "eos_token", "unk_token"), _SPECIAL_TOKENS, strict=True))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 

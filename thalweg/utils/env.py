@@ -290,21 +290,18 @@ def _read_master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 
 def _validate(family: _LauncherVariables, info: RankInfo) -> RankInfo:
-    def name(names: tuple[str, ...]) -> str:
-        return names[0] if names else "the number of tasks on this host"
-
-    problem = None
+    names, problem = get_launcher_variables(family.source), None
     if info.world_size < 1:
-        problem = f"{name(family.world_size)}={info.world_size} must be at least 1"
+        problem = f"{names['world_size']}={info.world_size} must be at least 1"
     elif not 0 <= info.rank < info.world_size:
-        problem = f"{name(family.rank)}={info.rank} must be from 0 to {info.world_size - 1}, as the world size is "
-        problem += f"{info.world_size} ({name(family.world_size)})"
+        problem = f"{names['rank']}={info.rank} must be from 0 to {info.world_size - 1}, as the world size is "
+        problem += f"{info.world_size} ({names['world_size']})"
     elif not 1 <= info.local_world_size <= info.world_size:
-        problem = f"{name(family.local_world_size)}={info.local_world_size} must be from 1 to "
-        problem += f"{info.world_size}, the world size ({name(family.world_size)})"
+        problem = f"{names['local_world_size']}={info.local_world_size} must be from 1 to "
+        problem += f"{info.world_size}, the world size ({names['world_size']})"
     elif not 0 <= info.local_rank < info.local_world_size:
-        problem = f"{name(family.local_rank)}={info.local_rank} must be from 0 to {info.local_world_size - 1}, as "
-        problem += f"{info.local_world_size} ranks run on this host ({name(family.local_world_size)})"
+        problem = f"{names['local_rank']}={info.local_rank} must be from 0 to {info.local_world_size - 1}, as "
+        problem += f"{info.local_world_size} ranks run on this host ({names['local_world_size']})"
     if problem is not None:
         raise ValueError(
             f"{problem}: start all ranks with one launcher, or unset its variables to run one process alone"

@@ -64,12 +64,12 @@ def _reclaimable_bytes(folder: Path) -> int:
     return 0
 
 
-def resident_bytes(*, peak: bool = False) -> int:
-    """Return the bytes of this process in memory, or the most there were so far; 0 where unknown.
+def resident_bytes(pid: int | str = "self", *, peak: bool = False) -> int:
+    """Return the bytes of a process in memory, or the most there were so far; 0 where unknown.
 
     Read from ``/proc``: ``getrusage`` reports a parent's peak as the child's after a fork.
     """
-    found = read_fields("/proc/self/status").get("VmHWM" if peak else "VmRSS", "0 kB")
+    found = read_fields(f"/proc/{pid}/status").get("VmHWM" if peak else "VmRSS", "0 kB")
     return int(found.split()[0]) * 1024
 
 

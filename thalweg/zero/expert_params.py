@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 from thalweg.comm import CommsLog
 from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather
 from thalweg.parallel_dims import control_group
+from thalweg.utils.buckets import iter_buckets
 from thalweg.zero.full_state_dict import make_dtensor
 
 _BUCKET_BYTES = 32 << 20  # bytes of rows that travel together
@@ -318,15 +319,7 @@ def _iter_buckets(experts: Sequence[_ShardedExpert]) -> Iterator[list[_ShardedEx
         if expert.rows.numel():
             by_mesh_and_dtype.setdefault((expert.mesh, expert.local_shard.dtype), []).append(expert)
     for same_kind in by_mesh_and_dtype.values():
-        bucket, size = [], 0
-        for expert in same_kind:
-            bucket.append(expert)
-            size += expert.rows.nbytes
-            if size >= _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket
+        yield from iter_buckets(same_kind, lambda expert: expert.rows.nbytes, _BUCKET_BYTES)
 
 
 def _axis_size(mesh: DeviceMesh, axis: str) -> int:

@@ -443,7 +443,12 @@ def shard_model(
     outer_mesh = sites or mics_mesh
     shard_mesh = mesh if outer_mesh is None else outer_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
-    param_specs = _build_param_specs(named_params, options, 1 if replicate else shard_mesh.size())
+    param_specs = make_param_specs(
+        {name: parameter for name, parameter in named_params.items() if not is_expert_param(parameter)},
+        options.precision,
+        options.fp32_modules,
+        1 if replicate else shard_mesh.size(),
+    )
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if pages_params or tp_layout is not None else with_large_leaves(model, blocks)
@@ -580,16 +585,17 @@ def _find_parts_called_alone(
     return [] if isinstance(storage, WholeStorage) else [owner for owner in dict.fromkeys(owners) if owner is not root]
 
 
-def _build_param_specs(
-    named_params: dict[str, nn.Parameter], options: ShardOptions, num_shards: int
+def make_param_specs(
+    named_params: Mapping[str, nn.Parameter], precision: Precision, fp32_modules: Sequence[str], num_shards: int
 ) -> dict[str, ParamSpec]:
-    precision, param_specs = options.precision, {}
+    """Shape and dtypes of every parameter's shard, by name."""
+    param_specs = {}
     for name, parameter in named_params.items():
-        if parameter.ndim == 0 or is_expert_param(parameter):
+        if parameter.ndim == 0:
             continue  # FSDP2 cannot shard a scalar: it is kept whole and reduced by itself
         master_dtype = precision.get_master_dtype(parameter.dtype, parameter.requires_grad)
         compute_dtype = precision.get_compute_dtype(master_dtype)
-        if any(name == key or name.startswith(f"{key}.") for key in options.fp32_modules):
+        if any(name == key or name.startswith(f"{key}.") for key in fp32_modules):
             compute_dtype = master_dtype
         param_specs[name] = ParamSpec(
             name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad

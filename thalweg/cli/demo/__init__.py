@@ -27,17 +27,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from thalweg.cli.arguments import int_at_least
 from thalweg.cli.demo.settings import DemoSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     default = DemoSettings(out="demo-out", results="")
-    parser.add_argument("--steps", type=int, default=default.steps, help="optimiser steps (%(default)s)")
-    parser.add_argument("--stage", type=int, default=default.stage, help="ZeRO stage, 0 to 3 (%(default)s)")
-    parser.add_argument("--nproc", type=int, default=default.nproc, help="processes (%(default)s)")
+    parser.add_argument("--steps", type=int_at_least(1), default=default.steps, help="optimiser steps (%(default)s)")
+    parser.add_argument("--stage", type=int, choices=range(4), default=default.stage, help="of ZeRO (%(default)s)")
+    parser.add_argument("--nproc", type=int_at_least(1), default=default.nproc, help="processes (%(default)s)")
     parser.add_argument("--out", default=default.out, metavar="DIR", help="folder for all files (%(default)s)")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of weights, data and sample (%(default)s)")
+    seed = int_at_least(0, 2**31 - 1)
+    parser.add_argument("--seed", type=seed, default=default.seed, help="of weights, data and sample (%(default)s)")
     parser.add_argument(
         "--precision",
         choices=("auto", "bf16", "fp32"),
@@ -54,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     def log(text: str) -> None:
         print(text, file=stream, flush=True)
 
-    _validate_args(args)
     _require_packages()
     started = time.perf_counter()
     out = _make_output_folder(args.out)
@@ -79,17 +80,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_summary(summary, log)
     return 0 if _matches_after_reload(summary) else 1
-
-
-def _validate_args(args: argparse.Namespace) -> None:
-    if args.stage not in (0, 1, 2, 3):
-        raise ValueError(f"--stage {args.stage} is not a ZeRO stage: give 0, 1, 2 or 3")
-    if args.nproc < 1:
-        raise ValueError(f"--nproc {args.nproc} must be at least 1")
-    if args.steps < 1:
-        raise ValueError(f"--steps {args.steps} must be at least 1")
-    if not 0 <= args.seed < 1 << 31:
-        raise ValueError(f"--seed {args.seed} must be between 0 and {(1 << 31) - 1}")
 
 
 def _require_packages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import timeit
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,9 @@ def has_fast_bf16() -> bool:
         torch.set_num_threads(threads)
 
 
-def _time_linear(dtype: torch.dtype, repeats: int = 7) -> float:
+def _time_linear(dtype: torch.dtype) -> float:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 256, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(1024, 256, generator=generator).to(dtype).requires_grad_()
     grad = torch.ones(512, 1024, dtype=dtype)
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.thread_time()
-        F.linear(x, weight).backward(grad)
-        best = min(best, time.thread_time() - started)
-    return best
+    return min(timeit.repeat(lambda: F.linear(x, weight).backward(grad), timer=time.thread_time, number=1, repeat=7))

@@ -96,7 +96,7 @@ def sample(logits: Tensor, rows: AbstractSequence[SampledRow], argmax: ArgmaxRes
     if processed:
         processed_logits = logits
         if len(processed) < len(logits):
-            (indices,) = _to_device([np.array([x.row for x in processed])], logits.device)
+            (indices,) = arrays_to_device([np.array([x.row for x in processed])], logits.device)
             processed_logits = logits.index_select(0, indices)
         processed_logits = _process_logits(processed_logits, processed, masks)
         drawn = _draw(processed_logits, processed)
@@ -163,35 +163,30 @@ def _is_penalized(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
 
-def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return arrays of one dtype where the logits are, all in one copy."""
-    return [torch.from_numpy(x) for x in arrays] if device.type == "cpu" else arrays_to_device(arrays, device)
-
-
 def _process_logits(x: Tensor, rows: AbstractSequence[SampledRow], masks: dict[int, np.ndarray]) -> Tensor:
     """Apply what changes the logits (rows, vocab) themselves, to a copy; ``masks``: of grammars, by row."""
     vocab_size, device = x.shape[1], x.device
     penalized = [(n, row) for n, row in enumerate(rows) if _is_penalized(row.sequence.params)]
     if penalized:
         every = len(penalized) == len(rows)
-        (indices,) = _to_device([np.array([n for n, _ in penalized])], device)
+        (indices,) = arrays_to_device([np.array([n for n, _ in penalized])], device)
         changed = _penalize(x if every else x.index_select(0, indices), [row for _, row in penalized])
         x = changed if every else x.index_copy(0, indices, changed)
     if any(row.sequence.params.logit_bias for row in rows):
         biases = [(n, *item) for n, row in enumerate(rows) for item in row.sequence.params.logit_bias.items()]
-        (indices,) = _to_device([np.array([n * vocab_size + token for n, token, _ in biases])], device)
-        (values,) = _to_device([np.array([value for _, _, value in biases], np.float32)], device)
+        (indices,) = arrays_to_device([np.array([n * vocab_size + token for n, token, _ in biases])], device)
+        (values,) = arrays_to_device([np.array([value for _, _, value in biases], np.float32)], device)
         x = x.reshape(-1).index_add(0, indices, values).view_as(x)
     if masks:
         masked = [n for n, row in enumerate(rows) if row.row in masks]
-        (indices,) = _to_device([np.array(masked)], device)
-        (bits,) = _to_device([np.stack([masks[rows[n].row] for n in masked])], device)
+        (indices,) = arrays_to_device([np.array(masked)], device)
+        (bits,) = arrays_to_device([np.stack([masks[rows[n].row] for n in masked])], device)
         allowed = (bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
         allowed = allowed.flatten(1)[:, :vocab_size].bool()
         x = x.index_copy(0, indices, x.index_select(0, indices).masked_fill_(~allowed, -math.inf))
     too_short = [(n, s) for n, s in enumerate(rows) if s.num_generated_tokens < s.sequence.params.min_tokens]
     if stops := [n * vocab_size + token for n, row in too_short for token in row.sequence.stop_ids]:
-        (indices,) = _to_device([np.array(stops)], device)
+        (indices,) = arrays_to_device([np.array(stops)], device)
         without_stops = x.reshape(-1).index_fill(0, indices, -math.inf).view_as(x)
         # A structure may allow nothing but the end.
         x = torch.where(without_stops.amax(1, keepdim=True) > -math.inf, without_stops, x)
@@ -215,7 +210,7 @@ def _penalize(x: Tensor, rows: AbstractSequence[SampledRow]) -> Tensor:
         seen_tokens.append(new)
         generated.append(new[max(sequence.num_initial_tokens - num_known, 0) :])
     arrays = [np.concatenate(seen_tokens), np.concatenate(generated)]
-    seen_indices, generated_indices = _to_device(arrays, device)
+    seen_indices, generated_indices = arrays_to_device(arrays, device)
     seen, counts = (torch.stack(t) for t in zip(*states, strict=True))
     seen.view(-1).index_fill_(0, seen_indices, True)
     counts.view(-1).index_add_(0, generated_indices, torch.ones_like(generated_indices, dtype=counts.dtype))
@@ -224,7 +219,7 @@ def _penalize(x: Tensor, rows: AbstractSequence[SampledRow]) -> Tensor:
             sequence.token_history = seen[n], counts[n], len(sequence.tokens)
     params = [row.sequence.params for row in rows]
     penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
-    (on_device,) = _to_device([np.array(penalties, np.float32)], device)
+    (on_device,) = arrays_to_device([np.array(penalties, np.float32)], device)
     repetition, frequency, presence = on_device.unsqueeze(2).unbind(1)
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
     return x - (counts * frequency + (counts > 0) * presence)
@@ -246,7 +241,7 @@ def _draw(x: Tensor, rows: AbstractSequence[SampledRow], with_all: bool = False)
         limits = [p.top_p if p.top_p < 1 else math.inf for p in params]  # sums of probabilities may pass 1
         warmth = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
         floats.append(np.array([warmth, limits, [p.min_p for p in params]], np.float32))
-    on_device, floats_on_device = _to_device(ints, x.device), _to_device(floats, x.device)
+    on_device, floats_on_device = arrays_to_device(ints, x.device), arrays_to_device(floats, x.device)
     parts = []
     for group, (kind, num_candidates) in enumerate(members):
         indices, draws, top_k = on_device[3 * group : 3 * group + 3]
@@ -263,7 +258,7 @@ def _draw(x: Tensor, rows: AbstractSequence[SampledRow], with_all: bool = False)
         parts.append(found)
     if len(parts) == 1:
         return parts[0]
-    (places,) = _to_device([np.argsort([n for own in members.values() for n in own])], x.device)
+    (places,) = arrays_to_device([np.argsort([n for own in members.values() for n in own])], x.device)
     return torch.cat(parts).index_select(0, places)
 
 
@@ -318,7 +313,7 @@ def _redraw(x: Tensor, rows: AbstractSequence[SampledRow], tokens: list[int]) ->
     again = [n for n, token in enumerate(tokens) if token == _NEEDS_ALL]
     if not again:
         return {}
-    (indices,) = _to_device([np.array(again)], x.device)
+    (indices,) = arrays_to_device([np.array(again)], x.device)
     found = _draw(x.index_select(0, indices), [rows[n] for n in again], with_all=True)
     return dict(zip(again, found.tolist(), strict=True))
 
@@ -338,7 +333,7 @@ def token_logprobs(
     found: list[TokenLogprob] = []
     for start in range(0, len(rows), _MAX_SCORED_ROWS):
         own = slice(start, start + _MAX_SCORED_ROWS)
-        indices, chosen = _to_device([np.array(rows[own]), np.array(tokens[own])], logits.device)
+        indices, chosen = arrays_to_device([np.array(rows[own]), np.array(tokens[own])], logits.device)
         logprobs = logits.index_select(0, indices).float().log_softmax(dim=1)
         most = min(max(num_top[own]), logits.shape[1])
         values, token_ids = logprobs.topk(most)

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thalweg.device import pin
 from thalweg.infer.offload.packed_file import PackedWeightsFile, default_weights_folder
-from thalweg.storage_io.allocator import PAGE, round_up
+from thalweg.storage_io.allocator import round_up
+from thalweg.storage_io.evictable_memory import aligned_empty
 from thalweg.storage_io.io_threads import IoFuture
 from thalweg.utils.procfs import available_host_memory
 
@@ -150,7 +150,7 @@ class ModuleOffloader:
 
     def _offload(self, unit: OffloadUnit) -> None:
         """Move a unit's parameters to where they are kept."""
-        buffer = _page_aligned(unit.nbytes, pinned=self._file is None)
+        buffer = aligned_empty((unit.nbytes,), torch.uint8, pinned=self._file is None)
         for param in unit.params:
             param.view(buffer).copy_(getattr(param.module, param.name).detach())
         if self._file is None:
@@ -200,7 +200,7 @@ class ModuleOffloader:
             pending.copy(self.device, self._copy_stream)
             return pending
         assert self._file is not None, "what is not on the host is in the file"
-        buffer = _page_aligned(round_up(unit.nbytes), pinned=self._copy_stream is not None)
+        buffer = aligned_empty((round_up(unit.nbytes),), torch.uint8, pinned=self._copy_stream is not None)
         return _PendingFetch(buffer, future=self._file.read(unit.segment, buffer))
 
     def _cancel_prefetch(self) -> None:
@@ -282,15 +282,6 @@ def _locate_params(module: nn.Module, num_users: dict[int, int]) -> tuple[list[P
             attributes = parameter.shape, parameter.dtype, parameter.requires_grad
             locations.append(ParamLocation(owner, name, offset, *attributes))
     return locations, total
-
-
-def _page_aligned(nbytes: int, pinned: bool = False) -> Tensor:
-    """Return uint8 memory that begins at a page, so that reading may bypass the page cache."""
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-    if pinned:
-        memory = pin(memory)
-    start = -memory.data_ptr() % PAGE
-    return memory[start : start + nbytes]
 
 
 def _assign_params(unit: OffloadUnit, buffer: Tensor) -> None:

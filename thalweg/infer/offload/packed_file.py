@@ -16,7 +16,6 @@ themselves by a sample (:meth:`.weight_ring.WeightRing.pack`).
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
@@ -34,8 +33,8 @@ from torch import Tensor
 
 from thalweg.ops.linear.autotune_cache import get_cache_dir
 from thalweg.storage_io.allocator import PAGE, round_up
-from thalweg.storage_io.disk import Disk
-from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, IoThroughput
+from thalweg.storage_io.disk import DirectFile, Disk
+from thalweg.storage_io.io_threads import IoFuture, IoThreadPool
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -101,7 +100,6 @@ class PackedWeightsFile:
     ) -> None:
         assert all(size % PAGE == 0 for size in sizes), sizes
         self.folder, self.sizes, self._disk = Path(folder), list(sizes), disk or Disk()
-        self.reads = IoThroughput()
         self._threads = IoThreadPool(_NUM_THREADS, "thalweg-weights")
         self._description = json.dumps({"format": _FORMAT, "key": weights_id, "sizes": self.sizes}, sort_keys=True)
         digest = hashlib.sha256(self._description.encode()).hexdigest()[:20]
@@ -115,10 +113,10 @@ class PackedWeightsFile:
         handle = None if self.path is None else self._open_existing(self.path)
         self.complete = handle is not None
         self._fd = self._create() if handle is None else handle
-        self._direct_fd = self._open_direct()
+        self._file = DirectFile(self._disk, self._fd, self.folder)
+        self.reads = self._file.reads
         # An engine that is dropped without being closed must not keep the disk's space.
-        handles = [handle for handle in (self._direct_fd, self._fd) if handle is not None]
-        self._finalizer = weakref.finalize(self, _release, self._disk, self._threads, handles, self._temp_path)
+        self._finalizer = weakref.finalize(self, _release, self._threads, self._file, self._temp_path)
 
     @property
     def name(self) -> str:
@@ -169,18 +167,6 @@ class PackedWeightsFile:
             ) from error
         return handle
 
-    def _open_direct(self) -> int | None:
-        handle = None
-        try:
-            handle = self._disk.open_direct(self._fd)
-            self._disk.preadv(handle, [memoryview(mmap.mmap(-1, PAGE))], 0)
-        except OSError as error:
-            if handle is not None:
-                self._disk.close(handle)
-            log.info("no direct reads in %s (%s): through the page cache", self.folder, error.strerror)
-            return None
-        return handle
-
     # Writing
 
     def write(self, segment: int, offset: int, data: Tensor) -> None:
@@ -189,9 +175,7 @@ class PackedWeightsFile:
         view, at = tensor_bytes(data), self._segment_offsets[segment] + offset
         for page in range(at // _HUGE_PAGE, (at + len(view) - 1) // _HUGE_PAGE + 1):
             self._prefault(page)
-        while view:
-            done = self._disk.pwritev(self._fd, [view], at)
-            view, at = view[done:], at + done
+        self._file.transfer("write", view, at)
 
     def _prefault(self, page: int) -> None:
         """Write zeros to 2 MiB at once, so that the page cache holds them as one huge page where it can (ext4
@@ -201,10 +185,7 @@ class PackedWeightsFile:
             return
         self._prefaulted.add(page)
         at = page * _HUGE_PAGE
-        view = memoryview(bytes(min(_HUGE_PAGE, self._segment_offsets[-1] - at)))
-        while view:
-            done = self._disk.pwritev(self._fd, [view], at)
-            view, at = view[done:], at + done
+        self._file.transfer("write", memoryview(bytes(min(_HUGE_PAGE, self._segment_offsets[-1] - at))), at)
 
     def finalize(self) -> None:
         """Say that every segment is written: a file with a ``weights_id`` gets its header and its name."""
@@ -224,7 +205,7 @@ class PackedWeightsFile:
         length = self._header_bytes - 8
         assert len(header) <= length, "room for the header"
         padded_header = length.to_bytes(8, "little") + header.ljust(length)
-        self._disk.pwritev(self._fd, [memoryview(padded_header)], 0)
+        self._file.transfer("write", memoryview(padded_header), 0)
         assert self._temp_path is not None, "a file that is to have a name has none yet"
         os.fsync(self._fd)
         os.replace(self._temp_path, path)
@@ -276,23 +257,13 @@ class PackedWeightsFile:
         )
 
     def _read_block(self, view: memoryview, offset: int) -> None:
-        total = 0
         try:
-            while total < len(view):
-                # What follows a short transfer may not be aligned any more.
-                direct = self._direct_fd is not None and total % PAGE == 0
-                handle = self._direct_fd if direct and self._direct_fd is not None else self._fd
-                done = self._disk.preadv(handle, [view[total:]], offset + total)
-                if done <= 0:
-                    raise OSError(errno.EIO, "the file ends early")
-                total += done
+            self._file.transfer("read", view, offset, direct=True)
         except OSError as error:
             raise CorruptFileError(
                 f"cannot read {len(view)} bytes at {offset} of {self.name}: {error.strerror}. Delete the file"
                 " to have it written anew"
             ) from error
-        finally:
-            self.reads.add(total)
 
     def verify(self, segment: int, data: memoryview) -> None:
         """Compare a segment's bytes with its checksum, the first time they are seen."""
@@ -307,9 +278,8 @@ class PackedWeightsFile:
         self._finalizer()
 
 
-def _release(disk: Disk, threads: IoThreadPool, handles: Sequence[int], temp_path: Path | None) -> None:
+def _release(threads: IoThreadPool, file: DirectFile, temp_path: Path | None) -> None:
     threads.close()
-    for handle in handles:
-        disk.close(handle)
+    file.close()
     if temp_path is not None:
         temp_path.unlink(missing_ok=True)

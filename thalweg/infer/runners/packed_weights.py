@@ -108,14 +108,10 @@ def lm_head_format(weight_format: str) -> str:
     return "int8" if weight_format == "int4" else weight_format
 
 
-def align_up(nbytes: int) -> int:
-    """Round up to whole cache lines."""
-    return -(-nbytes // CACHE_LINE) * CACHE_LINE
-
-
 def packed_bytes(out_features: int, in_features: int, weight_format: str) -> int:
     """Return the bytes that a packed layer takes, its parts on lines of their own."""
-    return sum(align_up(size) for size in cpu_kernels.packed_nbytes(out_features, in_features, weight_format).values())
+    sizes = cpu_kernels.packed_nbytes(out_features, in_features, weight_format).values()
+    return sum(cpu_kernels.round_up(size, CACHE_LINE) for size in sizes)
 
 
 def lay_out(layer: LinearSpec, weight_format: str, offset: int) -> tuple[dict[str, int], int]:
@@ -123,7 +119,7 @@ def lay_out(layer: LinearSpec, weight_format: str, offset: int) -> tuple[dict[st
     offsets = {}
     for name, size in cpu_kernels.packed_nbytes(layer.out_features, layer.in_features, weight_format).items():
         offsets[name] = offset
-        offset += align_up(size)
+        offset += cpu_kernels.round_up(size, CACHE_LINE)
     return offsets, offset
 
 

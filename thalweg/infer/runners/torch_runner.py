@@ -183,12 +183,6 @@ class TorchLayers:
         # Cosines and sines of the current step's positions, by table.
         self._rotations: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Return integers on our device, all in one copy."""
-        if self.device.type == "cpu":
-            return [torch.from_numpy(x) for x in arrays]
-        return arrays_to_device(arrays, self.device)
-
     def _plain_linear(self, layer: LinearSpec) -> Callable[[Tensor], Tensor]:
         bias = None if layer.bias is None else layer.bias.to(self.device, self.dtype)
         if self.device.type != "cpu" and not layer.is_stored and (parts := self._parts_here(layer)):
@@ -470,7 +464,7 @@ class TorchLayers:
         layouts, places = _lay_out_groups([0] * len(counts), counts, counts, [np.empty(0, np.int64)] * len(counts))
         arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts), places]
         lora_rows = _rows_by_adapter(np.repeat(lora_ids, counts)) if lora_ids else {}
-        ids, positions, *on_device = self._to_device([*arrays, *lora_rows.values()])
+        ids, positions, *on_device = arrays_to_device([*arrays, *lora_rows.values()], self.device)
         self.lora_rows = dict(zip(lora_rows, on_device[4 * len(layouts) + 1 :], strict=True))
         metadata = self._attention_metadata(layouts, places, on_device, 0)
         self._rotations = {}
@@ -671,7 +665,7 @@ class TorchRunner(TorchLayers, ModelRunner):
             encoder_tables = [np.array(table, np.int64) for table in batch.encoder_block_tables]
             cross_layouts, cross_places = _lay_out_groups(starts, counts, batch.encoder_seq_lens, encoder_tables)
             arrays += [*_arrays_of(cross_layouts), cross_places]
-        tokens, on_device_positions, slot_mapping, *rest = self._to_device(arrays)
+        tokens, on_device_positions, slot_mapping, *rest = arrays_to_device(arrays, self.device)
         metadata = self._attention_metadata(layouts, places, rest, size)
         _, on_device_indices, *rest = rest[4 * len(layouts) :]
         self.lora_rows = dict(zip(lora_rows, rest, strict=False))
@@ -712,7 +706,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         slots = [
             (np.array(x.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()[: len(x.tokens)] for x in inputs
         ]
-        (slot_mapping,) = self._to_device([np.concatenate(slots)])
+        (slot_mapping,) = arrays_to_device([np.concatenate(slots)], self.device)
         for index, layer in enumerate(d.layers):
             if layer.cross_attention is not None:
                 a = layer.attention
@@ -742,12 +736,6 @@ class TorchRunner(TorchLayers, ModelRunner):
         self._values[index].write(step.slot_mapping, v)
         out = self._attend(a, q, partial(self._fetch, index), step.metadata)
         return self._linear(a.out, out.flatten(1))
-
-    def argmax(self) -> None:
-        """None: the sampler looks for the most likely token."""
-
-    def free_slot(self, slot: int) -> None:
-        """Nothing is kept outside of the blocks."""
 
     def close(self) -> None:
         """Drop the weights and the cache."""

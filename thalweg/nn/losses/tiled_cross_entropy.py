@@ -50,7 +50,6 @@ class _TileOptions:
     num_rows: int
     ignore_index: int
     label_smoothing: float
-    z_loss: float
     logit_transform: LogitTransform | None
     grad_in_forward: bool
     is_scalar: bool
@@ -168,31 +167,15 @@ def _run_tile(
         row_losses = log_sum_exp - (1 - options.label_smoothing) * target
         if total is not None:
             row_losses -= total * smoothing_per_class
-        if options.z_loss:
-            row_losses += options.z_loss * log_sum_exp.square()
         losses = row_losses.squeeze(1) * row_weights
     if not want_grad:
         return losses, None
-    grad_scale = row_weights.unsqueeze(1) / exp_sum
-    if options.z_loss:
-        grad_scale *= 1 + 2 * options.z_loss * log_sum_exp
-    z.mul_(grad_scale)
+    z.mul_(row_weights.unsqueeze(1) / exp_sum)
     if options.label_smoothing:
         z.sub_(smoothing_per_class * row_weights.unsqueeze(1))
     z.scatter_add_(1, labels, (options.label_smoothing - 1) * row_weights.unsqueeze(1))
     grad = z.to(logits.dtype)
     return losses, grad if options.logit_transform is None else torch.autograd.grad(logits, raw, grad)[0]
-
-
-def _row_weights(
-    labels: Tensor, ignore_index: int, reduction: str, token_weights: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """What each row's loss is multiplied with: its weight, divided by their sum for a mean."""
-    valid = labels != ignore_index
-    row_weights = (
-        valid.to(dtype) if token_weights is None else torch.where(valid, token_weights.detach().to(dtype), 0.0)
-    )
-    return row_weights / row_weights.sum() if reduction == "mean" else row_weights
 
 
 def tiled_cross_entropy(
@@ -203,49 +186,34 @@ def tiled_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
-    token_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
     logit_transform: LogitTransform | None = None,
     tile_tokens: int | None = None,
-    gradients: Literal["auto", "forward", "backward"] = "auto",
     measured_kernels: bool = False,
 ) -> Tensor:
     """Cross-entropy in nats of ``hidden @ weight.T + bias`` against ``labels``, in fp32 (fp64 of fp64).
 
-    hidden (..., D), weight (V, D), bias (V,), labels (...) of class numbers, ``token_weights`` (...) or
-    None.  ``reduction``: ``"mean"`` over the tokens that are not ``ignore_index``, weighted by
-    ``token_weights`` if given; ``"sum"``; ``"none"``, one loss for each token.  Logits are multiplied with
-    ``logit_scale``, then capped as ``softcap * tanh(logits / softcap)``; ``logit_transform``, an elementwise function,
-    takes the place of both.  ``z_loss`` times the square of log(sum(exp(logits))) is added (PaLM,
-    Chowdhery et al. 2022, section 5).  ``tile_tokens``: rows of a tile, by default :func:`tile_rows`.
-    ``gradients``: computed in the forward pass (no second product, d weight is held until backward) or in
-    the backward pass (one product more); ``"auto"`` is forward, but backward for fp16 and for ``"none"``.
-    ``measured_kernels``: let the processor's measured kernels take the products, as ``cpu_kernels`` does.
+    hidden (..., D), weight (V, D), bias (V,), labels (...) of class numbers.  ``reduction``: ``"mean"`` over
+    the tokens that are not ``ignore_index``; ``"sum"``; ``"none"``, one loss for each token.
+    ``logit_transform``: an elementwise function of the logits, such as a softcap.  ``tile_tokens``: rows of a
+    tile, by default :func:`tile_rows`.  ``measured_kernels``: let the processor's measured kernels take the
+    products, as ``cpu_kernels`` does.
 
-    ``token_weights`` get no gradient, and there is no second derivative.  Raises ValueError for shapes that
-    do not belong together.
+    There is no second derivative.  Raises ValueError for shapes that do not belong together.
     """
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply: they must be "
             "(..., D) and (V, D)"
         )
-    for name, tensor in (("labels", labels), ("token_weights", token_weights)):
-        if tensor is not None and tensor.shape != hidden.shape[:-1]:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape {tuple(hidden.shape[:-1])}")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels {tuple(labels.shape)} must have the shape {tuple(hidden.shape[:-1])}")
     if labels.dtype.is_floating_point:
         raise ValueError(f"labels must be class numbers, not {labels.dtype}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have the shape {tuple(weight.shape[:1])}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
-    if gradients not in ("auto", "forward", "backward"):
-        raise ValueError(f"gradients is {gradients!r}; it must be 'auto', 'forward' or 'backward'")
-    if gradients == "forward" and reduction == "none":
-        raise ValueError("gradients='forward' needs one loss: use reduction 'mean' or 'sum'")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be from 0 to 1")
     if tile_tokens is not None and tile_tokens < 1:
@@ -255,30 +223,19 @@ def tiled_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if logit_transform is None and (logit_scale != 1.0 or softcap is not None):
-        logit_transform = _scale_and_softcap(logit_scale, softcap)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    weights = None if token_weights is None else token_weights.reshape(-1)
-    grad_in_forward = gradients == "forward" or (gradients == "auto" and hidden.dtype != torch.float16)
     is_scalar = reduction != "none"
     options = _TileOptions(
         num_rows=tile_tokens or tile_rows(rows.shape[0], weight.shape[0], device),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        z_loss=z_loss,
         logit_transform=logit_transform,
-        grad_in_forward=grad_in_forward and is_scalar and torch.is_grad_enabled(),
+        grad_in_forward=is_scalar and hidden.dtype != torch.float16 and torch.is_grad_enabled(),
         is_scalar=is_scalar,
         measured_kernels=measured_kernels,
     )
-    row_weights = _row_weights(flat, ignore_index, reduction, weights, _accumulation_dtype(hidden.dtype))
+    row_weights = (flat != ignore_index).to(_accumulation_dtype(hidden.dtype))
+    if reduction == "mean":
+        row_weights /= row_weights.sum()
     loss: Any = _TiledCrossEntropy.apply(rows, weight, bias, flat, row_weights, options)
     return loss if is_scalar else loss.view(labels.shape)
-
-
-def _scale_and_softcap(scale: float, softcap: float | None) -> LogitTransform:
-    def transform(logits: Tensor) -> Tensor:
-        logits = logits.to(_accumulation_dtype(logits.dtype)) * scale
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-    return transform

@@ -106,7 +106,16 @@ class BlockSparseAttention:
         if q.is_cuda:
             return self.flex(_compiled_flex_attention(), q, k, v, causal, mask_mod, bias, scale)
         modifier = None if mask_mod is None and bias is None else _Modifier(mask_mod, bias, self.length)
-        return _BlockSparse.apply(q, k, v, self._plan(causal, q.device), self.block, modifier, scale)
+        plans = self._plan(causal, q.device)
+        if len(plans) == 1:
+            return _BlockSparse.apply(q, k, v, plans[0], self.block, modifier, scale)
+        repeat, outs, heads = q.shape[1] // k.shape[1], list[Tensor](), list[Tensor]()
+        for plan in plans:
+            assert plan.heads is not None
+            own = q[:, plan.heads], k[:, plan.heads // repeat], v[:, plan.heads // repeat]
+            outs.append(_BlockSparse.apply(*own, plan, self.block, modifier, scale))
+            heads.append(plan.heads)
+        return torch.cat(outs, 1)[:, torch.cat(heads).argsort()]
 
     def attend_last(
         self,
@@ -327,8 +336,6 @@ def _from_rows(rows: Tensor, like: Tensor) -> Tensor:
 class _TileCall:
     """Some tiles of a group, or one sequence of the batch of them: what the kernels take."""
 
-    tiles: Tensor
-    columns: Tensor
     q_heads: slice
     kv_heads: slice
     mask: Tensor | None
@@ -345,26 +352,18 @@ def _iter_parts(
         hidden = _structure_mask(group, block, plan.tail)
         for tiles, columns in zip(group.tiles.split(at_once), group.columns.split(at_once), strict=True):
             if modifier is None:
-                yield tiles, columns, [_TileCall(tiles, columns, slice(None), slice(None), hidden)]
+                yield tiles, columns, [_TileCall(slice(None), slice(None), hidden)]
                 continue
             within = torch.arange(plan.num_rows * block, device=tiles.device)
             rows = tiles[:, None] * plan.num_rows * block + within
             keys = (columns[..., None] * block + within[:block]).flatten(1)
             names = torch.arange(heads, device=tiles.device) if plan.heads is None else plan.heads
-            yield (
-                tiles,
-                columns,
-                [
-                    _TileCall(
-                        tiles,
-                        columns,
-                        slice(b * heads, (b + 1) * heads),
-                        slice(b * kv_heads, (b + 1) * kv_heads),
-                        modifier.tile_mask(b, names, rows, keys, hidden),
-                    )
-                    for b in range(batch)
-                ],
-            )
+            calls = []
+            for b in range(batch):
+                mask = modifier.tile_mask(b, names, rows, keys, hidden)
+                own_kv = slice(b * kv_heads, (b + 1) * kv_heads)
+                calls.append(_TileCall(slice(b * heads, (b + 1) * heads), own_kv, mask))
+            yield tiles, columns, calls
 
 
 class _Tiled:
@@ -388,100 +387,72 @@ class _Tiled:
         return rows.view(len(columns), columns.shape[1] * self.block, -1, width).transpose(1, 2)
 
 
-def _select_heads(plan: _HeadPlan, q: Tensor, *kv: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The heads of a plan, and which heads of k and v they are where these are fewer or reordered."""
-    if plan.heads is None:
-        return kv, None
-    kv_heads = plan.heads // (q.shape[1] // kv[0].shape[1])
-    return tuple(x[:, kv_heads] for x in kv), kv_heads
-
-
 class _BlockSparse(torch.autograd.Function):
+    """Attention of the heads of one plan."""
+
     @staticmethod
     def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plans: tuple[_HeadPlan, ...],
+        plan: _HeadPlan,
         block: int,
         modifier: _Modifier | None,
         scale: float,
     ) -> Tensor:
-        out, lses = torch.empty_like(q), []
-        num_blocks = -(-k.shape[2] // block)
-        for plan in plans:
-            own_q = q if plan.heads is None else q[:, plan.heads]
-            (own_k, own_v), _ = _select_heads(plan, q, k, v)
-            tiled, width = _Tiled(plan, block, num_blocks), q.shape[3]
-            q_tiles, k_blocks, v_blocks = tiled.tiles(own_q), tiled.blocks(own_k), tiled.blocks(own_v)
-            out_tiles = torch.zeros_like(q_tiles)
-            lse = torch.full(
-                (len(q_tiles), q_tiles.shape[2], q_tiles.shape[1]),
-                -torch.inf,
-                dtype=torch.promote_types(q.dtype, torch.float32),
-                device=q.device,
-            )
-            for tiles, columns, parts in _iter_parts(plan, own_q.shape, own_k.shape[1], block, modifier):
-                q_t = q_tiles[tiles].transpose(1, 2)
-                k_t, v_t = tiled.gather(k_blocks, columns, width), tiled.gather(v_blocks, columns, width)
-                for part in parts:
-                    some = q_t[:, part.q_heads], k_t[:, part.kv_heads], v_t[:, part.kv_heads]
-                    out_t, lse_t = block_forward(*some, causal=False, mask=part.mask, scale=scale)
-                    out_tiles[tiles, :, part.q_heads] = out_t.transpose(1, 2)
-                    lse[tiles, part.q_heads] = lse_t
-            own_out = _from_rows(out_tiles.flatten(0, 1), own_q)
-            if plan.heads is None:
-                out = own_out
-            else:
-                out[:, plan.heads] = own_out
-            lses.append(lse)
-        ctx.save_for_backward(q, k, v, out, *lses)
-        ctx.plans, ctx.block, ctx.modifier, ctx.scale = plans, block, modifier, scale
+        tiled, width = _Tiled(plan, block, -(-k.shape[2] // block)), q.shape[3]
+        q_tiles, k_blocks, v_blocks = tiled.tiles(q), tiled.blocks(k), tiled.blocks(v)
+        out_tiles = torch.zeros_like(q_tiles)
+        lse = torch.full(
+            (len(q_tiles), q_tiles.shape[2], q_tiles.shape[1]),
+            -torch.inf,
+            dtype=torch.promote_types(q.dtype, torch.float32),
+            device=q.device,
+        )
+        for tiles, columns, parts in _iter_parts(plan, q.shape, k.shape[1], block, modifier):
+            q_t = q_tiles[tiles].transpose(1, 2)
+            k_t, v_t = tiled.gather(k_blocks, columns, width), tiled.gather(v_blocks, columns, width)
+            for part in parts:
+                some = q_t[:, part.q_heads], k_t[:, part.kv_heads], v_t[:, part.kv_heads]
+                out_t, lse_t = block_forward(*some, causal=False, mask=part.mask, scale=scale)
+                out_tiles[tiles, :, part.q_heads] = out_t.transpose(1, 2)
+                lse[tiles, part.q_heads] = lse_t
+        out = _from_rows(out_tiles.flatten(0, 1), q)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tiled, ctx.modifier, ctx.scale = tiled, modifier, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *lses = ctx.saved_tensors
-        block, num_blocks, width = ctx.block, -(-k.shape[2] // ctx.block), q.shape[3]
+        q, k, v, out, lse = ctx.saved_tensors
+        tiled, width = ctx.tiled, q.shape[3]
         # Each key has gradients from many tiles: they add up in fp32.
         acc_dtype = torch.promote_types(k.dtype, torch.float32)
-        dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=acc_dtype) for x in (k, v))
-        for plan, lse in zip(ctx.plans, lses, strict=True):
-            own_q, own_out, own_grad = (x if plan.heads is None else x[:, plan.heads] for x in (q, out, grad))
-            (own_k, own_v), kv_heads = _select_heads(plan, q, k, v)
-            tiled = _Tiled(plan, block, num_blocks)
-            q_tiles, out_tiles, grad_tiles = (tiled.tiles(x) for x in (own_q, own_out, own_grad))
-            k_blocks, v_blocks = tiled.blocks(own_k), tiled.blocks(own_v)
-            dq_tiles = torch.zeros_like(q_tiles)
-            dk_blocks, dv_blocks = (torch.zeros_like(x, dtype=acc_dtype) for x in (k_blocks, v_blocks))
-            for tiles, columns, parts in _iter_parts(plan, own_q.shape, own_k.shape[1], block, ctx.modifier):
-                q_t, out_t, grad_t = (x[tiles].transpose(1, 2) for x in (q_tiles, out_tiles, grad_tiles))
-                k_t, v_t = tiled.gather(k_blocks, columns, width), tiled.gather(v_blocks, columns, width)
-                dk_t, dv_t = [], []
-                for part in parts:
-                    heads, kv = part.q_heads, part.kv_heads
-                    some = grad_t[:, heads], q_t[:, heads], k_t[:, kv], v_t[:, kv], out_t[:, heads]
-                    dq_p, dk_p, dv_p = block_backward(
-                        *some, lse[tiles, heads], causal=False, mask=part.mask, scale=ctx.scale
-                    )
-                    dq_tiles[tiles, :, heads] = dq_p.transpose(1, 2)
-                    dk_t.append(dk_p)
-                    dv_t.append(dv_p)
-                for blocks, pieces in ((dk_blocks, dk_t), (dv_blocks, dv_t)):
-                    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-                    rows = whole.transpose(1, 2).reshape(columns.numel(), -1)
-                    blocks.index_add_(0, columns.view(-1), rows.to(acc_dtype))
-            own_dq = _from_rows(dq_tiles.flatten(0, 1), own_q)
-            own_dk, own_dv = (
-                _from_rows(blocks.view(num_blocks * block, -1, width), own_k) for blocks in (dk_blocks, dv_blocks)
-            )
-            if plan.heads is None or kv_heads is None:
-                dq, dk, dv = own_dq, own_dk, own_dv
-            else:
-                dq[:, plan.heads] = own_dq
-                dk.index_add_(1, kv_heads, own_dk)
-                dv.index_add_(1, kv_heads, own_dv)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        q_tiles, out_tiles, grad_tiles = (tiled.tiles(x) for x in (q, out, grad))
+        k_blocks, v_blocks = tiled.blocks(k), tiled.blocks(v)
+        dq_tiles = torch.zeros_like(q_tiles)
+        dk_blocks, dv_blocks = (torch.zeros_like(x, dtype=acc_dtype) for x in (k_blocks, v_blocks))
+        for tiles, columns, parts in _iter_parts(tiled.plan, q.shape, k.shape[1], tiled.block, ctx.modifier):
+            q_t, out_t, grad_t = (x[tiles].transpose(1, 2) for x in (q_tiles, out_tiles, grad_tiles))
+            k_t, v_t = tiled.gather(k_blocks, columns, width), tiled.gather(v_blocks, columns, width)
+            dk_t, dv_t = [], []
+            for part in parts:
+                heads, kv = part.q_heads, part.kv_heads
+                some = grad_t[:, heads], q_t[:, heads], k_t[:, kv], v_t[:, kv], out_t[:, heads]
+                dq_p, dk_p, dv_p = block_backward(
+                    *some, lse[tiles, heads], causal=False, mask=part.mask, scale=ctx.scale
+                )
+                dq_tiles[tiles, :, heads] = dq_p.transpose(1, 2)
+                dk_t.append(dk_p)
+                dv_t.append(dv_p)
+            for blocks, pieces in ((dk_blocks, dk_t), (dv_blocks, dv_t)):
+                whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+                rows = whole.transpose(1, 2).reshape(columns.numel(), -1)
+                blocks.index_add_(0, columns.view(-1), rows.to(acc_dtype))
+        dk, dv = (
+            _from_rows(blocks.view(tiled.num_blocks * tiled.block, -1, width), k).to(k.dtype)
+            for blocks in (dk_blocks, dv_blocks)
+        )
+        return _from_rows(dq_tiles.flatten(0, 1), q), dk, dv, None, None, None, None

@@ -228,6 +228,23 @@ class KernelBuilder:
         else:
             self.call("llvm.aarch64.hint", VOID, [self.int_const(1, I32)])  # yield
 
+    def spin_until(self, is_over: Callable[[], Any], num_spins: int, num_respins: int) -> None:
+        """Wait until the condition (one bit, read anew each time) holds: spin ``num_spins`` times, then offer the core
+        to whoever else needs it, and again after every ``num_respins``."""
+        spins = self.stack_var(self.int_const(0))
+        poll, idle, over = (self.function.append_basic_block(name) for name in ("poll", "idle", "over"))
+        self.builder.branch(poll)
+        self.builder.position_at_end(poll)
+        self.builder.cbranch(is_over(), over, idle)
+        self.builder.position_at_end(idle)
+        self.spin_hint()
+        spins.value = self.add(spins.value, 1)
+        with self.if_then(self.builder.icmp_signed(">", spins.value, self.int_const(num_spins))):
+            self.call("sched_yield", I32, [])
+            spins.value = self.int_const(num_spins - num_respins)
+        self.builder.branch(poll)
+        self.builder.position_at_end(over)
+
     # products of small numbers: vectors of one register or several
 
     def byte_weights(self, raw: Any) -> tuple[Any, ...]:

@@ -67,33 +67,9 @@ def _emit_interpreter(module: Any) -> None:
                     b.store_atomic(code.int_const(0), arrived, "monotonic", 8)
                     b.store_atomic(code.add(before, 1), phase, "release", 8)
                 with otherwise:
-                    _emit_spin_wait(code, phase, before)
+                    is_over = lambda: b.icmp_signed("!=", b.load_atomic(phase, "acquire", 8, typ=I64), before)
+                    code.spin_until(is_over, _SPINS, _SPINS)
     code.ret()
-
-
-def _emit_spin_wait(code: KernelBuilder, phase: Any, before: Any) -> None:
-    b = code.builder
-    spin = code.function.append_basic_block("spin")
-    yield_core = code.function.append_basic_block("rest")
-    respin = code.function.append_basic_block("again")
-    done = code.function.append_basic_block("released")
-    start = b.block
-    b.branch(spin)
-    b.position_at_end(spin)
-    num_spins = b.phi(I64)
-    num_spins.add_incoming(code.int_const(0), start)
-    now = b.load_atomic(phase, "acquire", 8, typ=I64)
-    code.spin_hint()
-    b.cbranch(b.icmp_signed("==", now, before), respin, done)
-    b.position_at_end(respin)
-    more = code.add(num_spins, 1)
-    b.cbranch(b.icmp_signed("<", more, code.int_const(_SPINS)), spin, yield_core)
-    num_spins.add_incoming(more, respin)
-    b.position_at_end(yield_core)
-    code.call("sched_yield", I32, [])
-    num_spins.add_incoming(code.int_const(0), yield_core)
-    b.branch(spin)
-    b.position_at_end(done)
 
 
 def _emit_launch(module: Any) -> None:

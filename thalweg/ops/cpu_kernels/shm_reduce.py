@@ -7,9 +7,10 @@ and the step's result is void.  Waiting spins for a few microseconds, then yield
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from thalweg.ops.cpu_kernels.kernel_builder import I32, I64, KernelBuilder, vec
+from thalweg.ops.cpu_kernels.kernel_builder import I64, KernelBuilder, vec
 
 CACHE_LINE_BYTES = 128  # bytes from one counter to the next
 _SPINS = 2000
@@ -31,27 +32,16 @@ def emit_barrier(module: Any) -> str:
         b.store_atomic(target, own_counter, "release", 8)
         with code.range(0, size) as peer:
             peer_counter = b.inttoptr(code.add(counters, code.mul(peer, CACHE_LINE_BYTES)), I64.as_pointer())
-            _emit_spin_wait(code, peer_counter, target, b.inttoptr(aborted, I64.as_pointer()))
+            code.spin_until(partial(_is_over, code, peer_counter, target, aborted), _SPINS, 0)
     code.ret()
     return "barrier"
 
 
-def _emit_spin_wait(code: KernelBuilder, counter: Any, target: Any, aborted: Any) -> None:
+def _is_over(code: KernelBuilder, counter: Any, target: Any, aborted: Any) -> Any:
     b = code.builder
-    num_spins = code.stack_var(code.int_const(0))
-    poll, idle, done = (code.function.append_basic_block(name) for name in ("poll", "idle", "done"))
-    b.branch(poll)
-    b.position_at_end(poll)
     is_reached = b.icmp_signed(">=", b.load_atomic(counter, "acquire", 8, typ=I64), target)
-    is_aborted = b.icmp_signed("!=", b.load_atomic(aborted, "monotonic", 8, typ=I64), code.int_const(0))
-    b.cbranch(b.or_(is_reached, is_aborted), done, idle)
-    b.position_at_end(idle)
-    code.spin_hint()
-    num_spins.value = code.add(num_spins.value, 1)
-    with code.if_then(b.icmp_signed(">", num_spins.value, code.int_const(_SPINS))):
-        code.call("sched_yield", I32, [])
-    b.branch(poll)
-    b.position_at_end(done)
+    abort_word = b.load_atomic(b.inttoptr(aborted, I64.as_pointer()), "monotonic", 8, typ=I64)
+    return b.or_(is_reached, b.icmp_signed("!=", abort_word, code.int_const(0)))
 
 
 def emit_reduce_sum(module: Any) -> str:

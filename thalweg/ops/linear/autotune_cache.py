@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ import torch
 
 from thalweg.ops.linear.autotune import benchmark_kernels, select_fastest
 from thalweg.ops.linear.kernels import JIT_FALLBACKS, KERNELS, is_usable
+from thalweg.utils.atomic_file import publish_file
 from thalweg.utils.procfs import read_fields
 
 BenchmarkFn = Callable[[str, torch.dtype, int, int, int], dict[str, float]]
@@ -157,15 +157,8 @@ class AutotuneCache:
             return
         content = {"format": _FORMAT, "identity": self._machine, "picks": self._entries}
         with contextlib.suppress(OSError):
-            folder, stem = self._path.parent, self._path.stem
-            descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=stem, suffix=".tmp")
-            try:
-                with os.fdopen(descriptor, "w") as file:
-                    json.dump(content, file, indent=1, sort_keys=True)
-                os.replace(temporary, self._path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            text = json.dumps(content, indent=1, sort_keys=True)
+            publish_file(self._path, lambda file: file.write(text.encode()), mode=0o600)
 
 
 def _entry_key(kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str:

@@ -36,7 +36,6 @@ from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
 from thalweg.ops.linear.kernels import KERNELS, REFERENCE, SUPPORTED_DTYPES, MatmulKernel
 
-MODES = ("auto", "torch")
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 MIN_FLOPS = 4e6  # below it (some 40 us) the Python of an autograd.Function costs what a kernel gains
 
@@ -230,11 +229,8 @@ def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
     ``"auto"`` switches every ``nn.Linear`` and Hugging Face ``Conv1D`` in the model whose type
     is exactly that, and that has neither hooks nor a replaced forward nor a computed weight;
     ``"torch"`` switches none.  Layers that are not on a CPU go on through torch's operator.
-    Switch before sharding: FSDP gives the modules it wraps a class of its own.  Raises
-    ValueError for another mode.
+    Switch before sharding: FSDP gives the modules it wraps a class of its own.
     """
-    if mode not in MODES:
-        raise ValueError(f"cpu_kernels is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
     if mode == "torch" or onednn_linear_op() is None:
         return 0
     _torch_private.register_onednn_flops()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from thalweg.comm import CommsLog
 from thalweg.parallel_dims import control_group
@@ -50,8 +51,9 @@ class P2PChannel:
         for one in (self.group, self._reverse_group):  # now, as a message is between two ranks and this needs all
             control_group(one)
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
-        self._sent_headers: dict[tuple[int, Hashable], bytes] = {}
-        self._received_headers: dict[tuple[int, Hashable], bytes] = {}
+        # By peer and kind, the last message's tree and leaves: numbers and the like, and what describes a tensor.
+        self._sent_headers: dict[tuple[int, Hashable], tuple[TreeSpec, str]] = {}
+        self._received_headers: dict[tuple[int, Hashable], tuple[TreeSpec, list[Any]]] = {}
         self._recv_order: dict[int, deque[tuple[Hashable, Hashable]]] = {}
         self._received: dict[tuple[int, Hashable, Hashable], Any] = {}
 
@@ -67,20 +69,21 @@ class P2PChannel:
 
         ``name``: what the ledger calls it.
         """
-        tensors: list[Tensor] = []
-        header = json.dumps(_encode(value, tensors), separators=(",", ":")).encode()
-        header_is_known = self._sent_headers.get((destination, kind)) == header
-        self._sent_headers[destination, kind] = header
-        parts = [torch.tensor([0 if header_is_known else len(header)])]
-        if not header_is_known:
-            parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        leaves, spec = tree_flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        header, raw = (spec, json.dumps([_describe(leaf) for leaf in leaves])), b""
+        if self._sent_headers.get((destination, kind)) != header:
+            self._sent_headers[destination, kind] = header
+            raw = json.dumps([treespec_dumps(spec), header[1]]).encode()
+        parts = [torch.tensor([len(raw)])]
+        if raw:
+            parts.append(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         parts += [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
         for part in parts:
             work = dist.isend(part, group_dst=destination, group=self._group_towards(self._rank, destination, part))
             assert work is not None
             self._pending_sends.append((work, part))
-        header_bytes = 8 if header_is_known else 8 + len(header)
-        for traffic, num_bytes in (("header", header_bytes), ("send", sum(tensor.nbytes for tensor in tensors))):
+        for traffic, num_bytes in (("header", 8 + len(raw)), ("send", sum(tensor.nbytes for tensor in tensors))):
             self.ledger.record(traffic, name, "pipeline", full_bytes=num_bytes, world_size=2)
         while self._pending_sends and self._pending_sends[0][0].is_completed():
             self._pending_sends.popleft()
@@ -98,26 +101,22 @@ class P2PChannel:
         length = int(self._recv(torch.zeros(1, dtype=torch.int64), source))
         if length:
             raw = self._recv(torch.empty(length, dtype=torch.uint8), source)
-            self._received_headers[source, kind] = raw.numpy().tobytes()
-        return self._decode(json.loads(self._received_headers[source, kind]), source)
+            spec, leaves = json.loads(raw.numpy().tobytes())
+            self._received_headers[source, kind] = treespec_loads(spec), json.loads(leaves)
+        spec, leaves = self._received_headers[source, kind]
+        return tree_unflatten([self._recv_leaf(leaf, source) for leaf in leaves], spec)
 
     def _recv(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
             dist.recv(tensor, group_src=source, group=self._group_towards(source, self._rank, tensor))
         return tensor
 
-    def _decode(self, node: Any, source: int) -> Any:
-        tag, body = node
-        if tag == "tensor":
-            dtype, shape, requires_grad = body
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            return self._recv(tensor, source).requires_grad_(requires_grad)
-        if tag == "plain":
-            return body
-        if tag == "dict":
-            return {key: self._decode(child, source) for key, child in body}
-        items = [self._decode(child, source) for child in body]
-        return tuple(items) if tag == "tuple" else items
+    def _recv_leaf(self, leaf: Any, source: int) -> Any:
+        if not isinstance(leaf, list):
+            return leaf
+        dtype, shape, requires_grad = leaf
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+        return self._recv(tensor, source).requires_grad_(requires_grad)
 
     def wait_sends(self) -> None:
         """Wait until all that was sent has left."""
@@ -126,18 +125,13 @@ class P2PChannel:
             work.wait()
 
 
-def _encode(value: Any, tensors: list[Tensor]) -> list[Any]:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad]]
-    if isinstance(value, _JSON_TYPES):
-        return ["plain", value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return ["dict", [[key, _encode(child, tensors)] for key, child in value.items()]]
-    if isinstance(value, tuple | list):
-        tag = "tuple" if isinstance(value, tuple) else "list"
-        return [tag, [_encode(child, tensors) for child in value]]
+def _describe(leaf: Any) -> Any:
+    """What the receiver must know of it: a tensor's dtype, shape and whether it has a gradient, else itself."""
+    if isinstance(leaf, Tensor):
+        return [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.requires_grad]
+    if isinstance(leaf, _JSON_TYPES):
+        return leaf
     raise ValueError(
-        f"a pipeline stage returned a {type(value).__name__}: stages pass on tensors, numbers, strings, "
+        f"a pipeline stage returned a {type(leaf).__name__}: stages pass on tensors, numbers, strings, "
         "None, and tuples, lists and dicts of them"
     )

@@ -23,6 +23,7 @@ from thalweg.config import Config
 from thalweg.plan.planner import Planner
 from thalweg.plan.result import Plan
 from thalweg.plan.search.search import PlanCache, tuning_space
+from thalweg.utils.procfs import resident_bytes
 
 ProgressCallback = Callable[[str], None]
 # Room for what the plan does not know, before a child is stopped for its memory.
@@ -145,7 +146,7 @@ def _wait_for_workers(workers: list[subprocess.Popen[bytes]], limit: int, deadli
             break
         if time.monotonic() > deadline:
             return "took too long"
-        if max(_resident_bytes(process.pid) for process in workers) > limit:
+        if max(resident_bytes(process.pid) for process in workers) > limit:
             return "took more memory than planned"
         time.sleep(0.02)
     codes = [process.poll() for process in workers if process.poll() not in (None, 0)]
@@ -159,10 +160,3 @@ def _last_log_line(folder: Path, world_size: int) -> str:
         if lines:
             return f": {lines[-1][:300]}"
     return ""
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Mapping
+import timeit
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -171,18 +171,13 @@ def _measure_speeds(num_busy_ranks: int) -> dict[str, float]:
             b = torch.ones(size, size, dtype=dtype)
             # Half precision is widened where the processor has no arithmetic for it, as linear layers do.
             kernels = [KERNELS["nn"][kernel] for kernel in (REFERENCE, "fp32") if is_usable("nn", kernel, dtype)]
-            seconds = min(_best_seconds(partial(kernel, a, b), 3) for kernel in kernels)
+            seconds = min(_best_seconds(partial(kernel, a, b)) for kernel in kernels)
             speeds[name] = 2 * size**3 / seconds / max(1, torch.get_num_threads())
         source = torch.ones(1 << 22)
         target = torch.empty_like(source)
-        speeds["copy"] = 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), 3) / num_busy_ranks
+        speeds["copy"] = 2 * source.nbytes / _best_seconds(lambda: target.copy_(source)) / num_busy_ranks
     return speeds
 
 
-def _best_seconds(function: Any, num_rounds: int) -> float:
-    times = []
-    for _ in range(num_rounds + 1):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+def _best_seconds(function: Callable[[], object]) -> float:
+    return min(timeit.repeat(function, number=1, repeat=4)[1:])

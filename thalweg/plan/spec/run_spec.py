@@ -11,7 +11,7 @@ from torch import nn
 from thalweg.activation_checkpointing import ActivationCheckpointPolicy
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
-from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
+from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS, canonical_name
 from thalweg.config.schema.training import Optimizer, OuterOptimizerConfig, Tiling
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
@@ -239,12 +239,13 @@ def with_optimizer(config: Config, optimizer: Any) -> Config:
     What is known of any other class is too little to plan with: the config is left as it is.
     """
     kind = optimizer if isinstance(optimizer, type) else getattr(optimizer, "func", type(optimizer))
-    if optimizer is None or getattr(torch.optim, getattr(kind, "__name__", ""), None) is not kind:
+    name = canonical_name("optimizer", getattr(kind, "__name__", ""))
+    if optimizer is None or name is None or getattr(torch.optim, name, None) is not kind:
         return config
     groups = getattr(optimizer, "param_groups", None) or [getattr(optimizer, "keywords", {})]
     state_options = ("momentum", "amsgrad", "centered")  # what makes more state
     params = {key: groups[0][key] for key in state_options if groups[0].get(key)}
-    updated = replace_by_path(config, {"optimizer": Optimizer(type=kind.__name__, params=params)})
+    updated = replace_by_path(config, {"optimizer": Optimizer(type=name, params=params)})
     assert isinstance(updated, Config)
     return updated
 

@@ -13,6 +13,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from thalweg.activation_checkpointing.offload import ReadAheadOffloader
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
 
 _PREFETCH_DEPTH = 2
@@ -21,8 +22,8 @@ _PREFETCH_DEPTH = 2
 class _OffloadedFake:
     """A tensor that was offloaded; a fake of its shape comes back."""
 
-    def __init__(self, recorder: OffloadRecorder, tensor: Tensor, previous: weakref.ref[_OffloadedFake] | None) -> None:
-        self._recorder, self._previous = recorder, previous
+    def __init__(self, recorder: OffloadRecorder, tensor: Tensor) -> None:
+        self._recorder = recorder
         self._shape, self._dtype, self.num_bytes = tensor.shape, tensor.dtype, tensor.nbytes
         self.read_id = 0
         weakref.finalize(self, recorder.on_freed, tensor.nbytes).atexit = False
@@ -39,29 +40,23 @@ class _OffloadedFake:
         if self.read_id:
             recorder.alloc_recorder.record_free(self.read_id)
             self.read_id = 0
-        link = self._previous
-        for _ in range(_PREFETCH_DEPTH):
-            earlier = None if link is None else link()
-            if earlier is None:
-                break
-            earlier.read_ahead()
-            link = earlier._previous
+        recorder.on_fetch(self)
         return torch.empty(self._shape, dtype=self._dtype)
 
 
-class OffloadRecorder:
+class OffloadRecorder(ReadAheadOffloader):
     """A :class:`thalweg.activation_checkpointing.ActivationOffloader` that writes events to a recorder."""
 
     def __init__(self, alloc_recorder: AllocationRecorder) -> None:
+        super().__init__(_PREFETCH_DEPTH)
         self.alloc_recorder = alloc_recorder
-        self._last: weakref.ref[_OffloadedFake] | None = None
         self._in_flight: deque[int] = deque()
         self._current_bytes = self.peak_offloaded_bytes = self.offloaded_bytes = 0
 
     def save(self, tensor: Tensor) -> _OffloadedFake:
         """Offload a tensor."""
-        offloaded = _OffloadedFake(self, tensor, self._last)
-        self._last = weakref.ref(offloaded)
+        offloaded = _OffloadedFake(self, tensor)
+        self.append(offloaded)
         self._current_bytes += tensor.nbytes
         self.offloaded_bytes += tensor.nbytes
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._current_bytes)

@@ -40,6 +40,7 @@ from thalweg.plan.trace.offload_recorder import OffloadRecorder
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.trees import get_loss, iter_tensors
 from thalweg.zero.policy import ZeroPolicy
+from thalweg.zero.shard import make_param_specs
 from thalweg.zero.storage.base import ParamSpec
 from thalweg.zero.storage.nvme import select_paged_units
 from thalweg.zero.units import find_units, with_large_leaves
@@ -144,17 +145,8 @@ def drop_untraced_choices(run_spec: RunSpec) -> RunSpec:
 
 def build_param_specs(model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
     """Shape and dtypes of every parameter's shard, by name (as ``zero.shard`` lays them out)."""
-    precision, param_specs = run_spec.precision, {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            continue
-        master = precision.get_master_dtype(parameter.dtype, parameter.requires_grad)
-        compute = precision.get_compute_dtype(master)
-        if any(name == key or name.startswith(f"{key}.") for key in run_spec.fp32_modules):
-            compute = master
-        how = (master, compute, run_spec.num_shards, parameter.requires_grad)
-        param_specs[name] = ParamSpec(name, parameter.shape, *how)
-    return param_specs
+    named_params = dict(model.named_parameters())
+    return make_param_specs(named_params, run_spec.precision, run_spec.fp32_modules, run_spec.num_shards)
 
 
 def shard_bytes(param_spec: ParamSpec) -> int:

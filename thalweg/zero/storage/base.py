@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -254,6 +254,46 @@ class ParameterStorage(Protocol):
         """Give memory and disk back."""
 
 
+class _UnshardedStorage(ParameterStorage):
+    """Units whose unsharded parameters are in memory at all times, in the device's or the host's.
+
+    ``storages``: of each unit, by its name; ``arena``: what the ranks of the host meet at, if they share memory;
+    ``refresh``: brings unsharded tensors up to date (a barrier follows before other ranks read them), by default on
+    one host; ``log_gather``: around the barrier that stands for a gather, where ``refresh`` does not log what moves;
+    ``on_update``: shards may have new values that no counter tells of.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FSDPGroupHandle],
+        storages: Mapping[str, Sequence[ShardStorage]],
+        refresh: Callable[[Iterable[ShardStorage]], None] | None = refresh_unsharded,
+        arena: SharedMemoryArena | None = None,
+        log_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
+        on_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.groups, self._refresh, self._on_update = groups, refresh, on_update
+        self._storages_by_group = storages
+        self._storages = [storage for group in groups for storage in storages[group.name]]
+        self._arena, self._log_gather = arena, log_gather
+
+    def after_update(self, units: Iterable[str] | None = None) -> None:
+        """The next refresh sends what has changed."""
+        self._on_update()
+
+    def close(self) -> None:
+        """Leave the arena."""
+        if self._arena is not None:
+            self._arena.close()
+
+    def _refresh_all(self, storages: Iterable[ShardStorage], operation: str) -> None:
+        assert self._refresh is not None
+        self._refresh(storages)
+        if self._arena is not None:
+            with self._log_gather():
+                self._arena.barrier(operation)
+
+
 class FSDPStorage(ParameterStorage):
     """Units that FSDP2 gathers into memory of its own, and frees; ``storages``: of each unit, by its name.
 
@@ -291,42 +331,21 @@ class FSDPStorage(ParameterStorage):
             group.to_sharded()
 
 
-class ResidentStorage(ParameterStorage):
-    """Units whose unsharded parameters are in memory at all times, in the device's or the host's.
-
-    ``storages``: of each unit, by its name; ``arena``: what the ranks of the host meet at, if they share memory.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[FSDPGroupHandle],
-        storages: Mapping[str, Sequence[ShardStorage]],
-        refresh: Callable[[Iterable[ShardStorage]], None] = refresh_unsharded,
-        arena: SharedMemoryArena | None = None,
-        log_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
-        on_update: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``refresh``: brings unsharded tensors up to date (a barrier follows before other ranks read them), by default
-        on one host; ``log_gather``: around the barrier that stands for a gather, where ``refresh`` does not log what
-        moves; ``on_update``: shards may have new values that no counter tells of."""
-        self.groups, self._storages, self._refresh, self._on_update = groups, storages, refresh, on_update
-        self._all_storages = [storage for group in groups for storage in storages[group.name]]
-        self._arena, self._log_gather = arena, log_gather
+class ResidentStorage(_UnshardedStorage):
+    """Units whose modules hold shards between two uses."""
 
     def before_forward(self) -> None:
         """Refresh all units at once."""
         if not any(group.is_sharded for group in self.groups):
             return
-        self._refresh(self._all_storages)
-        self._barrier("the start of a forward pass")
+        self._refresh_all(self._storages, "the start of a forward pass")
         for group in self.groups:
             group.to_unsharded()
 
     def unshard(self, group: FSDPGroupHandle) -> None:
         """Refresh a unit that is called by itself, not through the root."""
         if group.is_sharded:
-            self._refresh(self._storages[group.name])
-            self._barrier(f"the forward pass of {group.name!r}")
+            self._refresh_all(self._storages_by_group[group.name], f"the forward pass of {group.name!r}")
             group.to_unsharded()
 
     def reshard(self, end_of: PassKind) -> None:
@@ -336,44 +355,20 @@ class ResidentStorage(ParameterStorage):
         if self._arena is not None:
             self._arena.barrier(f"the end of {end_of}")
 
-    def after_update(self, units: Iterable[str] | None = None) -> None:
-        """The next refresh sends what has changed."""
-        self._on_update()
 
-    def close(self) -> None:
-        """Leave the arena."""
-        if self._arena is not None:
-            self._arena.close()
-
-    def _barrier(self, operation: str) -> None:
-        if self._arena is not None:
-            with self._log_gather():
-                self._arena.barrier(operation)
-
-
-class WholeStorage(ParameterStorage):
+class WholeStorage(_UnshardedStorage):
     """Units whose modules hold whole plain parameters at all times (stages 0 to 2): see :mod:`..whole_parameter`.
 
     They are gathered when an update has ended, not before the next forward pass.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[FSDPGroupHandle],
-        storages: Mapping[str, Sequence[ShardStorage]],
-        refresh: Callable[[Iterable[ShardStorage]], None] | None = refresh_unsharded,
-        arena: SharedMemoryArena | None = None,
-        log_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
-        on_update: Callable[[], None] = lambda: None,
-    ) -> None:
-        """See :class:`ResidentStorage`; ``refresh``: None where FSDP2 gathers over links."""
-        self.groups, self._refresh, self._on_update = groups, refresh, on_update
-        self._arena, self._log_gather = arena, log_gather
-        self._storages = [storage for group in groups for storage in storages[group.name]]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """``refresh``: None where FSDP2 gathers over links."""
+        super().__init__(*args, **options)
         self._adopts_early = False
         self._wholes: list[WholeParameter] = []
         self._gather()
-        self._wholes = [whole for group in groups for whole in group.keep_whole()]
+        self._wholes = [whole for group in self.groups for whole in group.keep_whole()]
         self._mark_published()
 
     def before_forward(self) -> None:
@@ -425,10 +420,6 @@ class WholeStorage(ParameterStorage):
                 "and another rank to others: every rank of a job must write the same to the same parameters"
             )
 
-    def after_update(self, units: Iterable[str] | None = None) -> None:
-        """See the base."""
-        self._on_update()
-
     @torch.no_grad()
     def adopt_writes(self) -> None:
         """See the base."""
@@ -448,20 +439,12 @@ class WholeStorage(ParameterStorage):
             for group in self.groups:
                 group.regather()
         else:
-            self._refresh(self._storages)
-            if self._arena is not None:
-                if any(whole.has_own_values for whole in self._wholes):
-                    self._arena.drop_private_pages()
-                with self._log_gather():
-                    self._arena.barrier("the end of an update")
+            if self._arena is not None and any(whole.has_own_values for whole in self._wholes):
+                self._arena.drop_private_pages()
+            self._refresh_all(self._storages, "the end of an update")
 
     def _mark_published(self) -> None:
         for whole in self._wholes:
             whole.mark_published()
         self._versions = [storage.version() for storage in self._storages]
         self._may_differ = True
-
-    def close(self) -> None:
-        """Leave the arena."""
-        if self._arena is not None:
-            self._arena.close()

@@ -34,6 +34,7 @@ from thalweg.comm import CommsLog
 from thalweg.comm.collectives.hierarchical import HostGroups
 from thalweg.comm.collectives.quantized import WEIGHT_QUANTIZER, all_gather_payloads
 from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
+from thalweg.utils.buckets import iter_buckets
 from thalweg.zero.storage.base import ShardStorage
 
 UNCHANGED, DELTA, QUANTIZED, RAW = range(4)
@@ -87,7 +88,8 @@ class CrossHostSync:
         with self._ledger.timed(
             "all_gather", "parameters", "both", full_bytes=full, world_size=self._world_size
         ) as call:
-            for bucket in _iter_buckets([parcel for parcel in updates if parcel.encoding != UNCHANGED]):
+            sent_updates = [parcel for parcel in updates if parcel.encoding != UNCHANGED]
+            for bucket in iter_buckets(sent_updates, lambda one: _get_payload_format(one).num_bytes, _BUCKET_BYTES):
                 sent = torch.cat([self._build_payload(parcel) for parcel in bucket])
                 received = all_gather_payloads(sent, self._hosts.inter_host_group, self._hosts.num_hosts)
                 for rank, row in zip(self._peer_ranks, received, strict=True):
@@ -153,16 +155,3 @@ def _get_payload_format(update: _ParamUpdate) -> PayloadFormat:
     return PayloadFormat(
         ((update.storage.shard.numel(), update.encoding != RAW),), quantizer, update.storage.spec.compute_dtype
     )
-
-
-def _iter_buckets(updates: list[_ParamUpdate]) -> Iterable[list[_ParamUpdate]]:
-    bucket: list[_ParamUpdate] = []
-    num_bytes = 0
-    for update in updates:
-        if bucket and num_bytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(update)
-        num_bytes += _get_payload_format(update).num_bytes
-    if bucket:
-        yield bucket
