@@ -111,15 +111,15 @@ FAULTS = {
         "thalweg.comm.collectives.reducer", "Reducer.mean_scale", _times_ranks, (f"{SGD}[2-fp32]",)
     ),
     "a rate 1.1 times too high": Fault(
-        "thalweg.optim.build", "_checked_keywords", _scaled("lr", 1.1), (f"{SGD}[2-fp32]", f"{SGD}[2-bf16]")
+        "thalweg.optim.build", "_make_keywords", _scaled("lr", 1.1), (f"{SGD}[2-fp32]", f"{SGD}[2-bf16]")
     ),
     "clipping dropped": Fault("thalweg.optim.step", "clip_factor", _returns(1.0), (f"{SGD}[2-fp32]", f"{SGD}[2-fp16]")),
     "decay nobody asked for": Fault(
-        "thalweg.optim.build", "_checked_keywords", _with(weight_decay=0.01), (f"{SGD}[2-fp32]",)
+        "thalweg.optim.build", "_make_keywords", _with(weight_decay=0.01), (f"{SGD}[2-fp32]",)
     ),
     "a rate 1.25 times too high under ZeRO++": Fault(
         "thalweg.optim.build",
-        "_checked_keywords",
+        "_make_keywords",
         _scaled("lr", 1.25),
         ("tests/dist/test_parity_sgd.py::test_quantized_gradients_keep_the_scale_of_an_update",),
     ),
