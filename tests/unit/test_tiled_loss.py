@@ -92,7 +92,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 @pytest.mark.parametrize("tile", [1, 5, 37, 100])
 @pytest.mark.parametrize("again", [False, True])
 def test_equal_to_full_logits(options: dict[str, Any], tile: int, again: bool) -> None:
