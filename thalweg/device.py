@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -276,16 +275,6 @@ def unlock_pages(memory: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     with suppress(RuntimeError):
         runtime.cudaHostUnregister(memory.data_ptr())
-
-
-def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for; on the
-    CPU the arrays themselves."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    flat = copy_to_device(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])), device)
-    parts = flat.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def pin(tensor: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.device import arrays_to_device
 from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.engine.structured_output import GrammarError
+from thalweg.infer.runners.base import arrays_to_device
 from thalweg.infer.types import SamplingParams, TokenLogprob
 
 _NUM_CANDIDATES = 1024  # the most likely tokens, which usually hold all that top-p keeps

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.device import resolve_device
+from thalweg.device import copy_to_device, resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
@@ -24,6 +25,16 @@ from thalweg.infer.runners.packed_weights import WeightStore, all_linears
 
 if TYPE_CHECKING:
     from thalweg.infer.parallel.communicator import StageCommunicator
+
+
+def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return arrays of one dtype on a device: one copy out of pinned memory, which the host does not wait for; on the
+    CPU the arrays themselves."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    flat = copy_to_device(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])), device)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 class QuerySpan(NamedTuple):

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.device import arrays_to_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
@@ -40,6 +39,7 @@ from thalweg.infer.runners.base import (
     ModelRunner,
     QuerySpan,
     RunnerRequest,
+    arrays_to_device,
 )
 
 _STORAGE_DTYPES = {
