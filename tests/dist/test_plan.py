@@ -109,6 +109,8 @@ def test_traffic_of_tensor_ranks_is_what_the_ledger_counts():
 
 ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
 MEETINGS = {"sync_every": 1}  # at each step
+POWERSGD = {"type": "powersgd", "matrix_approximation_rank": 3, "start_step": 0}
+TOPK = {"type": "topk", "compress_ratio": 0.05, "start_step": 0}
 CROSSINGS = [
     (1, {}, {}),
     (3, {}, {}),
@@ -117,6 +119,10 @@ CROSSINGS = [
     (3, {"mics_shard_size": 2}, {}),
     (0, {}, {"outer_optimizer": MEETINGS}),
     (2, {}, {"outer_optimizer": MEETINGS | {"quantized_deltas": True}}),
+    (0, {}, {"gradient_compression": POWERSGD}),
+    (2, {}, {"gradient_compression": POWERSGD}),
+    (0, {}, {"gradient_compression": TOPK}),
+    (1, {}, {"gradient_compression": TOPK}),
 ]
 
 
@@ -133,9 +139,9 @@ def _between_hosts(rank, world_size, cases):
         config["zero_optimization"] |= zero
         engine, *_ = thalweg.initialize(model=GPT(SHAPE), config=config)
         train(engine, 2, 1, rank)
-        before = engine.ledger.total().inter_bytes
+        engine.ledger.reset()
         train(engine, 1, 1, rank)
-        found.append(engine.ledger.total().inter_bytes - before)
+        found.append((engine.ledger.total().inter_bytes, engine.ledger.total().sent_bytes))
         engine.close()
     return found
 
@@ -149,9 +155,12 @@ def test_what_crosses_between_hosts_is_what_the_ledger_counts():
     for index, (stage, zero, more) in enumerate(CROSSINGS):
         config = config_of(stage, "bf16") | more
         config["zero_optimization"] |= zero
-        planned = thalweg.plan(SHAPE.to_dict(), config, cluster=cluster, sequence_length=32).links
-        counted = sum(found[index] for found in ranks) / 4
-        assert planned.get("between nodes", 0) == pytest.approx(counted, rel=0.05), (stage, zero, more)
+        planned = thalweg.plan(SHAPE.to_dict(), config, cluster=cluster, sequence_length=32)
+        crossing, sent = (sum(counts) / 4 for counts in zip(*(found[index] for found in ranks), strict=True))
+        assert planned.links.get("between nodes", 0) == pytest.approx(crossing, rel=0.05), (stage, zero, more)
+        if "gradient_compression" in more:
+            assert planned.not_counted == []
+            assert sum(planned.traffic.values()) == pytest.approx(sent, rel=0.01), (stage, more)
 
 
 BIG = GPTConfig(vocab_size=4096, n_layer=4, n_head=4, n_embd=448, block_size=64)

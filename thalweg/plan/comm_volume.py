@@ -70,6 +70,8 @@ def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, B
         by_link[link] += 2 * shard * (copies - 1) // copies
     if run_spec.outer_optimizer is not None:
         _add_outer_steps(trace, run_spec, by_collective, by_link)
+    if run_spec.gradient_compression is not None:
+        _add_compressed_gradients(trace, run_spec, by_collective, by_link)
     return dict(by_collective), {link: total for link, total in by_link.items() if total}
 
 
@@ -89,6 +91,32 @@ def _add_outer_steps(trace: StepTrace, run_spec: RunSpec, by_collective: Counter
     if run_spec.replicates_states and num_ranks > 1:
         by_collective["all_gather"] += 4 * numel * (num_ranks - 1) // num_ranks // every
         by_link[INTRA_NODE] += 4 * part * (num_ranks - 1) // every
+
+
+def _add_compressed_gradients(
+    trace: StepTrace, run_spec: RunSpec, by_collective: Counter[str], by_link: Counter[str]
+) -> None:
+    """What hosts exchange in a step after ``start_step``: see ``comm/collectives/error_feedback.py``.  The ranks of a
+    host have shards, or send a part each and gather what comes back."""
+    options, num_ranks, num_sites = run_spec.gradient_compression, run_spec.num_site_ranks, run_spec.topology.num_nodes
+    assert options is not None
+    numbers = 0
+    for name, spec in trace.param_specs.items():
+        if name in trace.frozen_params or not spec.shape:
+            continue
+        rows, columns = -(-spec.shape[0] // run_spec.num_shards), prod(spec.shape[1:])
+        if options.type == "topk":  # each number with its place
+            numbers += 2 * max(1, round(options.compress_ratio * rows * columns))
+        else:
+            numbers += min(options.matrix_approximation_rank * (rows + columns), rows * columns)
+    num_parts = num_ranks if run_spec.replicates_states else 1
+    kind, factor = ("all_gather", num_sites) if options.type == "topk" else ("all_reduce", 1)
+    part = 4 * numbers // num_parts
+    sent = RING_FACTOR[kind] * factor * part * (num_sites - 1) // num_sites
+    by_collective[kind] += sent
+    by_link[INTER_NODE] += sent
+    by_collective["all_gather"] += (num_parts - 1) * factor * part
+    by_link[INTRA_NODE] += (num_parts - 1) * factor * part
 
 
 def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collective]:

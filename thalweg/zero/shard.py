@@ -535,7 +535,7 @@ def shard_model(
         mesh,
         device,
         groups,
-        _build_storages(groups, storages_by_group, collectives, paging, mesh.size(), shows_whole),
+        _build_storages(groups, storages_by_group, collectives, paging, shows_whole),
         storages,
         collectives,
         [params for params in (ScalarParams(scalars, mesh.get_group()), expert_params) if params],
@@ -663,7 +663,6 @@ def _build_storages(
     storages: Mapping[str, Sequence[ShardStorage]],
     collectives: Collectives,
     paging: ParamPaging | None,
-    world_size: int,
     shows_whole: bool,
 ) -> list[ParameterStorage]:
     """Where each unit's parameters are, in the order in which they are made ready and given back."""
@@ -680,6 +679,6 @@ def _build_storages(
         return [*built, storage_type(groups, storages, sync, arena, on_update=sync.mark_updated)]
     is_shared = collectives.storage_kind == "shared"
     full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
-    sizes = {"full_bytes": full_bytes, "world_size": world_size}
+    sizes = {"full_bytes": full_bytes, "world_size": collectives.spec.mesh.size()}  # of a site, or a MiCS group
     log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
     return [*built, storage_type(groups, storages, arena=arena, log_gather=log_gather)]

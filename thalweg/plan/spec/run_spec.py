@@ -12,7 +12,7 @@ from thalweg.activation_checkpointing import ActivationCheckpointPolicy
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS, canonical_name
-from thalweg.config.schema.training import Optimizer, OuterOptimizerConfig, Tiling
+from thalweg.config.schema.training import GradientCompressionConfig, Optimizer, OuterOptimizerConfig, Tiling
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
 from thalweg.optim.offload.policy import may_step_in_backward
@@ -71,7 +71,7 @@ class RunSpec(ShardOptions):
     tiling: Tiling = field(default_factory=Tiling)
     tp_link: str = INTRA_NODE
     outer_optimizer: OuterOptimizerConfig | None = None
-    compresses_gradients: bool = False
+    gradient_compression: GradientCompressionConfig | None = None  # between hosts, where there are several
 
     @property
     def on_cpu(self) -> bool:
@@ -207,7 +207,7 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: ShardO
         tp_link=INTRA_NODE if tp_size * int(config.sequence_parallel_size or 1) <= per_node else INTER_NODE,
         tiling=config.tiling,
         outer_optimizer=config.outer_optimizer,
-        compresses_gradients=config.gradient_compression is not None,
+        gradient_compression=config.gradient_compression if topology.num_nodes > 1 else None,
     )
 
 
@@ -263,7 +263,6 @@ def _is_elementwise(config: Config) -> bool:
 # What makes a run smaller (or its traffic another) and is not counted: (option, whether it is on).
 _UNMODELLED: dict[str, Any] = {
     "optimizer.type": lambda name: name in COMPRESSED_OPTIMIZERS,
-    "gradient_compression": lambda section: section is not None,  # what crosses between hosts
     "context_parallel_size": lambda size: size > 1,
     "pipeline.stages": lambda stages: isinstance(stages, int) and stages > 1,
     "expert_parallel.enabled": bool,

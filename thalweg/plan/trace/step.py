@@ -342,7 +342,7 @@ def _trace_updates(
     creation_events = recorder.pop_events()
     recorded, site_state = [], []
     # Where sites began, and the outer momentum; or what compressed gradients have left out.
-    copies = 2 if run_spec.outer_optimizer is not None else int(run_spec.compresses_gradients)
+    copies = 2 if run_spec.outer_optimizer is not None else int(run_spec.gradient_compression is not None)
     for _ in range(2):
         with recorder, recorder.with_label("update"), torch.no_grad():
             recorder.record_mark("update")
