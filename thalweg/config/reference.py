@@ -37,6 +37,7 @@ def config_reference() -> str:
     for block, rows in blocks.items():
         if not rows:
             continue
+        rows.sort(key=lambda row: "| no effect: " in row)
         text += f"\n## {f'`{block}`' if block else 'The top level'}\n\n"
         if about := _about(block):
             text += f"{about}\n\n"

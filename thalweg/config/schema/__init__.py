@@ -9,8 +9,8 @@ keys of the JSON.  It passes through these files::
     resolve.py  every "auto" and the batch equation filled in      (``resolve``)
 
 Invariants: an option that is not declared here is an error; an option that is declared is
-either read by some room, or marked beside it as ``ignored`` with the reason, or as ``unsupported`` with what to do
-when it is switched on, or in the table of blocks that nothing reads (unsupported.py).
+either read by some room, or ``ignored`` with the reason (mostly by unread.toml), or ``unsupported`` with what to do
+when it is switched on, or in a block that nothing reads (unread.toml).
 ``tests/repo/config_schema.txt`` lists every option, its type and default; a test compares it, so that each change is
 seen in review.
 """
@@ -39,7 +39,6 @@ from thalweg.config.schema.base import (
 )
 from thalweg.config.schema.compression import CompressionTraining, Eigenvalue, QuantizeTraining
 from thalweg.config.schema.unsupported import UNREAD_BLOCKS
-from thalweg.config.schema.zero import ONLY_ALL_GATHER
 
 _SAYS_WHEN = "it affects the order of division only, not the result"
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -64,7 +63,6 @@ class Config(UNREAD_BLOCKS):
     sequence_parallel_size: PositiveInt = 1
     context_parallel_size: PositiveInt = 1
     gradient_clipping: NonNegativeFloat = 0.0
-    prescale_gradients: bool = ignored(False, _SAYS_WHEN)
     gradient_predivide_factor: PositiveFloat = ignored(1.0, _SAYS_WHEN)
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = "mean"
     token_weighted_loss: bool = False
@@ -83,12 +81,7 @@ class Config(UNREAD_BLOCKS):
     log_level: Annotated[LogLevel, LowerCase] | None = None
     vocabulary_size: PositiveInt | None = ignored(None, "was used for a warning about its divisor")
     managed_gradient_accumulation: bool = True
-    zero_allow_untested_optimizer: bool = ignored(False, "every optimiser works at every stage")
-    zero_force_ds_cpu_optimizer: bool = ignored(True, "torch's own fused kernels run on the CPU")
-    disable_allgather: bool = ignored(False, ONLY_ALL_GATHER)
-    sparse_gradients: bool = ignored(False, "gradients are reduced dense; the values are the same")
     graph_harvesting: bool = unsupported(False, "set it to false; compile.enabled is built")
-    use_data_before_expert_parallelism: bool = ignored(False, "expert-parallel ranks are neighbours on the data axis")
 
     optimizer: training.Optimizer | None = None
     outer_optimizer: training.OuterOptimizerConfig | None = None

@@ -28,7 +28,6 @@ from pydantic_core import PydanticCustomError
 AUTO: Any = "auto"
 UNSET: Any = None  # the default of an option whose "auto" is a choice of its own: the plan's
 _INT64_LIMIT = 2**63
-SINGLE_GRADIENT_PATH = "there is one gradient path for every stage"
 
 
 class FrozenDict(dict):

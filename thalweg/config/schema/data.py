@@ -17,7 +17,7 @@ from thalweg.config.schema.base import (
     to_tuple,
     unsupported,
 )
-from thalweg.config.schema.unsupported import block
+from thalweg.config.schema.unsupported import block, without_effect
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 _BY_SHAPE = "masks and positions are told from their shapes, and tokens keep their order"
@@ -66,7 +66,7 @@ class MetricCurricula(Section):
     curriculum_metrics: dict[str, CurriculumMetric] = FrozenDict()
 
 
-class DynamicBatching(Section):
+class DynamicBatching(without_effect("data_efficiency.data_sampling.dynamic_batching")):
     """Micro-batches of at most ``max_tokens`` tokens, the learning rate in proportion to their samples."""
 
     enabled: bool = False
@@ -77,7 +77,6 @@ class DynamicBatching(Section):
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = "dataloader"
     max_tokens: PositiveInt | None = None
     samples_per_batch: PositiveInt | None = ignored(None, "max_tokens and max_batch_size say how many there are")
-    verbose: bool = ignored(False, "what is left out is always told")
 
 
 class DataSampling(Section):

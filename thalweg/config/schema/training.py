@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from thalweg.config.schema.base import (
-    SINGLE_GRADIENT_PATH,
     AnyDict,
     DecayRate,
     Dtype,
@@ -25,16 +24,15 @@ from thalweg.config.schema.base import (
     ignored,
     unsupported,
 )
-from thalweg.config.schema.unsupported import block, ignored_options
+from thalweg.config.schema.unsupported import block, without_effect
 
 _EVERY_COLLECTIVE = "the ledger counts every collective"
 
 
-class FP16(Section):
+class FP16(without_effect("fp16")):
     """Half precision with loss scaling: static where ``loss_scale`` > 0, else dynamic."""
 
     enabled: bool = False
-    auto_cast: bool = ignored(False, "floating-point inputs are always cast to the compute dtype")
     loss_scale: NonNegativeFloat = 0.0
     initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16
     loss_scale_window: NonNegativeInt = 1000
@@ -44,12 +42,10 @@ class FP16(Section):
     fp16_master_weights_and_grads: bool = False
 
 
-class BF16(Section):
+class BF16(without_effect("bf16")):
     """bfloat16 compute over fp32 master weights; no loss scaling."""
 
     enabled: bool = False
-    immediate_grad_update: bool = ignored(False, SINGLE_GRADIENT_PATH)
-    check_grad_overflow: bool = ignored(True, "a step whose gradients are not finite is always skipped, in every dtype")
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
@@ -73,12 +69,11 @@ class DataTypes(Section):
     keep_in_fp32_modules: Literal["auto"] | StrTuple = "auto"
 
 
-class Optimizer(Section):
+class Optimizer(without_effect("optimizer")):
     """``params`` hold what the user gave, checked by the table in ``schema/optimizer.py``."""
 
     type: str
     params: AnyDict = FrozenDict()
-    legacy_fusion: bool = ignored(False, "chose between two fused kernels of DeepSpeed")
 
 
 class OuterOptimizerConfig(Section):
@@ -117,18 +112,15 @@ class SchedulerConfig(Section):
     params: AnyDict = FrozenDict()
 
 
-class ActivationCheckpointing(Section):
+class ActivationCheckpointing(without_effect("activation_checkpointing")):
     """Which units recompute their activations in the backward pass."""
 
     policy: Literal["none", "full", "selective"] = "none"
     every: PositiveInt = 1
     offload: Literal["none", "cpu", "nvme"] = "none"
     partition_activations: bool = False
-    contiguous_memory_optimization: bool = ignored(False, "torch's allocator places activations")
     cpu_checkpointing: bool = False
     number_checkpoints: NonNegativeInt | None = ignored(None, "sized a buffer that is not needed")
-    synchronize_checkpoint_boundary: bool = ignored(False, "no synchronisation is needed between units")
-    profile: bool = ignored(False, "wall_clock_breakdown times the phases")
 
 
 class SparseAttention(Section):
@@ -175,18 +167,10 @@ class Tiling(Section):
     mlp_modules: StrTuple | None = None
 
 
-_DEEPCOMPILE = ignored_options(
-    "belongs to DeepCompile; torch.compile decides by itself",
-    **dict.fromkeys(("offload_activation_pin_memory", "double_buffer", "keep_int_input_tensors"), True),
-    **dict.fromkeys(("symmetric_memory", "debug_log", "keep_all_input_tensors", "sync_before_reduce"), False),
-    **dict.fromkeys(("sync_after_reduce", "sync_before_allgather", "sync_after_allgather"), False),
-    free_activation_threshold=10 * 1024 * 1024,
-    passes=None,
-)
 _ONLY_ENABLED = "set it to false; compile.enabled alone is built"
 
 
-class Compile(_DEEPCOMPILE):
+class Compile(without_effect("compile")):
     """``torch.compile`` of each unit; the lower half are switches of DeepCompile."""
 
     enabled: bool = False
@@ -217,7 +201,7 @@ _WRITER = block(
 )
 _WRITERS = block(
     {"writer": (_WRITER | None, ignored(None, "there is one writer"))},
-    base=Section,
+    base=without_effect("checkpoint"),
     parallel_write=ignored(block(pipeline_stage=False), "every rank writes its own shard"),
 )
 
@@ -229,9 +213,7 @@ class CheckpointConfig(_WRITERS):
     keep: Literal["all"] | PositiveInt = "all"
     resume: Literal["auto", "must", "never"] = "auto"
     asynchronous: bool = unsupported(False, "set it to false; saving then waits for the disk")
-    load_universal: bool = ignored(False, "every checkpoint is universal")
     use_node_local_storage: bool = unsupported(False, "set it to false and save to a shared folder")
-    checkpoint_serialization: bool = ignored(True, "one format: safetensors shards and a manifest")
 
 
 class Health(Section):
@@ -271,11 +253,9 @@ class WandB(Section):
     project: str = "thalweg"
 
 
-class CommsLogger(Section):
+class CommsLogger(without_effect("comms_logger")):
     """The communication ledger, printed as a table."""
 
     enabled: bool = False
     verbose: bool = False
-    prof_all: bool = ignored(True, _EVERY_COLLECTIVE)
-    debug: bool = ignored(False, "the ledger names the module of every collective in any case")
     prof_ops: StrTuple = ignored((), _EVERY_COLLECTIVE)

@@ -1,12 +1,14 @@
 """Blocks that nothing reads, as DeepSpeed names them: work that is still to come, and what has no use on FSDP2.
 
-One table, a line for each block.  A config that carries such a block switched off is accepted; a key that the block
-does not have is an error as everywhere, and so is a switch that is on.  The default of an option says what it takes,
-see :func:`_to_field`.
+``unread.toml`` lists them, and the options without effect of the other blocks.  A config that carries such a block
+switched off is accepted; a key that the block does not have is an error as everywhere, and so is a switch that is on.
+The default of an option says what it takes, see :func:`_to_field`.
 """
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_origin
 
 from pydantic import BeforeValidator, Field, create_model
@@ -24,6 +26,7 @@ from thalweg.config.schema.base import (
     unsupported,
 )
 
+_TABLE = tomllib.loads(Path(__file__).parents[1].joinpath("unread.toml").read_text(encoding="utf-8"))
 _TYPES: dict[type, Any] = {bool: bool, int: NonNegativeInt, float: NonNegativeFloat, str: str, type(None): Any}
 
 
@@ -67,64 +70,40 @@ def block(
     return create_model("Block", __base__=base, **fields)
 
 
-def ignored_options(why: str, base: type[Section] = Section, **options: Any) -> type[Section]:
-    """Options of a block that is read, without effect for one reason."""
-    return block(base=base, **{key: ignored(option, why) for key, option in options.items()})
+def _from_table(option: Any) -> Any:
+    """An option as ``unread.toml`` spells it."""
+    if isinstance(option, dict):
+        return block(**{key: _from_table(inner) for key, inner in option.items()})
+    if isinstance(option, list) and isinstance(option[0], str):
+        return tuple(option)
+    return None if option == "any" else option
 
 
-def _absent(section: type[Section]) -> tuple[Any, Any]:
+def without_effect(path: str) -> type[Section]:
+    """The options without effect of the block at ``path`` (``"top"``: of the whole config), as a base for it."""
+    reasons = _TABLE["options"][path].items()
+    return block(base=Section, **{k: ignored(_from_table(v), why) for why, given in reasons for k, v in given.items()})
+
+
+def _absent(section: type[Section]) -> Typed:
     """A block that is there only where it is written."""
-    return section | None, None
+    return Typed(section | None, None)
+
+
+def _unread_block(options: dict[str, Any], hint: str = "") -> type[Section]:
+    given = {key: _from_table(option) for key, option in options.items()}
+    given |= {key: _absent(option) for key, option in given.items() if isinstance(option, type)}
+    return block(enabled=unsupported(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}"), **given)
 
 
 _REMOVE_BLOCK = "remove the block or set enabled to false"
-
-
-def _off(hint: str = "") -> Any:
-    return unsupported(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}")
-
-
+_ZEROQUANT = "thalweg.infer.quantization.zeroquant quantizes a trained model"
 # fmt: off
-UNREAD_BLOCKS = block({
-    "weight_quantization": _absent(block(
-        enabled=unsupported(
-            True, f"{_REMOVE_BLOCK}; thalweg.infer.quantization.zeroquant quantizes a trained model", on=bool),
-        num_bits=8, q_type=("symmetric", "asymmetric"), q_groups=1,
-        quantized_initialization={}, post_init_quant={})),
-    }, base=Section,
-    aio=ignored(
-        block(block_size=1_048_576, queue_depth=8, thread_count=1, single_submit=False, overlap_events=True,
-              use_gds=False),
-        "transfers run in blocks of 8 MiB from 4 threads, the fastest that was measured"),
-    timers=ignored(block(throughput=block(enabled=True, synchronized=True)),
-                   "throughput is always measured, without waiting for the device"),
-    amp=block(
-        enabled=_off("use bf16, fp16 or torch_autocast"), opt_level="O1", cast_model_type=None,
-        patch_torch_functions=None, keep_batchnorm_fp32=None, master_weights=None, loss_scale=None,
-        min_loss_scale=None, max_loss_scale=None),
-    nebula=block(
-        enabled=_off("checkpoints are safe against a crash without it"), enable_nebula_load=True, load_path=None,
-        nebula_load_path=None, persistent_storage_path=None, persistent_time_interval=100,
-        num_of_version_in_retention=2),
-    comet=block(
-        enabled=_off("csv_monitor, jsonl_monitor, tensorboard and wandb are built"), samples_log_interval=100,
-        project=None, workspace=None, api_key=None, experiment_name=None, experiment_key=None, online=None, mode=None),
-    flops_profiler=block(
-        enabled=_off("wall_clock_breakdown and the progress line show TFLOP/s"), recompute_fwd_factor=0.0,
-        profile_step=1, module_depth=-1, top_modules=1, detailed=True, output_file=None),
-    hybrid_engine=block(
-        enabled=_off(), max_out_tokens=512, inference_tp_size=1, release_inference_cache=False, pin_parameters=True,
-        tp_gather_partition_size=8, enable_cuda_graph=False),
-    elasticity=block(
-        enabled=_off("a checkpoint loads at another world size without it"), max_train_batch_size=2000,
-        micro_batch_sizes=[2, 4, 6], min_gpus=1, max_gpus=10000, min_time=0, version=0.2, prefer_larger_batch=True,
-        ignore_non_elastic_batch_info=False, num_gpus_per_node=1, model_parallel_size=1),
-    autotuning=block(
-        {"model_info": _absent(block(profile=False, num_params=None, hidden_size=None, num_layers=None))},
-        enabled=_off(), fast=True, results_dir="autotuning_results", exps_dir="autotuning_exps", overwrite=True,
-        start_profile_step=3, end_profile_step=5, metric=("throughput", "latency", "flops"), metric_path=None,
-        tuner_type=("gridsearch", "random", "model_based"), tuner_early_stopping=5, tuner_num_trials=50,
-        arg_mappings=None, max_train_batch_size=None, min_train_batch_size=1, max_train_micro_batch_size_per_gpu=1024,
-        min_train_micro_batch_size_per_gpu=1, num_tuning_micro_batch_sizes=3, mp_size=1, model_info_path=None),
+UNREAD_BLOCKS = block(
+    None, without_effect("top"),
+    weight_quantization=_absent(block(
+        enabled=unsupported(True, f"{_REMOVE_BLOCK}; {_ZEROQUANT}", on=bool), num_bits=8,
+        q_type=("symmetric", "asymmetric"), q_groups=1, quantized_initialization={}, post_init_quant={})),
+    **{name: _unread_block(**table) for name, table in _TABLE["blocks"].items()},
 )
 # fmt: on
