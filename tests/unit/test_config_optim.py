@@ -10,8 +10,9 @@ import torch
 
 from thalweg.config import ConfigError, load_config
 from thalweg.config.schema.base import Section, to_jsonable
-from thalweg.config.schema.optimizer import OPTIMIZERS, UNUSABLE_OPTIMIZERS
-from thalweg.config.schema.scheduler import REQUIRED_PARAMS, SCHEDULES, UNUSABLE_SCHEDULES
+from thalweg.config.schema.optimizer import OPTIMIZERS
+from thalweg.config.schema.scheduler import REQUIRED_PARAMS, SCHEDULES
+from thalweg.config.schema.unsupported import UNUSABLE_TYPES
 from thalweg.optim import build_lr_scheduler, build_optimizer
 
 BUILT = list(OPTIMIZERS)
@@ -29,12 +30,12 @@ def parameters() -> list[torch.nn.Parameter]:
 
 def test_every_optimiser_of_torch_is_known() -> None:
     classes = torch_classes(torch.optim, torch.optim.Optimizer, ("Optimizer",))
-    assert classes <= set(OPTIMIZERS) | set(UNUSABLE_OPTIMIZERS)
+    assert classes <= set(OPTIMIZERS) | set(UNUSABLE_TYPES["optimizer"])
 
 
 def test_every_schedule_of_torch_is_known() -> None:
     classes = torch_classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler, ("LRScheduler",))
-    assert classes <= set(SCHEDULES) | set(UNUSABLE_SCHEDULES)
+    assert classes <= set(SCHEDULES) | set(UNUSABLE_TYPES["scheduler"])
 
 
 @pytest.mark.parametrize("name", BUILT)

@@ -25,8 +25,9 @@ from thalweg.config.resolve import find_batch_problems, try_resolve
 from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize, Provenance
 from thalweg.config.schema.base import AUTO, Section, get_section_type, to_jsonable, union_members
-from thalweg.config.schema.optimizer import OPTIMIZERS, UNUSABLE_OPTIMIZERS, canonical_name, get_params_schema
-from thalweg.config.schema.scheduler import SCHEDULES, UNUSABLE_SCHEDULES
+from thalweg.config.schema.optimizer import OPTIMIZERS, canonical_name, get_params_schema
+from thalweg.config.schema.scheduler import SCHEDULES
+from thalweg.config.schema.unsupported import UNUSABLE_TYPES
 from thalweg.config.suggestions import closest_match, describe_type, paths_by_key, suggest_value
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -257,8 +258,7 @@ def _validate_params(block: str, name: str, params: dict[str, Any], problems: li
 
 
 def _unknown_type_problem(block: str, type_name: str) -> ConfigProblem:
-    unusable = UNUSABLE_OPTIMIZERS if block == "optimizer" else UNUSABLE_SCHEDULES
-    reason = next((why for name, why in unusable.items() if name.lower() == type_name.lower()), None)
+    reason = next((why for name, why in UNUSABLE_TYPES[block].items() if name.lower() == type_name.lower()), None)
     if reason:
         return ConfigProblem(f"{block}.type", type_name, f"another type: {type_name} {reason}")
     names = ", ".join(_PARAM_SCHEMAS[block])

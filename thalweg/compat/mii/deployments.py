@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,7 @@ _MODEL_OPTIONS = {"model_name_or_path", "tokenizer", "task", "tensor_parallel", 
 _SERVER_OPTIONS = {
     "deployment_name", "replica_num", "enable_restful_api", "restful_api_host", "restful_api_port",
 }  # fmt: skip
-_IGNORED = {
-    "inference_engine_config": "the engine sizes its KV cache and batches itself",
-    "torch_dist_port": "a free port is taken",
-    "zmq_port_number": "processes of a replica share memory",
-    "port_number": "the server has one port, restful_api_port",
-    "restful_processes": "one server process takes all connections",
-    "replica_configs": "replicas are placed by `thalweg serve`",
-    "device_map": "replicas are placed by `thalweg serve`",
-    "hostfile": "`thalweg run --hostfile` starts a server on each host",
-    "sync_debug": "there is nothing to switch on",
-    "profile_model_time": "/metrics has the times",
-    "deployment_type": "the server is a process of this host",
-    "version": "it is AML's",
-    "instance_type": "it is AML's",
-}
+_IGNORED = tomllib.loads(Path(__file__).with_name("ignored.toml").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass

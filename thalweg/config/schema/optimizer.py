@@ -93,13 +93,6 @@ OPTIMIZERS: dict[str, type[Section]] = {
 # fmt: on
 # Those that send momentum in bits.
 COMPRESSED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-UNUSABLE_OPTIMIZERS = {
-    "LBFGS": "evaluates the loss several times in a step, which needs a closure; drive it by your own loop",
-    "SparseAdam": "takes sparse gradients only, and reduced gradients are dense; use Adam",
-    "MuAdam": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
-    "MuAdamW": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
-    "MuSGD": "needs the package mup; build it yourself and hand it to initialize(optimizer=...)",
-}
 
 
 def get_params_schema(block: str, type_name: object) -> type[Section] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -20,6 +20,14 @@ from thalweg.config.schema.unsupported import Typed, block
 
 FloatOrList = NonNegativeFloat | Annotated[tuple[NonNegativeFloat, ...], BeforeValidator(to_tuple)]
 _LR, _COUNT = Typed(FloatOrList | None, None), Typed(PositiveInt | None, None)
+
+
+def _needed(annotation: Any) -> Any:
+    """A parameter that a schedule cannot do without."""
+    return Field(Typed(annotation | None, None), json_schema_extra={"needed": True})
+
+
+_NEEDED_LR, _NEEDED_COUNT = _needed(FloatOrList), _needed(PositiveInt)
 # fmt: off
 # Counters of updates as DeepSpeed and torch have them: -1 starts afresh.
 _OURS = block(base=Section, last_batch_iteration=Typed(Annotated[int, Field(ge=-1)], -1))
@@ -32,10 +40,10 @@ _WARMUP = block(
 SCHEDULES: dict[str, type[Section]] = {
     "WarmupLR": _WARMUP,
     # The same, then a straight fall to 0 at ``total_num_steps``.
-    "WarmupDecayLR": block(base=_WARMUP, total_num_steps=_COUNT),
+    "WarmupDecayLR": block(base=_WARMUP, total_num_steps=_NEEDED_COUNT),
     # A rise from ``warmup_min_ratio`` of the rate, a cosine to ``cos_min_ratio`` at ``total_num_steps``.
     "WarmupCosineLR": block(
-        base=_OURS, total_num_steps=_COUNT, warmup_min_ratio=Typed(UnitFloat, 0.0), warmup_num_steps=1000,
+        base=_OURS, total_num_steps=_NEEDED_COUNT, warmup_min_ratio=Typed(UnitFloat, 0.0), warmup_num_steps=1000,
         cos_min_ratio=Typed(UnitFloat, 1e-4), warmup_type=("log", "linear")),
     # Smith's range test (arXiv 1506.01186).
     "LRRangeTest": block(
@@ -43,50 +51,34 @@ SCHEDULES: dict[str, type[Section]] = {
         lr_range_test_step_rate=1.0, lr_range_test_staircase=False),
     # Smith's 1-cycle (arXiv 1803.09820).
     "OneCycle": block(
-        base=_OURS, cycle_min_lr=_LR, cycle_max_lr=_LR, decay_lr_rate=0.0,
+        base=_OURS, cycle_min_lr=_NEEDED_LR, cycle_max_lr=_NEEDED_LR, decay_lr_rate=0.0,
         cycle_first_step_size=Typed(PositiveInt, 2000), cycle_second_step_size=_COUNT, cycle_first_stair_count=0,
         cycle_second_stair_count=Typed(NonNegativeInt | None, None), decay_step_size=0, cycle_momentum=True,
         cycle_min_mom=Typed(UnitFloat, 0.8), cycle_max_mom=Typed(UnitFloat, 0.9), decay_mom_rate=0.0),
-    "StepLR": block(base=_TORCH, step_size=_COUNT, gamma=0.1),
-    "MultiStepLR": block(base=_TORCH, milestones=Typed(IntTuple | None, None), gamma=0.1),
+    "StepLR": block(base=_TORCH, step_size=_NEEDED_COUNT, gamma=0.1),
+    "MultiStepLR": block(base=_TORCH, milestones=_needed(IntTuple), gamma=0.1),
     "ConstantLR": block(base=_TORCH, factor=Typed(UnitFloat, 1 / 3), total_iters=5),
     "LinearLR": block(
         base=_TORCH, start_factor=Typed(UnitFloat, 1 / 3), end_factor=Typed(UnitFloat, 1.0), total_iters=5),
-    "ExponentialLR": block(base=_TORCH, gamma=Typed(NonNegativeFloat | None, None)),
+    "ExponentialLR": block(base=_TORCH, gamma=_needed(NonNegativeFloat)),
     "PolynomialLR": block(base=_TORCH, total_iters=5, power=1.0),
     # Half a cosine over ``T_max`` updates, and one that starts again (arXiv 1608.03983).
-    "CosineAnnealingLR": block(base=_TORCH, T_max=_COUNT, eta_min=0.0),
-    "CosineAnnealingWarmRestarts": block(base=_TORCH, T_0=_COUNT, T_mult=Typed(PositiveInt, 1), eta_min=0.0),
+    "CosineAnnealingLR": block(base=_TORCH, T_max=_NEEDED_COUNT, eta_min=0.0),
+    "CosineAnnealingWarmRestarts": block(base=_TORCH, T_0=_NEEDED_COUNT, T_mult=Typed(PositiveInt, 1), eta_min=0.0),
     # A triangle between two rates (arXiv 1506.01186), and torch's 1-cycle (arXiv 1708.07120).
     "CyclicLR": block(
-        base=_TORCH, base_lr=_LR, max_lr=_LR, step_size_up=Typed(PositiveInt, 2000), step_size_down=_COUNT,
-        mode=("triangular", "triangular2", "exp_range"), gamma=1.0, scale_mode=("cycle", "iterations"),
+        base=_TORCH, base_lr=_NEEDED_LR, max_lr=_NEEDED_LR, step_size_up=Typed(PositiveInt, 2000),
+        step_size_down=_COUNT, mode=("triangular", "triangular2", "exp_range"), gamma=1.0,
+        scale_mode=("cycle", "iterations"),
         cycle_momentum=True, base_momentum=Typed(FloatOrList, 0.8), max_momentum=Typed(FloatOrList, 0.9)),
     "OneCycleLR": block(
-        base=_TORCH, max_lr=_LR, total_steps=_COUNT, epochs=_COUNT, steps_per_epoch=_COUNT,
+        base=_TORCH, max_lr=_NEEDED_LR, total_steps=_COUNT, epochs=_COUNT, steps_per_epoch=_COUNT,
         pct_start=Typed(UnitFloat, 0.3), anneal_strategy=("cos", "linear"), cycle_momentum=True,
         base_momentum=Typed(FloatOrList, 0.85), max_momentum=Typed(FloatOrList, 0.95), div_factor=25.0,
         final_div_factor=1e4, three_phase=False),
 }
 # fmt: on
 REQUIRED_PARAMS = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-    "StepLR": ("step_size",),
-    "MultiStepLR": ("milestones",),
-    "ExponentialLR": ("gamma",),
-    "CosineAnnealingLR": ("T_max",),
-    "CosineAnnealingWarmRestarts": ("T_0",),
-    "CyclicLR": ("base_lr", "max_lr"),
-    "OneCycleLR": ("max_lr",),
-}
-
-UNUSABLE_SCHEDULES = {
-    "LambdaLR": "takes a function, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
-    "MultiplicativeLR": "takes a function, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
-    "SequentialLR": "takes schedules, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
-    "ChainedScheduler": "takes schedules, which JSON cannot hold; hand it to initialize(lr_scheduler=...)",
-    "ReduceLROnPlateau": "waits for a metric; step it in your own loop",
-    "SWALR": "belongs to weight averaging, which you drive; hand it to initialize(lr_scheduler=...)",
+    name: tuple(key for key, field in schema.model_fields.items() if field.json_schema_extra)
+    for name, schema in SCHEDULES.items()
 }

@@ -27,6 +27,7 @@ from thalweg.config.schema.base import (
 )
 
 _TABLE = tomllib.loads(Path(__file__).parents[1].joinpath("unread.toml").read_text(encoding="utf-8"))
+UNUSABLE_TYPES: dict[str, dict[str, str]] = _TABLE["unusable"]
 _TYPES: dict[type, Any] = {bool: bool, int: NonNegativeInt, float: NonNegativeFloat, str: str, type(None): Any}
 
 
