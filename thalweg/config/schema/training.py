@@ -12,6 +12,7 @@ from thalweg.config.schema.base import (
     DecayRate,
     Dtype,
     FrozenDict,
+    Int64,
     IntTuple,
     LowerCase,
     NonNegativeFloat,
@@ -269,6 +270,47 @@ class WandB(Section):
     group: str | None = None
     team: str | None = None
     project: str = "thalweg"
+
+
+class Comet(Section):
+    """The Comet writer."""
+
+    enabled: bool = False
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+    samples_log_interval: NonNegativeInt = ignored(100, "each step is sent")
+
+
+class FlopsProfilerConfig(Section):
+    """The table of one forward pass, by module: after ``profile_step`` steps."""
+
+    enabled: bool = False
+    profile_step: NonNegativeInt = 1
+    module_depth: Int64 = -1
+    detailed: bool = True
+    output_file: str | None = None
+    top_modules: NonNegativeInt = ignored(1, "every module down to module_depth is shown")
+    recompute_fwd_factor: NonNegativeFloat = ignored(0.0, "the forward pass is shown alone")
+
+
+class HybridEngineConfig(Section):
+    """``generate`` of an engine that trains, for programs that ``import deepspeed``; others make a
+    ``thalweg.rlhf.HybridEngine`` of it."""
+
+    enabled: bool = False
+    inference_tp_size: PositiveInt = 1
+    max_out_tokens: NonNegativeInt = ignored(512, "a sequence may be as long as the model takes")
+    release_inference_cache: bool = ignored(False, "memory of keys and values is given back before training goes on")
+    pin_parameters: bool = ignored(True, "weights go from the shards to the inference engine, unit by unit")
+    tp_gather_partition_size: NonNegativeInt = ignored(
+        8, "weights go from the shards to the inference engine, unit by unit"
+    )
+    enable_cuda_graph: bool = ignored(False, "steps are not captured")
 
 
 class CommsLogger(Section):

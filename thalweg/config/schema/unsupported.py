@@ -106,22 +106,14 @@ UNREAD_BLOCKS = block({
         enabled=_off("checkpoints are safe against a crash without it"), enable_nebula_load=True, load_path=None,
         nebula_load_path=None, persistent_storage_path=None, persistent_time_interval=100,
         num_of_version_in_retention=2),
-    comet=block(
-        enabled=_off("csv_monitor, jsonl_monitor, tensorboard and wandb are built"), samples_log_interval=100,
-        project=None, workspace=None, api_key=None, experiment_name=None, experiment_key=None, online=None, mode=None),
-    flops_profiler=block(
-        enabled=_off("wall_clock_breakdown and the progress line show TFLOP/s"), recompute_fwd_factor=0.0,
-        profile_step=1, module_depth=-1, top_modules=1, detailed=True, output_file=None),
-    hybrid_engine=block(
-        enabled=_off(), max_out_tokens=512, inference_tp_size=1, release_inference_cache=False, pin_parameters=True,
-        tp_gather_partition_size=8, enable_cuda_graph=False),
     elasticity=block(
         enabled=_off("a checkpoint loads at another world size without it"), max_train_batch_size=2000,
         micro_batch_sizes=[2, 4, 6], min_gpus=1, max_gpus=10000, min_time=0, version=0.2, prefer_larger_batch=True,
         ignore_non_elastic_batch_info=False, num_gpus_per_node=1, model_parallel_size=1),
     autotuning=block(
         {"model_info": _absent(block(profile=False, num_params=None, hidden_size=None, num_layers=None))},
-        enabled=_off(), fast=True, results_dir="autotuning_results", exps_dir="autotuning_exps", overwrite=True,
+        enabled=_off("`thalweg tune` searches a configuration"), fast=True, results_dir="autotuning_results",
+        exps_dir="autotuning_exps", overwrite=True,
         start_profile_step=3, end_profile_step=5, metric=("throughput", "latency", "flops"), metric_path=None,
         tuner_type=("gridsearch", "random", "model_based"), tuner_early_stopping=5, tuner_num_trials=50,
         arg_mappings=None, max_train_batch_size=None, min_train_batch_size=1, max_train_micro_batch_size_per_gpu=1024,
