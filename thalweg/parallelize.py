@@ -39,6 +39,7 @@ from thalweg.nn.random_ltd import apply_random_ltd
 from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
+from thalweg.observe.flops_profiler import StepProfile
 from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
@@ -260,6 +261,9 @@ def parallelize(
     if site_sync is not None:
         window.add_listener(site_sync)
     window.add_listener(sharded)  # after whoever moves parameters
+    if config.flops_profiler.enabled and dist.get_rank() == 0:
+        profile = StepProfile(model, config.flops_profiler)
+        window.add_listener(StepCallbacks(on_step=profile.count_step))
     meter = _make_meter(config, meshes, model_info, device)
     if meter is not None:
         window.add_listener(StepCallbacks(on_close=meter.close))
@@ -503,7 +507,7 @@ def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_s
 def _make_meter(
     config: Config, meshes: ParallelMeshes, model_info: ModelSize, device: torch.device
 ) -> StepMeter | None:
-    monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb)
+    monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb, config.comet)
     every = config.steps_per_print
     if not any(monitor.enabled for monitor in monitors) and not (every and every != float("inf")):
         return None

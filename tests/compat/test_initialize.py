@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 from tests.harness import run_ranks
+from tests.marks import nightly
+from tests.unit.infer_models import tiny_decoder
 from thalweg.compat.deepspeed.engine import initialize
 from thalweg.config import ConfigError
+from thalweg.zero.whole_tensors import gather_state_dict
 
 
 def test_a_wrong_config_is_named_by_its_file_and_line(tmp_path: Path) -> None:
@@ -239,3 +243,38 @@ def test_batch_sizes_that_are_set_to_none_are_derived() -> None:
         config._configure_train_batch_size()
         sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         assert sizes == expected
+
+
+def _hybrid(rank: int, world: int, stage: int, degree: int) -> list[tuple[list[list[int]], list[list[int]], str]]:
+    """Before and after two large steps: what the engine generates, and the plain model of the same weights."""
+    model = tiny_decoder("llama")
+    plain = copy.deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-2}},
+        "hybrid_engine": {"enabled": True, "inference_tp_size": degree, "release_inference_cache": True},
+    }  # fmt: skip
+    engine = initialize(model=model, config=config)[0]
+    tokens = torch.tensor([[5, 9, 2, 7], [3, 3, rank + 1, 8]])
+    found = []
+    for beams in (1, 1, 2):
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+        here = engine.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), synced_gpus=True, **options)
+        plain.load_state_dict(gather_state_dict(engine.module.state_dict()))
+        there = plain.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
+        found.append((here.tolist(), there.tolist(), type(engine).__name__))
+        for _ in range(2):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "degree"), [(3, 1), nightly(2, 2), nightly(3, 2)])
+def test_a_hybrid_engine_generates_with_the_weights_of_the_moment(stage: int, degree: int) -> None:
+    """The last of the three calls is beams, which the module's own method searches."""
+    of_ranks = run_ranks(_hybrid, 2, stage, degree)
+    for found in of_ranks:
+        assert all(here == there for here, there, _ in found), found
+        assert found[0][2] == "DeepSpeedHybridEngine" and found[0][0] != found[1][0], "the steps change the text"
+    assert of_ranks[0][0][0][1] != of_ranks[1][0][0][1], "each rank has prompts of its own"

@@ -24,7 +24,7 @@ CONFIG = """{
                         "stage3_gather_fp16_weights_on_model_save": true},
   "optimizer": {"type": "Adam", "params": {"lr": 0.001, "eps": 1e-8, "betas": [0.8, 0.999]}},
   "fp16": {"enabled": false, "loss_scale": 0, "initial_scale_power": 16},
-  "bfloat16": {"enabled": true}, "flops_profiler": {"enabled": false, "profile_step": 10},
+  "bfloat16": {"enabled": true}, "nebula": {"enabled": false, "load_path": "x"},
   "autotuning": {"enabled": true}
 }"""
 SCRIPT = """
@@ -55,7 +55,7 @@ def test_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert "bfloat16 is read as bf16" in report["renamed"]
-    assert "the result" in report["ignored"]["prescale_gradients"] and "flops_profiler" in report["ignored"]
+    assert "the result" in report["ignored"]["prescale_gradients"] and "nebula" in report["ignored"]
     unknown, later = report["not_offered"]
     assert "trian_batch (line 4)" in unknown and "autotuning.enabled (line 10)" in later
     assert report["defaults"] == {"gradient_clipping": 1.0}

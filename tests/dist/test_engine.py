@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import FP32_SLACK, ParityCase, full_tensor, run_engine, run_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
+from thalweg.observe.flops_profiler import get_model_profile
 from thalweg.zero.whole_parameter import get_shard
 
 REUSE_RANKS = True
@@ -705,3 +707,27 @@ def test_an_fp32_buffer_that_an_operator_refuses_is_named_with_the_cure():
     refused, trained = run_ranks(_fp32_buffer, 1)[0]
     assert "these buffers are in fp32: layers.0.offset, layers.1.offset." in refused
     assert '"buffer_dtype": "bf16"' in refused and trained == "trained"
+
+
+def _profiled(rank, world, stage, folder, profile_step):
+    options = {"enabled": True, "profile_step": profile_step, "module_depth": 1, "output_file": f"{folder}/{rank}.txt"}
+    engine = start(ShiftedLayers(), stage, flops_profiler=options)
+    x, seen = torch.ones(2, 8), []
+    for _ in range(3):
+        with torch.no_grad():
+            engine(x)  # an evaluation is not a step
+        seen.append(Path(options["output_file"]).exists())
+        engine.backward(engine(x).sum())
+        engine.step()
+    engine.close()
+    return seen, Path(options["output_file"]).read_text() if rank == 0 else None
+
+
+@pytest.mark.parametrize(("stage", "profile_step"), [(3, 1), (0, 0)])
+def test_the_flops_profiler_shows_one_pass_of_the_step_it_is_told(tmp_path, stage, profile_step):
+    (seen, text), (seen_by_other, _) = run_ranks(_profiled, 2, stage, str(tmp_path), profile_step)
+    assert seen == [step > profile_step for step in range(3)] and not any(seen_by_other), "rank 0 writes, once"
+    flops, _, params = get_model_profile(ShiftedLayers(), (2, 8), print_profile=False, as_string=False)
+    first, *modules = text.splitlines()
+    assert first.startswith(f"profile of step {profile_step}: {params} parameters") and f"{flops:g} FLOPs" in first
+    assert flops == 2 * 2 * 8 * 8 * 2 and [line.split()[0] for line in modules] == ["ShiftedLayers"]

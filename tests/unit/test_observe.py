@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from thalweg.config import load
 from thalweg.observe.console_writer import ConsoleWriter
 from thalweg.observe.flops import flops_per_token, resident_mib
 from thalweg.observe.recorder import Recorder, build_recorder
@@ -223,6 +224,25 @@ def test_wandb_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
     assert [call[0] for call in calls] == ["init", 1, 1, "finish"]
     assert calls[1][1]["train/loss"] == 9.0
     assert calls[2][1] == {"eval/loss": 2.0}
+
+
+def test_comet_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
+    calls: list[tuple] = []
+    experiment = SimpleNamespace(
+        set_name=lambda name: calls.append(("name", name)),
+        log_metrics=lambda row, step: calls.append((step, row)),
+        log_metric=lambda name, value, step: calls.append((step, {name: value})),
+        end=lambda: calls.append(("end",)),
+    )
+    fake = SimpleNamespace(start=lambda **kw: calls.append(("start", kw)) or experiment, __spec__=object())
+    monkeypatch.setitem(sys.modules, "comet_ml", fake)
+    comet = {"enabled": True, "project": "rivers", "online": False, "experiment_name": "first"}
+    with build_recorder(SimpleNamespace(comet=load({"comet": comet, "train_batch_size": 1}).comet), rank=0) as recorder:
+        recorder.step(record(1))
+        recorder.metric("eval/loss", 2.0, 1)
+    assert [call[0] for call in calls] == ["start", "name", 1, 1, "end"]
+    assert calls[0][1] == {"project": "rivers", "online": False} and calls[1] == ("name", "first")
+    assert calls[2][1]["train/loss"] == 9.0 and calls[3][1] == {"eval/loss": 2.0}
 
 
 def test_services_are_not_imported_unless_enabled(tmp_path, monkeypatch):

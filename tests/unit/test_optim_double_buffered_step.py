@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS
 from thalweg.optim.offload.nvme_step import NvmeStep
 from thalweg.optim.offload.step_in_backward import DoubleBufferedStep, double_buffer_bytes
 from thalweg.storage_io.evictable_memory import BufferRing
-from thalweg.storage_io.swap_file import SwapFile
+from thalweg.storage_io.swap_file import SwapError, SwapFile
 
 SHAPES = [(3,), (2 * ALIGN_ELEMENTS + 5,), (ALIGN_ELEMENTS,), (5, 1001)]
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -159,4 +162,88 @@ def test_an_update_in_place_would_be_noticed(tmp_path: Path) -> None:
     before = twins.snapshot()
     twins.update.apply(1.0)
     assert not _same(before, twins.snapshot())
+    twins.swap.close()
+
+
+def test_the_disk_does_not_pause_between_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One unit's writes may be under way while the next is updated, and are over before the step stands."""
+    twins = Twins(tmp_path, "AdamW")
+    units, may_write, write_block = (twins.paged[2:], twins.paged[:2]), threading.Event(), twins.swap._file.transfer
+    held: list[str] = []
+
+    def transfer(verb: str, *args: Any) -> None:
+        """The first write waits."""
+        if verb == "write" and not held:
+            held.append(verb)
+            assert may_write.wait(60)
+        write_block(verb, *args)
+
+    def finish_held(call: Callable[[], None]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() and held
+        may_write.set()
+        thread.join()
+
+    for step in range(2):
+        twins.gradients(step)
+        twins.tentative.apply(set(twins.paged))
+        twins.tentative.commit()
+        twins.reference.step()
+    monkeypatch.setattr(twins.swap._file, "transfer", transfer)
+    twins.gradients(2)
+    for unit in units:
+        twins.tentative.apply(set(unit))
+    finish_held(twins.tentative.commit)
+    twins.reference.step()
+    assert twins.agree()
+    # The control: an update in place returns when it is written.
+    may_write.clear()
+    held.clear()
+    twins.gradients(3)
+    finish_held(twins.update.apply)
+    twins.reference.step()
+    assert twins.agree()
+    twins.swap.close()
+
+
+@pytest.mark.parametrize("end", ["commit", "discard", "next unit"])
+def test_a_write_that_fails_late_leaves_the_step_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    twins = Twins(tmp_path, "AdamW")
+    for step in range(2):
+        twins.gradients(step)
+        twins.tentative.apply(set(twins.paged))
+        twins.tentative.commit()
+        twins.reference.step()
+    before, transfer = twins.snapshot(), twins.swap._file.transfer
+
+    def fail(verb: str, *args: Any) -> None:
+        if verb == "write":
+            raise OSError(errno.ENOSPC, "no room")
+        transfer(verb, *args)
+
+    def take_all_buffers() -> None:
+        for _ in range(4):
+            twins.tentative.apply(set(twins.paged[2:3]))
+
+    twins.gradients(2)
+    with monkeypatch.context() as broken:
+        broken.setattr(twins.swap._file, "transfer", fail)
+        twins.tentative.apply(set(twins.paged[3:]))
+        if end == "commit":
+            with pytest.raises(SwapError, match="cannot write"):
+                twins.tentative.commit()
+        if end == "next unit":
+            with pytest.raises(SwapError, match="cannot write"):
+                take_all_buffers()
+        twins.tentative.discard()
+    assert _same(before, twins.snapshot())
+    twins.gradients(2)
+    twins.tentative.apply(set(twins.paged))
+    twins.tentative.commit()
+    twins.reference.step()
+    assert twins.agree()
     twins.swap.close()

@@ -44,8 +44,8 @@ def config_reference() -> str:
         text += "\n".join(["| option | value | default | |", "| --- | --- | --- | --- |", *rows]) + "\n"
     unread = ", ".join(f"`{block}`" for block in unread_blocks(Config))
     return (
-        f"{text}\n## Blocks that are not offered yet\n\nTheir keys are known, so that a misspelt one is found; "
-        f"switched on, each says what to do: {unread}.\n"
+        f"{text}\n## Blocks that nothing reads\n\nTheir keys are known, so that a misspelt one is found; "
+        f"switched on, each says what to do, or that it has no effect: {unread}.\n"
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thalweg.infer.engine.engine import LLMEngine
+from thalweg.infer.parallel.executor import GroupEngine
 from thalweg.infer.types import Request, SamplingParams
 
 _HANDLED_ARGS = {"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "use_cache"}
@@ -115,20 +117,27 @@ def unsupported_reason(
     return "a penalty that counts padding" if padded and config.repetition_penalty not in (None, 1.0) else ""
 
 
-def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _run(engine: Any, requests: list[Request]) -> Iterator[Any]:
+    yield from engine.run_requests(requests)
+
+
+def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated.
 
-    An encoder-decoder model repeats no prompt: its first decoder token stands there.
+    An encoder-decoder model repeats no prompt: its first decoder token stands there.  Ranks that generate together
+    each bring prompts of their own, and get theirs.
     """
     config, other_kwargs = _resolve_config(module, kwargs)
     tokens = input_ids(args, other_kwargs)
     mask = _attention_mask(module, config, tokens, other_kwargs.get("attention_mask"))
     eos_ids = _eos_ids(config.eos_token_id)
     num_samples = getattr(config, "num_return_sequences", None) or 1
-    decoder_start_ids = list(engine.decoder_start_ids)
+    alone = isinstance(engine, LLMEngine)
+    decoder_start_ids = list(engine.decoder_start_ids) if alone else []
     prompt_length = len(decoder_start_ids) or tokens.shape[1]
     max_new_tokens = _max_new_tokens(module, config, prompt_length)
-    stop_ids = tuple(token for token in eos_ids if 0 <= token < engine.metadata.vocab_size)
+    vocab_size = engine.metadata.vocab_size if alone else module.config.vocab_size
+    stop_ids = tuple(token for token in eos_ids if 0 <= token < vocab_size)
     outputs: dict[tuple[str, int], list[int]] = {}
     # Drawn from torch's generator, so that torch.manual_seed makes the samples repeatable.
     seed = int(torch.randint(2**31, ()).item()) if config.do_sample else 0
@@ -137,16 +146,17 @@ def generate(engine: LLMEngine, module: Any, *args: Any, **kwargs: Any) -> Tenso
         prompt = tokens[row] if mask is None else tokens[row][mask[row].bool()]
         params = _sampling_params(config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row)
         requests.append(Request(f"{tag}-{row}", prompt.tolist(), params))
-    saved = engine.tokenizer
-    engine.tokenizer = other_kwargs.get("tokenizer") or saved
+    core = engine if alone else engine.member
+    saved = getattr(core, "tokenizer", None)
+    core.tokenizer = other_kwargs.get("tokenizer") or saved
     try:
-        with contextlib.closing(engine.run_requests(requests)) as generated:
+        with contextlib.closing(_run(engine, requests)) as generated:
             for output in generated:
                 if output.error:
                     raise RuntimeError(f"generation failed: {output.error}")
                 outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
     finally:
-        engine.tokenizer = saved
+        core.tokenizer = saved
     order = [outputs.get((x.request_id, index), []) for x in requests for index in range(num_samples)]
     pad = config.pad_token_id if config.pad_token_id is not None else (eos_ids[0] if eos_ids else 0)
     longest = max(len(new) for new in order)

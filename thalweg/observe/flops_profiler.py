@@ -65,7 +65,8 @@ class FlopsProfiler:
         self._begun[module] = time.perf_counter()
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._seconds[module] = self._seconds.get(module, 0.0) + time.perf_counter() - self._begun.pop(module)
+        if (begun := self._begun.pop(module, None)) is not None:
+            self._seconds[module] = self._seconds.get(module, 0.0) + time.perf_counter() - begun
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Operations, two for a multiply-add."""
@@ -121,6 +122,42 @@ class FlopsProfiler:
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the whole of it in one line."""
         self.print_model_profile(detailed=False)
+
+
+class StepProfile:
+    """Prints the profile of a forward pass, the first after ``options.profile_step`` steps of this run."""
+
+    def __init__(self, model: nn.Module, options: Any) -> None:
+        self._profiler, self._options, self._steps_left = FlopsProfiler(model), options, options.profile_step
+        self._hooks: list[Any] = []
+        if self._steps_left == 0:
+            self._watch()
+
+    def count_step(self, result: Any) -> None:
+        """A step is over."""
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._watch()
+
+    def _watch(self) -> None:
+        model = self._profiler.model
+        self._hooks = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)]
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():  # an evaluation is not a step
+            self._profiler.start_profile()
+            self._profiler._enter(model, inputs)  # its hooks of this pass are called already
+
+    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._profiler.started:
+            return
+        self._profiler._leave(model, inputs, output)
+        self._profiler.stop_profile()
+        names = ("profile_step", "module_depth", "top_modules", "detailed", "output_file")
+        self._profiler.print_model_profile(**{name: getattr(self._options, name) for name in names})
+        self._profiler.end_profile()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def get_model_profile(

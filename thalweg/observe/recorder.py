@@ -18,7 +18,7 @@ from typing import Any
 
 from thalweg.observe.console_writer import build_console
 from thalweg.observe.step_record import StepRecord, Writer, require_package
-from thalweg.observe.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
+from thalweg.observe.writers import CometWriter, CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
 
 # key of the section -> the writer that it asks for
 _WRITERS: dict[str, Callable[[Any], Writer]] = {
@@ -26,10 +26,21 @@ _WRITERS: dict[str, Callable[[Any], Writer]] = {
     "jsonl_monitor": lambda section: JsonlWriter(_job_folder(section, "jsonl_logs") / "metrics.jsonl"),
     "tensorboard": lambda section: TensorBoardWriter(_job_folder(section, "runs")),
     "wandb": lambda section: WandbWriter(project=section.project, group=section.group, team=section.team),
+    "comet": lambda section: CometWriter(
+        section.experiment_name,
+        **{
+            key: getattr(section, key)
+            for key in ("api_key", "workspace", "project", "experiment_key", "mode", "online")
+        },
+    ),
 }
 
 # key of the section -> the package it needs and what to install
-_REQUIRED_PACKAGES = {"tensorboard": ("tensorboard", "'thalweg[monitor]'"), "wandb": ("wandb", "wandb")}
+_REQUIRED_PACKAGES = {
+    "tensorboard": ("tensorboard", "'thalweg[monitor]'"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml"),
+}
 
 
 class Recorder:
@@ -88,8 +99,8 @@ class Recorder:
 def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) -> Recorder:
     """Return the recorder that ``config`` asks for, with writers on rank 0 only.
 
-    Reads ``steps_per_print``, ``csv_monitor``, ``jsonl_monitor``, ``tensorboard`` and
-    ``wandb``.  ``total_steps``, for the bar, is the schedule's ``total_num_steps`` by default.
+    Reads ``steps_per_print``, ``csv_monitor``, ``jsonl_monitor``, ``tensorboard``,
+    ``wandb`` and ``comet``.  ``total_steps``, for the bar, is the schedule's ``total_num_steps`` by default.
 
     Raises :class:`MissingPackageError` on *every* rank when a package is missing, so that
     no rank waits for one that has stopped.

@@ -1,4 +1,4 @@
-"""Writers to CSV and JSON files, TensorBoard and Weights & Biases.
+"""Writers to CSV and JSON files, TensorBoard, Weights & Biases and Comet.
 
 Rows of files are only ever added, so a resumed job keeps what the earlier one wrote.
 
@@ -165,3 +165,23 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class CometWriter:
+    """The same names, sent to a Comet experiment; ``options`` go to ``comet_ml.start``."""
+
+    def __init__(self, experiment_name: str | None, **options: Any) -> None:
+        import comet_ml  # pyright: ignore[reportMissingImports]
+
+        self._experiment = comet_ml.start(**{key: value for key, value in options.items() if value is not None})
+        if experiment_name is not None:
+            self._experiment.set_name(experiment_name)
+
+    def step(self, record: StepRecord) -> None:
+        self._experiment.log_metrics(_to_scalars(record), step=record.step)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        self._experiment.log_metric(name, value, step=step)
+
+    def close(self) -> None:
+        self._experiment.end()

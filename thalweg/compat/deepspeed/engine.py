@@ -106,9 +106,15 @@ def initialize(
         )
     check_process_group(dist_init_required)
     with raising_deepspeed_errors():
+        resolved = _load_with_defaults(given[0])
+        engine_class = DeepSpeedEngine
+        if resolved.hybrid_engine.enabled:
+            from thalweg.compat.deepspeed.hybrid_engine import DeepSpeedHybridEngine
+
+            engine_class = DeepSpeedHybridEngine
         engine, loader = build_engine(
-            DeepSpeedEngine,
-            _load_with_defaults(given[0]),
+            engine_class,
+            resolved,
             model,
             optimizer=optimizer,
             model_parameters=model_parameters,

@@ -110,7 +110,10 @@ class Config(UNREAD_BLOCKS):
     csv_monitor: training.FileMonitor = training.FileMonitor()
     jsonl_monitor: training.FileMonitor = training.FileMonitor()
     wandb: training.WandB = training.WandB()
+    comet: training.Comet = training.Comet()
     comms_logger: training.CommsLogger = training.CommsLogger()
+    flops_profiler: training.FlopsProfilerConfig = training.FlopsProfilerConfig()
+    hybrid_engine: training.HybridEngineConfig = training.HybridEngineConfig()
 
     tensor_parallel: parallel.TensorParallel = parallel.TensorParallel()
     expert_parallel: parallel.ExpertParallel = parallel.ExpertParallel()

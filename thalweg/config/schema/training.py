@@ -11,6 +11,7 @@ from thalweg.config.schema.base import (
     DecayRate,
     Dtype,
     FrozenDict,
+    Int64,
     IntTuple,
     LowerCase,
     NonNegativeFloat,
@@ -251,6 +252,37 @@ class WandB(Section):
     group: str | None = None
     team: str | None = None
     project: str = "thalweg"
+
+
+class Comet(without_effect("comet")):
+    """The Comet writer."""
+
+    enabled: bool = False
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+class FlopsProfilerConfig(without_effect("flops_profiler")):
+    """The table of one forward pass, by module: after ``profile_step`` steps."""
+
+    enabled: bool = False
+    profile_step: NonNegativeInt = 1
+    module_depth: Int64 = -1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class HybridEngineConfig(without_effect("hybrid_engine")):
+    """``generate`` of an engine that trains, for programs that ``import deepspeed``; others make a
+    ``thalweg.rlhf.HybridEngine`` of it."""
+
+    enabled: bool = False
+    inference_tp_size: PositiveInt = 1
 
 
 class CommsLogger(without_effect("comms_logger")):

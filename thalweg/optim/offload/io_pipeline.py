@@ -8,8 +8,11 @@ What comes next may be told beforehand (:meth:`IoPipeline.readahead`): its first
 ring, as many as fit.  A guess that turns out wrong costs those reads.  Between the guess and its use nobody
 may write what it reads.
 
-Invariants: nothing is written before its chunk was worked on, and all transfers of a run are over when it
-returns or raises.
+Several runs may follow one another without a pause of the disk (``finish_writes=False``): the last writes of one go
+out while the next one reads and works.  :meth:`IoPipeline.flush` ends them.
+
+Invariants: nothing is written before its chunk was worked on, and all transfers of a run are over when it raises, or
+returns and was to finish its writes.
 
 What a step reads and writes is cut into chunks that fit a buffer:
 
@@ -227,20 +230,35 @@ class IoPipeline:
         self.io_wait_seconds = 0.0
         self._thread = IoThreadPool(1, "thalweg-stream", initializer=set_single_threaded)
         self._prefetched: list[tuple[IoChunk, IoFuture]] = []
+        self._first = 0  # the buffer that the next run begins with
+        self._writes = [IoFuture()] * len(ring)  # by buffer, what was last written from it
         self._warned = False
 
-    def run(self, chunks: Sequence[IoChunk], chunk_fn: ChunkFn) -> None:
+    def run(self, chunks: Sequence[IoChunk], chunk_fn: ChunkFn, finish_writes: bool = True) -> None:
         """Call ``chunk_fn(chunk, buffer)`` for each chunk, in order.
 
+        Without ``finish_writes`` the last writes may be under way when it returns: until :meth:`flush`, or a run that
+        finishes its own, nobody may read or write what they write.
+
         Raises:
-            SwapError: a transfer failed; some chunks are then written and others not.
+            SwapError: a transfer failed, of this run or of one before that left it; some chunks are then written and
+                others not.
         """
         if chunks:
-            self._thread.submit(self._run_chunks, chunks, chunk_fn).result()
+            self._thread.submit(self._run_chunks, chunks, chunk_fn, finish_writes).result()
+
+    def flush(self) -> None:
+        """Return when no write of a run is under way.
+
+        Raises:
+            SwapError: one failed.
+        """
+        self._thread.submit(self._finish_writes).result()
 
     def readahead(self, chunks: Sequence[IoChunk]) -> None:
         """Begin to read what :meth:`run` is likely to be called with next; returns at once."""
-        self._thread.submit(self._start_readahead, list(chunks)[: len(self._ring)])
+        # One buffer is left to the last write of a run that has not finished it.
+        self._thread.submit(self._start_readahead, list(chunks)[: len(self._ring) - 1])
 
     def cancel_readahead(self) -> None:
         """What was expected does not come, or may be written before it does."""
@@ -248,7 +266,8 @@ class IoPipeline:
 
     def _start_readahead(self, chunks: Sequence[IoChunk]) -> None:
         self._discard_prefetched()
-        for turn, chunk in enumerate(chunks):
+        for turn, chunk in enumerate(chunks, self._first):
+            self._writes[turn % len(self._ring)].wait_ignoring_errors()  # the run or flush() raises them
             self._prefetched.append((chunk, _start_transfers(self._swap.read, chunk.reads, self._ring[turn])))
 
     def _discard_prefetched(self) -> None:
@@ -264,32 +283,38 @@ class IoPipeline:
         prefetched, self._prefetched = self._prefetched, []
         return {turn: future for turn, (_, future) in enumerate(prefetched)}
 
+    def _finish_writes(self) -> None:
+        writes, self._writes = self._writes, [IoFuture()] * len(self._ring)
+        combine_futures(writes).wait()
+
     @torch.no_grad()
-    def _run_chunks(self, chunks: Sequence[IoChunk], chunk_fn: ChunkFn) -> None:
-        swap, ring, depth = self._swap, self._ring, len(self._ring)
+    def _run_chunks(self, chunks: Sequence[IoChunk], chunk_fn: ChunkFn, finish_writes: bool) -> None:
+        swap, ring, depth, first = self._swap, self._ring, len(self._ring), self._first
         start_time, start_bytes = time.perf_counter(), swap.reads.nbytes + swap.writes.nbytes
         self.io_wait_seconds = 0.0
-        reads = self._pop_prefetched(chunks)
-        writes = [IoFuture() for _ in range(depth)]
+        reads, writes = self._pop_prefetched(chunks), self._writes
 
         def start_read(turn: int) -> None:
             if turn < len(chunks) and turn not in reads:
-                self._timed_wait(writes[turn % depth])
-                reads[turn] = _start_transfers(swap.read, chunks[turn].reads, ring[turn])
+                self._timed_wait(writes[(first + turn) % depth])
+                reads[turn] = _start_transfers(swap.read, chunks[turn].reads, ring[first + turn])
 
         try:
             for turn in range(depth - 1):
                 start_read(turn)
             for turn, chunk in enumerate(chunks):
                 self._timed_wait(reads.pop(turn))
-                chunk_fn(chunk, ring[turn])
-                writes[turn % depth] = _start_transfers(swap.write, chunk.writes, ring[turn])
+                chunk_fn(chunk, ring[first + turn])
+                writes[(first + turn) % depth] = _start_transfers(swap.write, chunk.writes, ring[first + turn])
                 start_read(turn + depth - 1)
-            for future in writes:
+            for future in writes if finish_writes else ():
                 self._timed_wait(future)
-        finally:
+        except BaseException:
             for future in [*reads.values(), *writes]:
                 future.wait_ignoring_errors()
+            self._writes = [IoFuture()] * depth
+            raise
+        self._first = (first + len(chunks)) % depth
         self._warn_if_slow(time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes)
 
     def _timed_wait(self, future: IoFuture) -> None:

@@ -244,9 +244,9 @@ class NvmeStep(StateInSwapFile):
         groups = self.optimizer.param_groups
         return [item for group in groups for item in self._build_group_steps(group, subset, needs_grad)]
 
-    def execute(self, param_steps: Sequence[ParamStep], factor: float) -> None:
-        """Read, update and write."""
-        self.io_pipeline.run(self._split_into_chunks(param_steps), partial(self._update, factor))
+    def execute(self, param_steps: Sequence[ParamStep], factor: float, finish_writes: bool = True) -> None:
+        """Read, update and write; the last writes may be under way where ``io_pipeline.flush()`` is to end them."""
+        self.io_pipeline.run(self._split_into_chunks(param_steps), partial(self._update, factor), finish_writes)
 
     def readahead(self, params: Collection[Tensor]) -> None:
         """A hint that these parameters, whose gradients will be in memory, are updated next; none: take the

@@ -59,6 +59,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,7 @@ from thalweg.parallel_dims import control_group
 from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.io_threads import IoFuture
-from thalweg.storage_io.swap_file import SwapFile
+from thalweg.storage_io.swap_file import SwapError, SwapFile
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -102,15 +103,15 @@ class DoubleBufferedStep:
 
     @torch.no_grad()
     def apply(self, params: Collection[Tensor]) -> None:
-        """Update ``params``, each of which has a gradient that is used up as it is.
+        """Update ``params``, each of which has a gradient that is used up as it is; :meth:`flush` ends the writes.
 
         Raises:
-            SwapError: a transfer failed; nothing that was there before has changed.
+            SwapError: a transfer failed, of this call or one before; nothing that was there before has changed.
         """
         items = self._nvme_step.build_param_steps(params)
         self._uncommitted += items
         self._assign_shadows(items)
-        self._nvme_step.execute(items, 1.0)
+        self._nvme_step.execute(items, 1.0, finish_writes=False)
         for item in items:  # what is open lives as long as the step; gradients must not
             del item.step_tensors["grad"]
 
@@ -119,12 +120,22 @@ class DoubleBufferedStep:
         if all(map(self.can_step, params)):
             self._nvme_step.readahead(params)
 
+    def flush(self) -> None:
+        """Return when all new values are written.
+
+        Raises:
+            SwapError: a write failed; nothing that was there before has changed.
+        """
+        self._nvme_step.io_pipeline.flush()
+
     def commit(self) -> None:
         """Let all new values appear in their tensors.
 
         Raises:
+            SwapError: a write failed; nothing that was there before has changed.
             OSError: the system could not map the file anew; the step is then in part taken.
         """
+        self.flush()
         items, self._uncommitted = self._uncommitted, []
         ranges = sorted(
             IoRange(operand.file_offset, operand.shadow_offset, operand.padded_bytes)
@@ -139,6 +150,8 @@ class DoubleBufferedStep:
     def discard(self) -> None:
         """Forget the new values, and what was expected."""
         self._nvme_step.readahead(())
+        with suppress(SwapError):
+            self.flush()
         items, self._uncommitted = self._uncommitted, []
         for item in items:
             for key in item.state_keys if item.is_new_state else ():
@@ -376,7 +389,14 @@ class StepInBackward(InMemoryStep, StepListener):
     def wait_for_updates(self) -> BaseException | None:
         """Return when no update is under way, with the first error of one."""
         pending, self._pending_updates = self._pending_updates, []
-        return next((error for error in [future.exception() for future in pending] if error), None)
+        if error := next((error for error in [future.exception() for future in pending] if error), None):
+            return error
+        try:
+            if self._double_buffered is not None:
+                self._double_buffered.flush()
+        except SwapError as error:
+            return error
+        return None
 
     def after_step(self, result: StepResult) -> None:
         """The step that these gradients belong to is over."""
