@@ -79,6 +79,7 @@ class ZeroOptimization(without_effect("zero_optimization")):
     stage3_module_granularity_threshold: NonNegativeInt = 0
     leaf_module: LeafModule = LeafModule()
     overlap_comm: bool = ignored(AUTO, "communication always overlaps; it cannot change a result")
+    stage3_gather_16bit_weights_on_model_save: bool = ignored(False, "save_16bit_model writes whole weights")
     elastic_checkpoint: bool = ignored(False, "every checkpoint loads at any world size")
     zero_hpz_partition_size: NonNegativeInt = 1
     zero_quantized_weights: bool = False
