@@ -8,20 +8,10 @@ from typing import Any
 
 from thalweg.observe.html import render_page
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
-from thalweg.plan.result import LABEL_DESCRIPTIONS, Plan, format_verdict
+from thalweg.plan.result import LABELS, Plan, format_verdict
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 360, 80, 30
-_COLOURS = {
-    "process": "#9aa0a6",
-    "parameters": "#3b6fb6",
-    "gradients": "#c8553d",
-    "optimizer": "#7a5195",
-    "gathered": "#6fa8dc",
-    "buffers": "#e0a458",
-    "activations": "#4c9f70",
-    "logits": "#a3c585",
-    "update": "#b08bbb",
-}
+_COLOURS = {name: row["colour"] for name, row in LABELS.items() if row["colour"]}
 _MAX_SAMPLES = 600
 
 
@@ -32,7 +22,7 @@ def plan_to_html(plan: Plan) -> str:
         "plan.html",
         plan=plan,
         verdict=format_verdict(plan),
-        parts=[(n, _COLOURS.get(n, "#ddd"), getattr(plan.per_rank, n), LABEL_DESCRIPTIONS[n]) for n in names],
+        parts=[(n, _COLOURS.get(n, "#ddd"), getattr(plan.per_rank, n), LABELS[n]["description"]) for n in names],
         chart=_timeline_chart(plan.timeline, plan.limit, plan.per_rank.process) if plan.timeline else None,
         sent=[*plan.traffic.items(), *plan.links.items()],
     )

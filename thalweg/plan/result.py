@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from thalweg.config import Config
@@ -11,17 +13,8 @@ from thalweg.observe.table import format_table
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
 from thalweg.utils.formatting import format_bytes, format_seconds
 
-LABEL_DESCRIPTIONS = {
-    "parameters": "this rank's shard, in the master dtype",
-    "gradients": "reduced, as the optimizer reads them",
-    "optimizer": "the optimizer's state",
-    "gathered": "unsharded parameters",
-    "buffers": "communication, and the model's buffers",
-    "activations": "what the backward pass needs, temporaries, unreduced gradients",
-    "logits": "results as wide as the vocabulary",
-    "fragmentation": "holes of the allocator",
-    "process": "interpreter, torch and libraries; on a device its context and communicators",
-}
+with Path(__file__).with_name("spec").joinpath("labels.csv").open(encoding="utf-8", newline="") as _file:
+    LABELS = {row["label"]: row for row in csv.DictReader(_file)}  # what bytes are for, and their colours
 
 
 @dataclass
@@ -157,7 +150,7 @@ def format_byte_table(per_rank: MemoryBreakdown, limit: int | None = None, per_h
     for item in fields(MemoryBreakdown):
         value = getattr(per_rank, item.name)
         if value:
-            rows.append([item.name, format_bytes(value), LABEL_DESCRIPTIONS[item.name]])
+            rows.append([item.name, format_bytes(value), LABELS[item.name]["description"]])
     rows.append(["total", format_bytes(per_rank.total), "of one rank at its peak"])
     if limit is not None:
         rows.append(["limit", format_bytes(limit), "of one rank"])

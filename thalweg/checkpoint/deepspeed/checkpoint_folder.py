@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,35 +55,7 @@ _RESIDUAL = re.compile(r"(.+)\.mlp\.(.+)")
 UNIVERSAL_FOLDER = "zero"
 
 # What DeepSpeed itself writes into a model file; everything else there is the user's client_state.
-_OWN_KEYS = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "ds_autoep_layers",
-        "autoep_layers",
-        "universal_checkpoint_info",
-        "checkpoint_parallel_dimensions",
-        "folding",
-    ]
-)
+_OWN_KEYS = frozenset(tomllib.loads(Path(__file__).with_name("own_keys.toml").read_text(encoding="utf-8"))["keys"])
 _GROUP_BOOKKEEPING = frozenset({"params", "param_names", "step"})
 
 
