@@ -34,6 +34,7 @@ from thalweg.compat.deepspeed.config import raising_deepspeed_errors, translate_
 from thalweg.compat.deepspeed.live_engines import add_engine
 from thalweg.compat.deepspeed.logs import logger
 from thalweg.compat.deepspeed.param_views import show_ds_names
+from thalweg.compat.deepspeed.timers import ThroughputTimer
 from thalweg.compat.deepspeed.zero_optimizers import show_class
 from thalweg.config import Config, load
 from thalweg.config.format import DEEPSPEED_DEFAULTS
@@ -142,6 +143,8 @@ class DeepSpeedEngine(Engine):
         if not (config.fp16.enabled or config.token_weighted_loss):  # which have these hooks
             register_loss_scale_hooks(components.module, components.window, lambda: self._loss_scale)
         self.resolved_config = config
+        # Timed and not logged: the progress line has its own figure.
+        self.tput_timer = ThroughputTimer(None, self.train_batch_size())
 
     # What differs
 
@@ -195,6 +198,13 @@ class DeepSpeedEngine(Engine):
                 "It is illegal to call Engine.step() inside no_sync context manager: call it after the block"
             )
         super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=self._step_updates)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; in training a micro-batch begins for :attr:`tput_timer`."""
+        if self.training:
+            self.tput_timer.start()
+        return super().forward(*args, **kwargs)
 
     def backward(  # type: ignore[override]
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any

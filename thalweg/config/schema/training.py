@@ -195,7 +195,9 @@ class Compile(_DEEPCOMPILE):
     dynamic: bool | None = None
     fullgraph: bool = False
     kwargs: AnyDict = FrozenDict()
-    deepcompile: bool = unsupported(False, _ONLY_ENABLED)
+    deepcompile: bool = unsupported(
+        False, "set it to false: FSDP2's sharding is not supported with DeepCompile; compile.enabled alone is built"
+    )
     free_activation: bool = unsupported(False, _ONLY_ENABLED)
     offload_activation: bool = unsupported(False, _ONLY_ENABLED)
     offload_opt_states: bool = unsupported(False, _ONLY_ENABLED)

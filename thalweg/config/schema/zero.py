@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from thalweg.config.schema.base import (
     AUTO,
@@ -53,6 +53,11 @@ class OffloadOptimizer(Section):
     ratio: UnitFloat = 1.0
     super_offload: bool = ignored(False, "updates run within the backward pass if they may")
     cpuadam_cores_perc: UnitFloat = ignored(0.8, "the update uses torch's threads")
+
+    @model_validator(mode="after")
+    def _derive_pipeline(self) -> Self:
+        vars(self)["pipeline"] = self.pipeline or self.pipeline_read or self.pipeline_write  # as DeepSpeed's class does
+        return self
 
 
 class ZenFlow(Section):
