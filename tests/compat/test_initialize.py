@@ -13,7 +13,7 @@ from torch import nn
 from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
-from thalweg.compat.deepspeed.engine import initialize
+from thalweg.compat.deepspeed.initialization import initialize
 from thalweg.config import ConfigError
 from thalweg.zero.whole_tensors import gather_state_dict
 
@@ -81,6 +81,11 @@ def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
     found["optimizer"] = shown.offload_optimizer
     older = DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer
     assert older.device == "cpu" and isinstance(older, DeepSpeedZeroOffloadOptimizerConfig), "the older spelling"
+    for read, write in ((False, False), (True, False), (False, True)):
+        offload = DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=read, pipeline_write=write)
+        assert offload.pipeline == (read or write)
+    with pytest.raises(ValueError, match='Invalid gradient_allreduce_op = "max"'):
+        DeepSpeedConfig({"train_batch_size": 2, "gradient_allreduce_op": "max"})
     with engine.coalesce_grad_reduction():
         for factor in (1.0, 2.0):
             engine.backward(factor * (rank + 1) * engine(torch.ones(1, 2)).sum())
@@ -278,3 +283,53 @@ def test_a_hybrid_engine_generates_with_the_weights_of_the_moment(stage: int, de
         assert all(here == there for here, there, _ in found), found
         assert found[0][2] == "DeepSpeedHybridEngine" and found[0][0] != found[1][0], "the steps change the text"
     assert of_ranks[0][0][0][1] != of_ranks[1][0][0][1], "each rank has prompts of its own"
+
+
+def test_a_timer_leaves_out_the_first_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches of 3 s and 1 s to an update of 8 samples, the second of two updates timed."""
+    from thalweg.compat.deepspeed import timers
+
+    clock = iter([100.0, 103.0, 200.0, 201.0])
+    monkeypatch.setattr(timers, "time", lambda: next(clock))
+    timer = timers.ThroughputTimer(None, 8, start_step=1)
+    timer.stop(global_step=True)
+    assert not timer.initialized and timer.global_step_count == 0 and timer.avg_samples_per_sec() == float("-inf")
+    for ends in (False, True, False, True):
+        timer.start()
+        timer.stop(global_step=ends)
+    assert (timer.micro_step_count, timer.global_step_count, timer.total_elapsed_time) == (4, 2, 4.0)
+    assert timer.avg_samples_per_sec() == 2.0 and timer.step_elapsed_time == 0.0
+
+
+def _pipeline(rank: int, world: int) -> dict[str, Any]:
+    from thalweg.compat.deepspeed.pipeline import DeepSpeedPipelineModule
+    from thalweg.pipe import LayerSpec
+
+    def build(**options: Any) -> Any:
+        layers = [LayerSpec(nn.Linear, 2, 2, bias=False), LayerSpec(nn.Linear, 2, 4), nn.Linear(4, 2), torch.sum]
+        return DeepSpeedPipelineModule(layers, num_stages=2, partition_method="uniform", **options)
+
+    config = {"train_batch_size": 1, "gradient_clipping": 0.0}
+    net = build()
+    found: dict[str, Any] = {"local": [name for name, _ in net.named_parameters()]}
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    engine = initialize(model=net, optimizer=optimizer, config=config)[0]
+    before = engine.state_dict()
+    engine.train_batch(iter([(torch.ones(1, 2), torch.zeros(1))]))
+    found["moved"] = [name for name, value in engine.state_dict().items() if not torch.equal(value, before[name])]
+    found["values"] = before["layers.0.weight"].tolist()
+    engine.close()
+    with pytest.raises(ValueError, match=r"puts the layers \[.*leave those keys out"):
+        initialize(model=build(), config={**config, "pipeline": {"partition": "type:Linear"}})
+    with pytest.raises(ValueError, match="does not divide"):
+        DeepSpeedPipelineModule([nn.Linear(2, 2)] * 3, num_stages=3)
+    return found
+
+
+def test_a_pipeline_is_cut_as_its_module_is_made() -> None:
+    """An optimizer can be made of a rank's layers before ``initialize()``, and trains them."""
+    torch.manual_seed(1234)  # base_seed of layer 0
+    first = nn.Linear(2, 2, bias=False).weight.tolist()
+    names = ["layers.0.weight", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"]
+    for found, local in zip(run_ranks(_pipeline, 2), (names[:3], names[3:]), strict=True):
+        assert found == {"local": local, "moved": names, "values": first}

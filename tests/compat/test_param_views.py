@@ -33,7 +33,7 @@ class _Net(nn.Module):
 
 
 def _engine(stage: int = 3, **sections: Any) -> Any:
-    from thalweg.compat.deepspeed.engine import initialize
+    from thalweg.compat.deepspeed.initialization import initialize
 
     torch.manual_seed(0)
     config = {
@@ -162,6 +162,7 @@ def test_a_state_dict_is_loaded_into_gathered_parameters() -> None:
 
 CLASSES = {(0, ""): "AdamW", (0, "bf16"): "BF16_Optimizer", (0, "fp16"): "FP16_Optimizer",
            (2, ""): "DeepSpeedZeroOptimizer", (3, "bf16"): "DeepSpeedZeroOptimizer_Stage3"}  # fmt: skip
+EXPECTED = {"written": True, "state": [7.0]}
 
 
 def _flat(rank: int, world: int) -> dict[Any, Any]:
@@ -211,13 +212,25 @@ def _optimizers(rank: int, world: int) -> dict[Any, Any]:
             masters[0].zero_()
             first = next(iter(engine.state_dict().values()))
             found["written", stage] = bool((first == 0).all())
+            engine.step()
+            assert engine.tput_timer.global_step_count == 1
+            params = engine.optimizer.param_groups[0]["params"]
+            states = engine.optimizer.optimizer.state
+            assert [states[master]["exp_avg"].shape for master in masters] == [master.shape for master in masters]
+            states[masters[1]]["exp_avg"].fill_(7.0)
+            found["state", stage] = engine.optimizer.state[params[1]]["exp_avg"].to_local().unique().tolist()
+            assert states[masters[0]]["step"] == 1 and not states[torch.ones(1)], "no other tensor finds a state"
+            if stage == 3:
+                assert [len(group) for group in engine.optimizer.fp16_groups] == [1] * len(masters)
         engine.close()
     return found
 
 
 def test_an_optimizer_is_of_the_class_that_deepspeed_takes() -> None:
+    stages = {stage for stage, _ in CLASSES if stage}
     for found in run_ranks(_optimizers, 2):
-        assert found == {**CLASSES, ("written", 2): True, ("written", 3): True}
+        written, state = ({(what, stage): value for stage in stages} for what, value in EXPECTED.items())
+        assert found == CLASSES | written | state
 
 
 class _ByRank(nn.Module):
@@ -232,7 +245,7 @@ class _ByRank(nn.Module):
 
 
 def _leaf(rank: int, world: int, leaf: type) -> list[list[float]]:
-    from thalweg.compat.deepspeed.engine import initialize
+    from thalweg.compat.deepspeed.initialization import initialize
     from thalweg.zero.leaf_modules import set_z3_leaf_modules
 
     torch.manual_seed(0)

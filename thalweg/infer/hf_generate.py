@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.parallel.executor import GroupEngine
-from thalweg.infer.types import Request, SamplingParams
+from thalweg.infer.types import Request, RequestOutput, SamplingParams
 
 _HANDLED_ARGS = {"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "use_cache"}
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -117,7 +117,7 @@ def unsupported_reason(
     return "a penalty that counts padding" if padded and config.repetition_penalty not in (None, 1.0) else ""
 
 
-def _run(engine: Any, requests: list[Request]) -> Iterator[Any]:
+def _run(engine: LLMEngine | GroupEngine, requests: list[Request]) -> Generator[RequestOutput]:
     yield from engine.run_requests(requests)
 
 
@@ -146,7 +146,7 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
         prompt = tokens[row] if mask is None else tokens[row][mask[row].bool()]
         params = _sampling_params(config, prompt_length, max_new_tokens, stop_ids, num_samples, seed + row)
         requests.append(Request(f"{tag}-{row}", prompt.tolist(), params))
-    core = engine if alone else engine.member
+    core: Any = engine if alone else engine.member
     saved = getattr(core, "tokenizer", None)
     core.tokenizer = other_kwargs.get("tokenizer") or saved
     try:

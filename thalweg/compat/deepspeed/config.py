@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +37,21 @@ class DeepSpeedConfigError(ConfigError, AssertionError):
     """A config with problems; DeepSpeed asserts some of its rules."""
 
 
+@dataclass(frozen=True)
+class InvalidValue(ConfigProblem):
+    """A value that its key does not take, in the words that DeepSpeed begins with."""
+
+    _form = f"Invalid {ConfigProblem._form}"
+
+
 @contextmanager
 def raising_deepspeed_errors() -> Iterator[None]:
     """A config's problems as DeepSpeed's error."""
     try:
         yield
     except ConfigError as error:
-        raise DeepSpeedConfigError(error.problems, error.source) from None
+        problems = [InvalidValue(**vars(one)) if type(one) is ConfigProblem else one for one in error.problems]
+        raise DeepSpeedConfigError(problems, error.source) from None
 
 
 def read_numbers_as_flags(tree: dict[str, Any]) -> dict[str, Any]:

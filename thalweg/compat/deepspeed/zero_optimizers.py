@@ -9,7 +9,7 @@ written to it counts.  What DeepSpeed has flat and whole on every rank (``fp32_g
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,27 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from thalweg.config import Config
 from thalweg.optim.step import EngineOptimizer
 from thalweg.zero.whole_parameter import get_shard
 from thalweg.zero.whole_tensors import gather_whole, to_local
+
+_params_by_flat = WeakIdKeyDictionary()  # of the flat tensors that programs hold
+
+
+class _StateByFlat(defaultdict[Any, Any]):
+    """An optimizer's state, which a flat part of the masters finds as well: this rank's part of each entry, flat."""
+
+    def __missing__(self, key: Any) -> Any:
+        if not isinstance(key, Tensor) or (param := _params_by_flat.get(key)) not in self:
+            return super().__missing__(key)
+        entries: dict[str, Any] = self[param]
+        return {
+            name: to_local(value).view(-1) if isinstance(value, Tensor) and value.dim() else value
+            for name, value in entries.items()
+        }
 
 
 class DeepSpeedOptimizer(EngineOptimizer):
@@ -38,6 +54,13 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     nccl_start_alignment_factor = 2  # elements of 16 bits that a rank's part of a flat tensor is a multiple of
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer within; its ``state`` is found by the flat parts of the masters, too."""
+        if not isinstance(self.inner.state, _StateByFlat):
+            self.inner.state = _StateByFlat(dict, self.inner.state)
+        return self.inner
+
+    @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
         """For each group this rank's parts of its reduced gradients, flat; of parameters without one, nothing."""
         return {
@@ -46,8 +69,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         }
 
     def _flat_masters(self) -> list[Tensor]:
-        params = (param for group in self.param_groups for param in group["params"])
-        return [to_local(param.detach()).view(-1) for param in params]
+        params = [param for group in self.param_groups for param in group["params"]]
+        flats = [to_local(param.detach()).view(-1) for param in params]
+        _params_by_flat.update(zip(flats, params, strict=True))
+        return flats
 
     @property
     def bit16_groups(self) -> list[list[Tensor]]:
@@ -134,6 +159,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's parts of the masters, flat."""
         return self._flat_masters()
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's parameters by sub-group, in the order of :attr:`fp32_partitioned_groups_flat`: each is one."""
+        return [[param] for group in self.bit16_groups for param in group]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """The same as :attr:`averaged_gradients`, by the number of the gradient in its group."""

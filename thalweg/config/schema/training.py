@@ -180,7 +180,9 @@ class Compile(without_effect("compile")):
     dynamic: bool | None = None
     fullgraph: bool = False
     kwargs: AnyDict = FrozenDict()
-    deepcompile: bool = unsupported(False, _ONLY_ENABLED)
+    deepcompile: bool = unsupported(
+        False, "set it to false: FSDP2's sharding is not supported with DeepCompile; compile.enabled alone is built"
+    )
     free_activation: bool = unsupported(False, _ONLY_ENABLED)
     offload_activation: bool = unsupported(False, _ONLY_ENABLED)
     offload_opt_states: bool = unsupported(False, _ONLY_ENABLED)
@@ -279,7 +281,7 @@ class FlopsProfilerConfig(without_effect("flops_profiler")):
 
 class HybridEngineConfig(without_effect("hybrid_engine")):
     """``generate`` of an engine that trains, for programs that ``import deepspeed``; others make a
-    ``thalweg.rlhf.HybridEngine`` of it."""
+    ``thalweg.rlhf.weight_sync.HybridEngine`` of it."""
 
     enabled: bool = False
     inference_tp_size: PositiveInt = 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from thalweg.config.schema.base import (
     AUTO,
@@ -41,6 +41,14 @@ class OffloadOptimizer(without_effect("zero_optimization.offload_optimizer")):
     pin_memory: bool = True
     ratio: UnitFloat = 1.0
     cpuadam_cores_perc: UnitFloat = ignored(0.8, "the update uses torch's threads")
+
+    @model_validator(mode="after")
+    def _derive_pipeline(self) -> Self:
+        said = vars(self)  # of DeepSpeed's class; without effect, so that its fields come of a table
+        said["pipeline"] = (
+            said["pipeline"] or said["pipeline_read"] or said["pipeline_write"]
+        )  # as there
+        return self
 
 
 class ZenFlow(without_effect("zero_optimization.zenflow")):

@@ -1,0 +1,96 @@
+"""``deepspeed.initialize`` over Thalweg's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from thalweg.compat.deepspeed.arguments import check_process_group
+from thalweg.compat.deepspeed.config import raising_deepspeed_errors, translate_config
+from thalweg.compat.deepspeed.engine import DeepSpeedEngine, DeepSpeedUsageError
+from thalweg.compat.deepspeed.hybrid_engine import DeepSpeedHybridEngine
+from thalweg.compat.deepspeed.live_engines import add_engine
+from thalweg.compat.deepspeed.param_views import show_ds_names
+from thalweg.compat.deepspeed.zero_optimizers import show_class
+from thalweg.config import Config, load
+from thalweg.config.format import DEEPSPEED_DEFAULTS
+from thalweg.config.reader import read_source
+from thalweg.config.schema.base import replace_by_path
+from thalweg.engine import build_engine
+
+
+def _load_with_defaults(source: Any) -> Config:
+    """The config of ``source``, with what DeepSpeed does where it says nothing."""
+    config = load(source, translate=translate_config)
+    unsaid = {path: value for path, value in DEEPSPEED_DEFAULTS.items() if path not in config.provenance.user_set}
+    filled = replace_by_path(config, unsaid)
+    assert isinstance(filled, Config)
+    for path in unsaid:
+        filled.add_note(path, "DeepSpeed's default")
+    return filled
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """``deepspeed.initialize``: ``(engine, optimizer, dataloader, lr_scheduler)``.
+
+    Raises:
+        ConfigError: with every problem of the config at once.
+        ValueError: no model, no config or two of them, an ``mpu``.
+    """
+    if model is None:
+        raise DeepSpeedUsageError("initialize() needs a model: deepspeed.initialize(model=model, config=...)")
+    if mpu is not None:
+        raise ValueError(
+            "mpu= is not offered by Thalweg: the axes follow from the config "
+            "(tensor_parallel.autotp_size, sequence_parallel_size, pipeline.stages); leave it out"
+        )
+    if mesh_param is not None:
+        raise ValueError(
+            "mesh_param= is not offered by Thalweg: the mesh follows from the config "
+            "(sequence_parallel_size); leave it out"
+        )
+    sources = [config, config_params, *(getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale"))]
+    given = [source for source in sources if source]
+    if not given:
+        raise DeepSpeedUsageError(
+            "initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args"
+        )
+    check_process_group(dist_init_required)
+    with raising_deepspeed_errors():
+        resolved = _load_with_defaults(given[0])
+        engine_class = DeepSpeedHybridEngine if resolved.hybrid_engine.enabled else DeepSpeedEngine
+        engine, loader = build_engine(
+            engine_class,
+            resolved,
+            model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+        )
+    if engine.optimizer is not None:
+        show_class(engine.optimizer, engine.resolved_config)
+    if engine.zero_optimization_partition_weights():
+        show_ds_names(engine.module)
+    engine.set_raw_config(given[0] if isinstance(given[0], Mapping) else read_source(given[0])[0].tree)
+    add_engine(engine)
+    return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -1,0 +1,47 @@
+"""``deepspeed.pipe.PipelineModule``: layers that are cut as the module is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from thalweg.parallel.pipeline.module import LayerLike, PipelineModule
+
+
+class DeepSpeedPipelineModule(PipelineModule):
+    """A PipelineModule that holds this rank's layers alone, built, where ``num_stages`` says how many ranks share it.
+
+    Programs count its parameters and make an optimizer of them before ``initialize()``.  Thalweg's own is cut there,
+    as the config says.
+    """
+
+    def __init__(self, layers: Sequence[LayerLike], num_stages: int | None = None, *args: Any, **options: Any) -> None:
+        super().__init__(layers, num_stages, *args, **options)
+        self._local_layers: dict[int, Any] | None = None
+        if num_stages is None or not dist.is_initialized():
+            return
+        ranks_of_a_stage, rest = divmod(dist.get_world_size(), num_stages)
+        if rest:
+            raise ValueError(f"num_stages = {num_stages} does not divide the {dist.get_world_size()} ranks of the job")
+        stage = dist.get_rank() // ranks_of_a_stage
+        self._local_layers = super().build_layers(self.partition_layers(num_stages)[stage])
+        modules = {str(i): layer for i, layer in self._local_layers.items() if isinstance(layer, nn.Module)}
+        self.layers = nn.ModuleDict(modules)
+
+    def build_layers(self, indices: Sequence[int]) -> dict[int, Any]:
+        """The layers that are there.
+
+        Raises:
+            ValueError: the config wants others on this rank, which an optimizer made before would not have.
+        """
+        if self._local_layers is None:
+            return super().build_layers(indices)
+        if list(indices) != list(self._local_layers):
+            raise ValueError(
+                f"pipeline.schedule or pipeline.partition of the config puts the layers {list(indices)} on this rank, "
+                f"which was given {list(self._local_layers)} when the PipelineModule was made: leave those keys out"
+            )
+        return self._local_layers
