@@ -45,9 +45,7 @@ class OffloadOptimizer(without_effect("zero_optimization.offload_optimizer")):
     @model_validator(mode="after")
     def _derive_pipeline(self) -> Self:
         said = vars(self)  # of DeepSpeed's class; without effect, so that its fields come of a table
-        said["pipeline"] = (
-            said["pipeline"] or said["pipeline_read"] or said["pipeline_write"]
-        )  # as there
+        said["pipeline"] = said["pipeline"] or said["pipeline_read"] or said["pipeline_write"]  # as there
         return self
 
 
