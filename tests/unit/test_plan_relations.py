@@ -75,7 +75,9 @@ def test_relations_between_plans(
         parts = {key: value for key, value in found["per_rank"].items() if key != "total"}
         assert found["per_rank"]["total"] == sum(parts.values()) and min(parts.values()) >= 0
         assert json.loads(json.dumps(found)) == found
-        return found["per_rank"]["total"]
+        # Holes are a measured share of the blocks that are small enough for the heap: of two plans the larger may
+        # have fewer, since more of its blocks are mappings.
+        return found["per_rank"]["total"] - found["per_rank"]["fragmentation"]
 
     stages = [total({"stage": stage}) for stage in range(4)]
     assert stages[3] <= stages[2] <= stages[1] <= stages[0]
