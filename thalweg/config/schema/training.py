@@ -181,7 +181,10 @@ class Compile(without_effect("compile")):
     fullgraph: bool = False
     kwargs: AnyDict = FrozenDict()
     deepcompile: bool = unsupported(
-        False, "set it to false: FSDP2's sharding is not supported with DeepCompile; compile.enabled alone is built"
+        False,
+        "set it to false: FSDP2's sharding is not supported with DeepCompile, whose passes over the graph (gathers "
+        "ahead of time, offload within a step) are not built; use engine.compile(), or compile.enabled for "
+        "torch.compile of each unit",
     )
     free_activation: bool = unsupported(False, _ONLY_ENABLED)
     offload_activation: bool = unsupported(False, _ONLY_ENABLED)
