@@ -94,11 +94,13 @@ def describe_uneven_shards(param_specs: Iterable[ParamSpec]) -> str | None:
         return None
     largest = max(uneven, key=lambda spec: spec.padded_numel)
     others = f" and {len(uneven) - 1} more" if len(uneven) > 1 else ""
+    padded, real = held * largest.num_shards, even * largest.num_shards
     return (
         f"ZeRO cuts parameters by rows, and those of {largest.name} {list(largest.shape)}{others} do not go evenly "
         f"into {largest.num_shards} ranks: some hold {format_bytes(held)} of them where an even share is "
-        f"{format_bytes(even)}, and as much more for each state of the optimizer; for experts, "
-        "expert_parallel.autoep_size cuts along other dims too, else use a number of ranks that divides the rows"
+        f"{format_bytes(even)}, as much more for each state of the optimizer, and what is gathered and reduced of them "
+        f"has {padded / real:.2g} times their bytes; let zero_optimization.mics_shard_size divide the rows, or for "
+        "experts set expert_parallel.autoep_size"
     )
 
 
