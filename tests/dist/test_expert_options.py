@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import thalweg
+from tests.dist.moe_models import build_model
 from tests.dist.parity import full_tensor
 from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
@@ -122,3 +125,21 @@ def test_ranks_generate_texts_of_unlike_length() -> None:
     pytest.importorskip("transformers")
     for found, wanted in run_ranks(_generate, 2, timeout=60):
         assert found == wanted
+
+
+def _uneven_shards(rank: int, world_size: int, stage: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thalweg").addHandler(handler)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    thalweg.initialize(model=build_model("qwen2_moe"), config=config | {"zero_optimization": {"stage": stage}})
+    return [line for line in lines if "cuts parameters by rows" in line]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_experts_that_ranks_do_not_divide_are_named(stage: int) -> None:
+    """Five experts on four ranks; rank 0 says it once."""
+    first, *others = run_ranks(_uneven_shards, 4, stage, reuse=False)
+    assert others == [[], [], []] and len(first) == (stage == 3)
+    assert not stage or ("mlp.experts." in first[0] and "[5, " in first[0] and "into 4 ranks" in first[0])

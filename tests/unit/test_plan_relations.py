@@ -42,7 +42,9 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
                 {"model_type": "bert", "architectures": ["BertForMaskedLM"], **hf},
                 {"model_type": "t5", "d_model": width, "d_ff": width, "d_kv": 16, "num_layers": layers}
                 | {"num_heads": heads, "vocab_size": vocabulary, "decoder_start_token_id": 0},
-                {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, **grouped},
+                # As many experts as the most ranks: shards are rows, and with fewer experts twice the ranks gather
+                # twice the padding (docs/decisions/2026-11-24-experts-fewer-than-ranks.md).
+                {"model_type": "qwen2_moe", "num_experts": 16, "num_experts_per_tok": 2, **grouped},
             ]
         )
     )
@@ -89,6 +91,22 @@ def test_relations_between_plans(
     away = total(states)
     assert away <= stages[3]
     assert total({**states, "offload_param": {"device": "cpu"}}) <= away
+
+
+def test_a_plan_names_parameters_with_fewer_rows_than_ranks() -> None:
+    """Four experts on 16 ranks: a rank holds an expert or nothing; on 4, or with 16, all hold the same."""
+    shape = {"model_type": "qwen2_moe", "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+    shape |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "num_experts_per_tok": 2}
+    config = CONFIG | {"zero_optimization": {"stage": 3}}
+    (line,) = (few := ask(shape | {"num_experts": 4}, config, 4, 4, 16)).warnings
+    assert "mlp.experts." in line and "[4, " in line and "into 16 ranks" in line and "4 times their bytes" in line
+    assert f"warning: {line}" in str(few) and few.to_dict()["warnings"] == [line]
+    assert not ask(shape | {"num_experts": 4}, config, 1, 4, 16).warnings
+    grouped = CONFIG | {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}
+    cured = ask(shape | {"num_experts": 4}, grouped, 4, 4, 16)
+    assert not cured.warnings and cured.per_rank.gathered < few.per_rank.gathered
+    assert not ask(shape | {"num_experts": 16}, config, 4, 4, 16).warnings
+    assert not ask(shape | {"num_experts": 4}, CONFIG | {"zero_optimization": {"stage": 0}}, 4, 4, 16).warnings
 
 
 DEEP = {"vocab_size": 512, "n_layer": 40, "n_head": 2, "n_embd": 64, "block_size": 64}

@@ -31,11 +31,12 @@ from thalweg.plan.spec.devices import CONTEXT_BYTES, library_bytes
 from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
 from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_time
 from thalweg.plan.trace.fake_groups import supports_tp
-from thalweg.plan.trace.step import StepTrace, drop_untraced_choices, trace_step
+from thalweg.plan.trace.step import StepTrace, build_param_specs, drop_untraced_choices, trace_step
 from thalweg.utils.formatting import format_bytes
 from thalweg.utils.log import get_logger
 from thalweg.utils.procfs import resident_bytes
 from thalweg.zero.options import build_shard_options, get_model_size
+from thalweg.zero.storage.base import describe_uneven_shards
 
 _log = get_logger(__name__)
 
@@ -155,6 +156,7 @@ class Planner:
             timeline=timelines[0] if is_full_depth else build_timeline(costs["segments"]),
             not_counted=unmodelled_keys,
             assumptions=self._list_assumptions(is_deferred),
+            warnings=self._list_warnings(run_spec, unmodelled_keys),
             published=self._formula_bytes(run_spec, input_spec),
             disk_limit=get_disk_limit(cluster, default_nvme_path(config)),
             ranks_per_node=cluster.devices_per_node,
@@ -170,6 +172,13 @@ class Planner:
         if self.cluster.is_assumed:
             found.append(f"the speed of {self.cluster.name}, as no device is named")
         return found
+
+    def _list_warnings(self, run_spec: RunSpec, unmodelled_keys: list[str]) -> list[str]:
+        """What makes ranks hold more than their share; where tensor or expert ranks cut first, the run says it."""
+        if run_spec.tp_size > 1 or "expert_parallel.autoep_size" in unmodelled_keys:
+            return []
+        uneven_shards = describe_uneven_shards(build_param_specs(self.meta_model.model, run_spec).values())
+        return [] if uneven_shards is None else [uneven_shards]
 
     def _formula_bytes(self, run_spec: RunSpec, input_spec: InputSpec | None) -> dict[str, float]:
         facts = get_model_size(self.meta_model.model)

@@ -26,7 +26,8 @@ class Plan:
     none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
     ``disk_read_bytes`` and ``disk_written_bytes`` in a step.  ``published``: what the literature's formulas
     give for the same run (see ``report/formulas.py``), in bytes.  ``assumptions``: what neither
-    the config nor the model says.  ``not_counted``: options that are on and whose effect
+    the config nor the model says.  ``warnings``: what makes ranks hold more than their share.
+    ``not_counted``: options that are on and whose effect
     is not in these numbers; the bytes are then a bound, and ``fits`` is never False.
     """
 
@@ -48,6 +49,7 @@ class Plan:
     reasons: list[str] = field(default_factory=list)
     not_counted: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     published: dict[str, float] = field(default_factory=dict)
     model: str = ""
     config: Config | None = None
@@ -107,6 +109,7 @@ class Plan:
             "tiers": self.tiers,
             "not_counted": self.not_counted,
             "assumptions": self.assumptions,
+            "warnings": self.warnings,
             "published": self.published,
             "traffic": {**self.traffic, "total": sum(self.traffic.values()), "links": self.links},
             "step_seconds": self.step_seconds,
@@ -140,6 +143,7 @@ class Plan:
             lines.append(f"planned with: {'; '.join(self.assumptions)}")
         if self.not_counted:
             lines.append(f"not modelled, so these figures are upper bounds: {', '.join(self.not_counted)}")
+        lines += [f"warning: {line}" for line in self.warnings]
         lines.append(format_verdict(self))
         return "\n".join(lines)
 

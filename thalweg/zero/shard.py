@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.storage_io.swap_file import SwapFile
+from thalweg.utils.log import current_rank, get_logger
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
@@ -54,6 +55,7 @@ from thalweg.zero.storage.base import (
     ResidentStorage,
     ShardStorage,
     WholeStorage,
+    describe_uneven_shards,
     max_unit_grad_bytes,
 )
 from thalweg.zero.storage.nvme import (
@@ -69,6 +71,7 @@ from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 from thalweg.zero.whole_parameter import get_shard
 from thalweg.zero.whole_tensors import gather_master
 
+_log = get_logger(__name__)
 BeforeReduce = Callable[[list[nn.Parameter]], None]
 AfterReduce = Callable[[str, list[nn.Parameter], bool], None]
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModel]] = weakref.WeakKeyDictionary()
@@ -449,6 +452,9 @@ def shard_model(
         options.fp32_modules,
         1 if replicate else shard_mesh.size(),
     )
+    uneven_shards = describe_uneven_shards(param_specs.values())
+    if uneven_shards and current_rank() == 0:
+        _log.warning("%s.", uneven_shards)
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if pages_params or tp_layout is not None else with_large_leaves(model, blocks)

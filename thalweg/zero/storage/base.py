@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.comm.collectives.shared_memory import CommError, SharedMemoryArena, hash_name
+from thalweg.utils.formatting import format_bytes
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, FSDPParamHandle
 from thalweg.zero.whole_parameter import WholeParameter
 
@@ -77,6 +78,30 @@ class ParamSpec:
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded tensor, padded."""
         return self.padded_numel * self.compute_dtype.itemsize
+
+
+def describe_uneven_shards(param_specs: Iterable[ParamSpec]) -> str | None:
+    """A line on the parameters that are cut by rows into far from equal shards, as four experts over 16 ranks are.
+
+    None where that is little: they are padded by a quarter or less, or add no more than a twentieth to all shards.
+    """
+    specs = list(param_specs)
+    uneven = [spec for spec in specs if len(spec.shape) > 1 and spec.padded_numel > 1.25 * prod(spec.shape)]
+    held = sum(spec.padded_numel * spec.master_dtype.itemsize // spec.num_shards for spec in uneven)
+    even = sum(prod(spec.shape) * spec.master_dtype.itemsize // spec.num_shards for spec in uneven)
+    whole = sum(prod(spec.shape) * spec.master_dtype.itemsize // spec.num_shards for spec in specs)
+    if held - even <= 0.05 * whole:
+        return None
+    largest = max(uneven, key=lambda spec: spec.padded_numel)
+    others = f" and {len(uneven) - 1} more" if len(uneven) > 1 else ""
+    padded, real = held * largest.num_shards, even * largest.num_shards
+    return (
+        f"ZeRO cuts parameters by rows, and those of {largest.name} {list(largest.shape)}{others} do not go evenly "
+        f"into {largest.num_shards} ranks: some hold {format_bytes(held)} of them where an even share is "
+        f"{format_bytes(even)}, as much more for each state of the optimizer, and what is gathered and reduced of them "
+        f"has {padded / real:.2g} times their bytes; let zero_optimization.mics_shard_size divide the rows, or for "
+        "experts set expert_parallel.autoep_size"
+    )
 
 
 class ShardStorage:
