@@ -72,17 +72,23 @@ def ask(model: Any, config: dict[str, Any], nodes: int, local: int, length: int,
 def test_relations_between_plans(
     model: dict[str, Any], config: dict[str, Any], ranks: tuple[int, int], length: int
 ) -> None:
+    beside: list[int] = []
+
     def total(zero: dict[str, Any], nodes: int = ranks[0], tokens: int = length, **more: Any) -> int:
         found = ask(model, config | {"zero_optimization": zero} | more, nodes, ranks[1], tokens).to_dict()
         parts = {key: value for key, value in found["per_rank"].items() if key != "total"}
         assert found["per_rank"]["total"] == sum(parts.values()) and min(parts.values()) >= 0
         assert json.loads(json.dumps(found)) == found
+        beside.append(parts["parameters"] + parts["buffers"])
         # Holes are a measured share of the blocks that are small enough for the heap: of two plans the larger may
         # have fewer, since more of its blocks are mappings.
         return found["per_rank"]["total"] - found["per_rank"]["fragmentation"]
 
     stages = [total({"stage": stage}) for stage in range(4)]
-    assert stages[3] <= stages[2] <= stages[1] <= stages[0]
+    # Stages 1 to 3 keep a shard beside the gathered parameters, and a block's gradients twice while they are reduced.
+    # SGD keeps nothing that could be cut, and two ranks may save less than that.
+    granted = beside[1] if config["optimizer"]["type"] == "SGD" else 0
+    assert stages[3] <= stages[2] <= stages[1] <= stages[0] + granted
     assert total({"stage": 3}, nodes=2 * ranks[0]) <= stages[3]
     micro = config["train_micro_batch_size_per_gpu"]
     assert total({"stage": 2}, train_micro_batch_size_per_gpu=2 * micro) >= stages[2]
