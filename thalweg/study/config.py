@@ -42,8 +42,8 @@ class StudyModel(_Section):
 
 
 class StudyDataset(_Section):
-    """A dataset: ``path`` is a name on the hub, a local file (jsonl, json, csv, tsv, parquet), or ``sample:NAME`` for
-    one of the hand-written samples in the package.
+    """A dataset: ``path`` is a name on the hub, a local file (jsonl, json, csv, tsv, parquet), ``sample:NAME`` for
+    one of the hand-written samples in the package, or ``stdlib`` for the sources of Python's standard library.
 
     ``schema``: how a row becomes ``input`` and ``output``, a key of ``schemas.SCHEMAS``; ``template`` replaces its
     prompt.  ``samples`` rows are measured, in batches of ``batch_size``, with at most ``max_prompt_tokens`` tokens in
