@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -508,6 +509,43 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("do not touch")
     with pytest.raises(ValueError, match="not empty"):
         run_study(study_of(), tmp_path, lambda line: None)
+
+
+def test_a_finished_study_becomes_a_run_of_the_results(
+    tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_folder = Path(__file__).parents[2] / "bench"
+    monkeypatch.syspath_prepend(str(bench_folder))
+    found = importlib.util.spec_from_file_location("bench_study", bench_folder / "study.py")
+    assert found is not None and found.loader is not None
+    bench = importlib.util.module_from_spec(found)
+    found.loader.exec_module(bench)
+    monkeypatch.setattr(sys.modules["_report"], "ROOT", tmp_path)
+    monkeypatch.setattr(
+        bench, "load_study", lambda name: study_of(name=name, techniques=["hugging face", "thalweg", "thalweg int8"])
+    )
+    options = ["--folder", str(tmp_path / "out"), "--write", "--python", "thalweg=/another/python"]
+    for seconds, name in ((1.0, "mine"), (1.0, "other"), (2.0, "mine")):
+        quick({"hugging face": 4.0, "thalweg": seconds}, {"thalweg int8": "killed by SIGKILL"})
+        shutil.rmtree(tmp_path / "out" / name, ignore_errors=True)
+        assert bench.main([name, *options]) == 0
+    spec = next(tmp_path.glob("out/mine/cells/one/llama/scitail/thalweg/spec.json"))
+    assert json.loads(spec.read_text())["technique"]["python"] == "/another/python"
+    written = json.loads((tmp_path / "results" / "study.json").read_text())
+    assert [run["run"] for run in written["runs"]] == ["mine", "other"], "a second run is in the place of the first"
+    ratios = {row["case"]: row["ratio"] for row in written["rows"]}
+    assert ratios == {
+        "mine, one, llama, SciTail, thalweg": 2.0, "mine, one, llama, SciTail, thalweg int8": None,
+        "mine, one, llama, SciTail, inference again": 1.0, "other, one, llama, SciTail, thalweg": 4.0,
+        "other, one, llama, SciTail, thalweg int8": None, "other, one, llama, SciTail, inference again": 1.0,
+    }  # fmt: skip
+    assert "SIGKILL" in next(row["note"] for row in written["rows"] if row["case"].endswith("int8"))
+    assert written["runs"][0]["machine"]["torch"] == torch.__version__ and written["runs"][0]["date"]
+    text = (tmp_path / "results" / "study.md").read_text()
+    assert text.count("## Study: ") == 2 and "figures/" not in text and "### What to use" in text
+    assert "What to use" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="mine has no technique vllm"):
+        bench.main(["mine", "--python", "vllm=/python"])
 
 
 # The page
