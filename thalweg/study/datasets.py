@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from thalweg.data.corpus import stdlib_documents
@@ -90,6 +91,7 @@ def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str
     """
     schema = SCHEMAS[dataset.schema_name]
     template = dataset.template or schema.template
+    fields = [name for _, name, _, _ in Formatter().parse(template) if name]
     usable, num_skipped = [], 0
     for number, row in enumerate(rows):
         try:
@@ -104,7 +106,7 @@ def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str
             num_skipped += 1
             continue
         answer = _answer(output, schema.labels)
-        empty = any(not _text(row.get(key)).strip() for key in _fields(template) if key in row)
+        empty = any(not _text(row.get(key)).strip() for key in fields if key in row)
         if answer is None or empty:
             num_skipped += 1
             continue
@@ -114,12 +116,6 @@ def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str
     if not usable:
         raise ValueError(f"none of {len(rows)} rows has both an input and an output for schema {dataset.schema_name}")
     return usable, num_skipped
-
-
-def _fields(template: str) -> list[str]:
-    from string import Formatter
-
-    return [name for _, name, _, _ in Formatter().parse(template) if name]
 
 
 def _text(value: Any) -> str:
