@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.dist.test_checkpoint_faults import fork_pair
 from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.checkpoint_support import NoFsyncFileSystem, digest, kill_at, list_names
-from thalweg.checkpoint import Checkpoint, FileSystem
+from thalweg.checkpoint import Checkpoint, CheckpointError, FileSystem
 from thalweg.rlhf import checkpoint
 
 Commit = Callable[[Path, int, Mapping[str, thalweg.Engine], Mapping[str, Any]], None]
@@ -118,68 +119,81 @@ def _first_commit(rank: int, folder: Path) -> None:
     checkpoint.commit(folder, 1, engines, {"iteration": 1})
 
 
-def _killed(rank: int, world: int, out: str, kind: str, victim: int, points: list[float] | None) -> list[Any]:
-    """(operation, step that a resuming run takes, "" or what is wrong) of a kill at each of ``points``, parts of all
-    operations (None: at each of all).
-
-    Runs in one fresh process without threads, so that forking from it is cheap and safe.
-    """
+def _prepare(rank: int, world: int, out: str) -> tuple[dict[int, list[str]], list[int]]:
+    """A run of three commits that nobody kills: what each step's checkpoints hold, and how many operations each rank's
+    second commit has.  Leaves the first commit's files in ``first``."""
     root, expected = Path(out), {}
     folder = root / "whole"
-    for step, action in enumerate(
-        [
-            _first_commit,
-            lambda r, f: _next_commit(r, f, COMMITS["ours"], NoFsyncFileSystem()),
-            _resume_and_commit,
-        ]
-    ):
-        assert fork_pair(root / f"whole{step}.store", lambda r, action=action: action(r, folder)) == [0, 0]
-        expected[step + 1] = _digests(folder, step + 1)
-        if step == 0:
+    actions: list[Callable[[int], None]] = [
+        lambda r: _first_commit(r, folder),
+        lambda r: _next_commit(r, folder, COMMITS["ours"], NoFsyncFileSystem()),
+        lambda r: _resume_and_commit(r, folder),
+    ]
+    for step, action in enumerate(actions, 1):
+        assert fork_pair(root / f"whole{step}.store", action) == [0, 0]
+        expected[step] = _digests(folder, step)
+        if step == 1:
             shutil.copytree(folder, root / "first")
     assert len({each for pair in expected.values() for each in pair}) == 6
-    base = root / "counted"
+    return expected, [int((folder / f"rank{r}.operations").read_text()) for r in range(2)]
 
-    def run(k: int) -> list[int]:
-        shutil.copytree(root / "first", base)
-        disks = [kill_at(k) if r == victim else NoFsyncFileSystem() for r in range(2)]
-        return fork_pair(root / f"{base.name}.store", lambda r: _next_commit(r, base, COMMITS[kind], disks[r]))
 
-    assert run(-1) == [0, 0]
-    total = int((base / f"rank{victim}.operations").read_text())
-    found = []
-    for k in range(total) if points is None else sorted({round(point * (total - 1)) for point in points}):
+def _killed(
+    rank: int, world: int, first: str, out: str, kind: str, victim: int, points: list[int], expected: dict
+) -> list[tuple[int, int, str]]:
+    """(operation, step that a resuming run takes, "" or what is wrong) of a death at each of ``points``.
+
+    Runs, as ``_prepare``, in one fresh process without threads, so that forking from it is cheap and safe.
+    """
+    root, found = Path(out), []
+    for k in points:
         base = root / f"{k}"
-        assert run(k)[victim] == 9, k
+        shutil.copytree(first, base)
+        disks = [kill_at(k) if r == victim else NoFsyncFileSystem() for r in range(2)]
+        action = partial(_next_commit, folder=base, commit=COMMITS[kind])
+        assert fork_pair(root / f"{k}.store", lambda r, d=disks, a=action: a(r, io=d[r]))[victim] == 9, k
         step = int(json.loads((base / "manifest.json").read_text())["step"])
-        try:
-            same = _digests(base, step) == expected[step]
-            wrong = "" if same else "the manifest's checkpoints are not those of its step"
-        except thalweg.checkpoint.CheckpointError as error:
-            wrong = f"{type(error).__name__}: {error}"
-        if not wrong and fork_pair(root / f"{k}.after.store", lambda r: _resume_and_commit(r, base)) != [0, 0]:
-            wrong = "the run does not go on"
-        if not wrong:
-            after = {name: list_names(base / name) for name in STAGES}
-            if any(names != {f"step{step + 1}"} for names in after.values()):
-                wrong = f"left over: {after}"
-            elif _digests(base, step + 1) != expected[step + 1]:
-                wrong = "the run that went on is another"
-        found.append((k, step, wrong))
+        found.append((k, step, _find_fault(base, step, expected)))
         shutil.rmtree(base)
     return found
 
 
+def _find_fault(base: Path, step: int, expected: dict[int, list[str]]) -> str:
+    """What is wrong with what a death has left, and with the run that goes on from it."""
+    try:
+        if _digests(base, step) != expected[step]:
+            return "the checkpoints that the manifest names are not those of its step"
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    if fork_pair(base.with_suffix(".after.store"), lambda r: _resume_and_commit(r, base)) != [0, 0]:
+        return "the run does not go on"
+    left = {name: sorted(list_names(base / name)) for name in STAGES}
+    if any(names != [f"step{step + 1}"] for names in left.values()) or (base / ".manifest.json").exists():
+        return f"left over: {left}"
+    return "" if _digests(base, step + 1) == expected[step + 1] else "the run that went on is another"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, list[str]], list[int]]:
+    """The folder of a first commit, and what ``_prepare`` found."""
+    root = tmp_path_factory.mktemp("commits")
+    return (str(root / "first"), *run_ranks(_prepare, 1, str(root), init=False, timeout=300)[0])
+
+
 @pytest.mark.parametrize(
-    ("victim", "points"),
-    [(0, [0.0, 0.45, 0.8, 1.0]), (1, [0.6]), nightly(0, None), nightly(1, None)],
+    ("victim", "parts"),
+    [(0, [0.45, 0.8, 1.0]), (1, [0.6]), nightly(0, None), nightly(1, None)],
 )
 def test_r26_a_rank_killed_in_a_commit_leaves_both_engines_at_one_step(
-    tmp_path: Path, victim: int, points: list[float] | None
+    tmp_path: Path, whole: Any, victim: int, parts: list[float] | None
 ) -> None:
     """What a run takes up is, to the bit, both engines' step 1 or both engines' step 2; it commits again, nothing of
     the death is left, and its next step is that of a run that nobody killed."""
-    found = run_ranks(_killed, 1, str(tmp_path), "ours", victim, points, init=False, timeout=1200)[0]
+    first, expected, totals = whole
+    last = totals[victim] - 1
+    points = list(range(last + 1)) if parts is None else [round(part * last) for part in parts]
+    args = (first, str(tmp_path), "ours", victim, points, expected)
+    found = run_ranks(_killed, 1, *args, init=False, timeout=2400)[0]
     print(f"R26, rank {victim}: {len(found)} deaths, {sum(step == 2 for _, step, _ in found)} after the commit")
     assert [row for row in found if row[2]] == []
     steps = [step for _, step, _ in found]
@@ -187,7 +201,11 @@ def test_r26_a_rank_killed_in_a_commit_leaves_both_engines_at_one_step(
     assert victim or steps[-1] == 2  # rank 0 publishes, and tidies up after that
 
 
-@pytest.mark.parametrize(("kind", "points"), [("too early", [0.8]), nightly("one by one", [0.4, 0.8, 1.0])])
-def test_the_control_of_it_commits_that_are_not_one_are_found(tmp_path: Path, kind: str, points: list[float]) -> None:
-    found = run_ranks(_killed, 1, str(tmp_path), kind, 0, points, init=False, timeout=600)[0]
-    assert any(wrong for _, _, wrong in found), found
+@pytest.mark.parametrize(("kind", "part"), [("too early", 0.75), nightly("one by one", 0.75)])
+def test_the_control_of_it_commits_that_are_not_one_are_found(
+    tmp_path: Path, whole: Any, kind: str, part: float
+) -> None:
+    first, expected, totals = whole
+    args = (first, str(tmp_path), kind, 0, [round(part * (totals[0] - 1))], expected)
+    found = run_ranks(_killed, 1, *args, init=False, timeout=300)[0]
+    assert all(wrong for _, _, wrong in found), found
