@@ -233,8 +233,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def render(run: dict[str, Any]) -> str:
     """Return one run as Markdown."""
-    keys = {"steps": 0, "loss": 4, "final_loss": 4, "seconds": 0, "sent_mib": 1, "seconds_to_target": 0, "mib_to_target": 1}
-    keys["kib_a_step_at_the_end"] = 1
+    keys = {"steps": 0, "loss": 4, "final_loss": 4, "seconds": 0, "sent_mib": 1}
+    keys |= {"seconds_to_target": 0, "mib_to_target": 1, "kib_a_step_at_the_end": 1}
     lines = [
         [c["contestant"], *(format_cell(c.get(key), digits) for key, digits in keys.items())]
         for c in run["contestants"]

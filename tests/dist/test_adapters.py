@@ -338,3 +338,93 @@ def test_row45_several_adapters_one_after_the_other_and_a_base_that_thaws() -> N
     assert max(float((got[name] - want[name]).abs().mean()) for name in want) < 1e-5
     for adapter in ("default", "second"):
         assert all(value.abs().max() > 0 for name, value in want.items() if f".{adapter}." in name)
+
+
+def _merge(rank: int, world: int, place: str, weight_format: str | None, folder: str) -> dict[str, Any]:
+    """PEFT's own merge and unmerge between steps: logits before, merged and after, whole states, and the adapters at the
+    end."""
+    import thalweg
+
+    zero = {k: v | {"nvme_path": folder} if isinstance(v, dict) else v for k, v in PLACES[place].items()}
+    config = {
+        "train_micro_batch_size_per_gpu": 4 // world, "zero_optimization": zero, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+    }  # fmt: skip
+    engine, *_ = thalweg.initialize(model=make_model(weight_format), config=config)
+    model: Any = engine.module
+
+    def logits() -> torch.Tensor:
+        engine.eval()
+        with torch.no_grad():
+            return engine(input_ids=batch(9)).logits
+
+    def train(step: int) -> None:
+        engine.train()
+        ids = batch(step).chunk(world)[rank]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+    for step in range(2):
+        train(step)
+    found: dict[str, Any] = {"before": logits(), "untouched": engine.state_dict()}
+    model.merge_adapter()
+    found |= {"merged": logits(), "merged state": engine.state_dict()}
+    model.unmerge_adapter()
+    found |= {"after": logits(), "unmerged state": engine.state_dict()}
+    train(2)
+    found["lora"] = {k: v for k, v in engine.state_dict().items() if "lora_" in k}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("place", ["stage 3", nightly("stage 2"), nightly("host"), nightly("nvme")])
+def test_peft_s_own_merge_and_unmerge_act_on_shards_as_on_a_whole_model(place: str, tmp_path: Path) -> None:
+    results = run_ranks(_merge, 2, place, None, str(tmp_path))
+    want = train_plain(make_model(None))[1]
+    for found in results:
+        plain, weights = make_model(None).eval(), found["merged state"]
+        plain.load_state_dict(found["untouched"])
+        plain.merge_adapter()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+        name = next(name for name in weights if "q_proj.base_layer.weight" in name)
+        assert (weights[name] - found["untouched"][name]).abs().max() > 1e-4  # something was merged
+        for state in ("merged", "after"):
+            torch.testing.assert_close(found[state], found["before"], rtol=1e-4, atol=1e-4)
+        for name, value in found["untouched"].items():
+            torch.testing.assert_close(found["unmerged state"][name], value, rtol=1e-5, atol=1e-6)
+        gap = max(float((found["lora"][name] - want[name]).abs().max()) for name in want)
+        assert gap < 1e-4, gap  # and trains on as if it had never been merged
+
+
+def _recompute(rank: int, world: int, policy: str, place: str, dropout: float) -> tuple[list[float], dict[str, Any]]:
+    import thalweg
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4 // world, "zero_optimization": PLACES[place], "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}}, "seed": 3,
+        "activation_checkpointing": {"policy": policy},
+    }  # fmt: skip
+    engine, *_ = thalweg.initialize(model=make_model("nf4", lora_dropout=dropout), config=config)
+    engine.train()
+    losses = []
+    for step in range(STEPS):
+        ids = batch(step).chunk(world)[rank]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    lora = {k: v for k, v in engine.state_dict().items() if "lora_" in k}
+    engine.close()
+    return losses, lora
+
+
+@pytest.mark.parametrize("place", ["stage 3", nightly("host"), nightly("stage 2")])
+def test_row12_recomputation_with_lora_and_dropout_changes_no_bit(place: str) -> None:
+    kept, again, other = (
+        run_ranks(_recompute, 2, policy, place, dropout)
+        for policy, dropout in (("none", 0.3), ("full", 0.3), ("full", 0.0))
+    )
+    for (losses, lora), (want, values), (control, _) in zip(again, kept, other, strict=True):
+        assert losses == want != control  # the control: dropout is there, and is drawn as before
+        assert lora.keys() == values.keys() and all(torch.equal(lora[name], values[name]) for name in values)
