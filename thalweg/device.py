@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thalweg.utils.env import DEVICE_VARIABLE
+
 # mallopt(3) parameters of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _TRIM_THRESHOLD_BYTES = 1 << 30
@@ -20,24 +22,27 @@ _TRIM_THRESHOLD_BYTES = 1 << 30
 LARGE_BLOCK_BYTES = 4 << 20
 
 
-def pick_device(local_rank: int = 0) -> torch.device:
-    """The accelerator of this local rank where there is one, made the current one, else the CPU.
+def pick_device(local_rank: int = 0, name: str = "auto", num_local_ranks: int = 1) -> torch.device:
+    """The device of this name (see :func:`resolve_device`) for one of so many ranks on this host, made the current one.
+
+    A kind without an index means the device of this local rank.
 
     Raises:
-        ValueError: there are fewer accelerators than ranks on this host.
+        ValueError: torch sees no such device here, or there are fewer of them than ranks on this host.
     """
-    kind = current_accelerator().type
-    if kind == "cpu":
-        return torch.device("cpu")
+    device = _find_device(name)
+    if device.type == "cpu":
+        return device
     count = torch.accelerator.device_count()
-    if local_rank >= count and not _may_share(kind, count):
+    index, lacks = (local_rank, local_rank >= count) if device.index is None else (device.index, num_local_ranks > 1)
+    if lacks and not _may_share(device.type, count):
         raise ValueError(
-            f"local rank {local_rank} has no {kind} device of its own: this process sees {count}, and collectives "
-            f"between two ranks on one device fail. Start at most {count} ranks on this host, or hide the devices to "
-            "train on the CPU (CUDA_VISIBLE_DEVICES=, empty)"
+            f"local rank {local_rank} has no {device.type} device of its own: this process sees {count}, and "
+            f"collectives between two ranks on one device fail. Start at most {count} ranks on this host, each with "
+            f'device "auto", or train on the CPU (`thalweg run --device cpu`, or "device": "cpu" in the config)'
         )
-    torch.accelerator.set_device_index(local_rank % count)
-    return torch.device(kind, local_rank % count)
+    torch.accelerator.set_device_index(index % count)
+    return torch.device(device.type, index % count)
 
 
 def _may_share(kind: str, count: int) -> bool:
@@ -50,7 +55,9 @@ def _may_share(kind: str, count: int) -> bool:
 
 
 def current_accelerator() -> torch.device:
-    """The accelerator of this process, whichever kind; the CPU where there is none."""
+    """The accelerator of this process, whichever kind; the CPU where there is none, or the environment says so."""
+    if os.environ.get(DEVICE_VARIABLE) == "cpu":
+        return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -67,21 +74,29 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
     Raises:
         ValueError: torch sees no such device here, or this rank has none of its own.
     """
-    if str(name) == "cpu":
-        return torch.device("cpu")
-    accelerator = current_accelerator()
-    device = accelerator if name == "auto" else torch.device(name)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    count = torch.accelerator.device_count() if device.type == accelerator.type else 0
-    if count == 0 or (device.index or 0) >= count:
-        found = f"{count} of that kind" if count else "no such device"
-        raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
-    if device.index is not None:
+    device = _find_device(name)
+    if device.type == "cpu" or device.index is not None:
         return device
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
         return pick_device(int(os.environ["LOCAL_RANK"]))
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _find_device(name: str | torch.device) -> torch.device:
+    """The device of this name, with an index where the name has one; ValueError where torch sees none here."""
+    if name == "auto":
+        name = os.environ.get(DEVICE_VARIABLE) or "auto"
+    accelerator = current_accelerator()
+    device = None
+    with suppress(RuntimeError):  # a kind that torch has never heard of
+        device = torch.device(accelerator.type if name == "auto" else name)
+    if device is not None and device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if device is not None and device.type == accelerator.type else 0
+    if device is None or (device.index or 0) >= count:
+        found = f"{count} of that kind" if count else "no such device"
+        raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
+    return device
 
 
 def takes_tensors_of(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -63,7 +63,7 @@ from thalweg.zero.storage.nvme import (
     ParamPaging,
     build_param_paging,
     get_offload_messages,
-    pins_shards,
+    pins_grads,
     shards_on_host,
 )
 from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
@@ -459,7 +459,7 @@ def shard_model(
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if pages_params or tp_layout is not None else with_large_leaves(model, blocks)
     on_host = shards_on_host(zero, device.type == "cpu")
-    pin_shard = on_host and pins_shards(zero)
+    pin_shard = on_host and pins_grads(zero)
     reduce_dtype = options.precision.reduce_dtype
     spec = CollectivesSpec(
         shard_mesh,
@@ -624,7 +624,7 @@ def _apply_fully_shard(
     ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
     common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     if on_host:
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_shards(options.zero))
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(options.zero))
     try:
         for name in options.fp32_modules:
             module = model.get_submodule(name)

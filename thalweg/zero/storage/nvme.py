@@ -80,10 +80,12 @@ def shards_on_host(zero: ZeroOptimization, on_cpu: bool) -> bool:
     return not on_cpu and (zero.offload_param.device != "none" or zero.offload_optimizer.device != "none")
 
 
-def pins_shards(zero: ZeroOptimization) -> bool:
-    """Whether shards on the host are page-locked; a mapped shard cannot be, and need not: it is not what is copied."""
+def pins_grads(zero: ZeroOptimization) -> bool:
+    """Whether gradients come to the host in page-locked memory, and shards lie in it.
+
+    Shards in a swap file cannot: what is read of them goes on through such memory."""
     section = zero.offload_optimizer if zero.offload_param.device == "none" else zero.offload_param
-    return section.pin_memory and zero.offload_param.device != "nvme"
+    return section.pin_memory
 
 
 def get_offload_messages(zero: ZeroOptimization, device: torch.device) -> dict[str, str]:
