@@ -341,8 +341,7 @@ def test_row45_several_adapters_one_after_the_other_and_a_base_that_thaws() -> N
 
 
 def _merge(rank: int, world: int, place: str, weight_format: str | None, folder: str) -> dict[str, Any]:
-    """PEFT's own merge and unmerge between steps: logits before, merged and after, whole states, and the adapters at the
-    end."""
+    """PEFT's own merge and unmerge between steps: logits before, merged and after, whole states, the last adapters."""
     import thalweg
 
     zero = {k: v | {"nvme_path": folder} if isinstance(v, dict) else v for k, v in PLACES[place].items()}
