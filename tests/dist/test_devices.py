@@ -642,15 +642,18 @@ def _train_on(rank: int, world: int, device: str, in_environment: bool = False) 
 @pytest.mark.parametrize(("world", "init"), [(2, True), nightly(1, False)])
 def test_a_config_or_the_environment_names_the_device(world, init):
     """With an accelerator at hand training on the CPU is the CPU's, and needs no group but the host's."""
-    name = "cuda" if is_device_real() else "sim"
     on_host = run_ranks(_train_on, world, "auto", device="cpu")
     assert [device for device, _ in on_host] == ["cpu"] * world
     for in_environment in (False, True):
         asked = run_ranks(_train_on, world, "cpu", in_environment, device="sim", init=init)
         assert asked == on_host
-    for device in ("auto", "sim"):  # the controls
-        found = run_ranks(_train_on, world, device, device="sim", init=init)
-        assert [device for device, _ in found] == [f"{name}:{rank}" for rank in range(world)]
+    # The controls.
+    by_itself = run_ranks(_train_on, world, "auto", device="sim", init=init)
+    by_name = run_ranks(_train_on, world, "sim", device="sim", init=init)
+    for found in (by_itself, by_name):
+        kinds = {device.partition(":")[0] for device, _ in found}
+        assert len(kinds) == 1 and "cpu" not in kinds
+        assert [device.partition(":")[2] for device, _ in found] == [str(rank) for rank in range(world)]
 
 
 def test_a_device_that_is_not_there_or_is_another_ranks_is_refused_with_the_cure():
