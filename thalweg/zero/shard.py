@@ -81,7 +81,8 @@ _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModel]] = weakr
 class ShardOptions:
     """How to shard: stage, dtypes, units, and how gradients are averaged.
 
-    ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them.
+    ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them; gradients
+    are reduced there, and between hosts as ``ReplicaSync`` says.
     ``site_size``: so many ranks ("auto": those of a host) shard and reduce by themselves; what crosses to others is not
     the reducers' affair.
     """
@@ -439,10 +440,10 @@ def shard_model(
         raise ValueError("the model has no parameters: there is nothing to train")
     zero, sharded = options.zero, options.policy.shards_optimizer_states
     pages_params, mics_size = zero.offload_param.device == "nvme", zero.mics_shard_size
-    if sharded and options.within_hosts and mics_size <= 0:
+    if options.within_hosts and (mics_size <= 0 or not sharded):
         mics_size = count_ranks_of_a_host(mesh, device)
     sites = build_site_mesh(mesh, options.site_size, device)
-    mics_mesh = build_mics_mesh(mesh, mics_size) if sharded else None
+    mics_mesh = build_mics_mesh(mesh, mics_size, sharded) if sharded or options.within_hosts else None
     outer_mesh = sites or mics_mesh
     shard_mesh = mesh if outer_mesh is None else outer_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
