@@ -141,7 +141,7 @@ class SiteExchange:
             call.add_bytes(*topology.ring_bytes(part.nbytes))
             own, part = part, part.new_empty(self.num_sites, part.shape[1])
             all_gather_flat(part.view(-1), own.view(-1), self._sum.group)
-        if self._num_parts == 1:
+        if self._within is None:
             return part
         parts = part.new_empty(self._num_parts, *part.shape)
         call.add_bytes((self._num_parts - 1) * part.nbytes)

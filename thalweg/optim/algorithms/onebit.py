@@ -108,9 +108,10 @@ class MomentumExchange:
         )
         from thalweg.ops.onebit import get_onebit_code  # LLVM is loaded for those who compress
 
-        numels, device, mesh = [p.numel() for p in pieces], pieces[0].device, params[0].device_mesh
-        alike = mesh.ndim == 2 and params[0].placements[1].is_replicate()  # the ranks of a host: each sends a part
-        within = control_group(mesh.get_group(1), device) if alike else None
+        numels, device, first = [p.numel() for p in pieces], pieces[0].device, params[0]
+        assert isinstance(first, DTensor)
+        alike = first.device_mesh.ndim == 2 and first.placements[1].is_replicate()  # a host's: each sends a part
+        within = control_group(first.device_mesh.get_group(1), device) if alike else None
         self._reducer = OneBitAllReduce(numels, group, topology, self._ledger, device, get_onebit_code(device), within)
         self._params = params
         owed = [_owed_errors(param, state[param], size) for param in params]
