@@ -54,7 +54,8 @@ GROUP_NAMES = (
 )  # fmt: skip
 PARAM_NAMES = (
     "sharded_param", "_module_info", "padded_sharded_param_size", "sharded_size", "_sharding_spec",
-    "_sharded_param_data", "to_sharded_dtensor", "pin_memory", "_setattr_on_modules", "all_gather_outputs", "reset_sharded_param",
+    "_sharded_param_data", "to_sharded_dtensor", "pin_memory", "_setattr_on_modules", "all_gather_outputs",
+    "reset_sharded_param",
     *(("_sharding_spec_by_dtype", "init_dtype_attrs") if _GRADS_STAY_IN_PLACE else ("unsharded_accumulated_grad",)),
 )  # fmt: skip
 
