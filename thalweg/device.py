@@ -6,7 +6,8 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def pick_device(local_rank: int = 0, name: str = "auto", num_local_ranks: int = 
             f"collectives between two ranks on one device fail. Start at most {count} ranks on this host, each with "
             f'device "auto", or train on the CPU (`thalweg run --device cpu`, or "device": "cpu" in the config)'
         )
+    _complete_module(device.type)
     torch.accelerator.set_device_index(index % count)
     return torch.device(device.type, index % count)
 
@@ -52,6 +54,34 @@ def _may_share(kind: str, count: int) -> bool:
     if count == 1 and given and "," not in given:
         return True
     return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
+
+
+class _OnlyStream:
+    """The stream of a device that has no other: what is queued on it is in order already."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is out of order."""
+
+    wait_event = wait_stream
+
+    def record_event(self, event: Any = None) -> torch.Event:
+        """An event of what is queued so far."""
+        return torch.accelerator.current_stream().record_event()
+
+
+def _complete_module(kind: str) -> None:
+    """Give a device's module the names that meshes and FSDP2 ask of it and ``torch.mps`` of 2.13 has not."""
+    only = _OnlyStream()
+    added: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "current_device": torch.accelerator.current_device_index,
+        "Stream": lambda device=None, priority=0: only,
+        "current_stream": lambda device=None: only,
+        "stream": nullcontext,
+    }
+    names = vars(torch.get_device_module(kind))
+    for name, value in ({} if "Stream" in names else added).items():
+        names.setdefault(name, value)
 
 
 def current_accelerator() -> torch.device:
@@ -245,10 +275,11 @@ def synchronize(device: torch.device | None = None) -> None:
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``, in the order of its stream: the host does not wait for an accelerator.
 
-    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one."""
+    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one.  Where
+    there is none such it waits, as the tensor may be gone before the device has read it."""
     if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = pin(tensor)
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=can_pin())
 
 
 def iter_host_parts(tensor: Tensor, part_numel: int) -> Iterator[Tensor]:
@@ -293,5 +324,23 @@ def unlock_pages(memory: Tensor) -> None:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Return a host tensor in memory that the accelerator reads by itself; where both share theirs, the tensor."""
-    return tensor if current_accelerator().type == "mps" else tensor.pin_memory()
+    """Return a host tensor in memory that the accelerator reads by itself; where there is none such, the tensor."""
+    return tensor.pin_memory() if can_pin() else tensor
+
+
+@cache
+def can_pin() -> bool:
+    """Whether the accelerator has page-locked memory of the host's; one that shares its memory has not."""
+    try:
+        return torch.empty(1).pin_memory().is_pinned()
+    except RuntimeError:
+        return False
+
+
+@cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """fp64, or fp32 on a device that has none."""
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).dtype
+    except TypeError:
+        return torch.float32

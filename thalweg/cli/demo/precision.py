@@ -20,7 +20,7 @@ def has_fast_bf16(device: str = "auto") -> bool:
     AMX bf16 takes half the time or less; where it is emulated it takes longer.
     """
     if (found := resolve_device(device)).type != "cpu":
-        return torch.get_device_module(found).is_bf16_supported()
+        return getattr(torch.get_device_module(found), "is_bf16_supported", lambda: True)()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -38,7 +38,7 @@ from thalweg.comm import CommsLog
 from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
-from thalweg.device import takes_tensors_of
+from thalweg.device import takes_tensors_of, widest_float
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.fused_adam import AbstractAdam
@@ -225,7 +225,8 @@ class CompressedMixin:
 
     def _mean_variances(self, params: Sequence[Tensor]) -> list[float]:
         """The mean of ``exp_avg_sq`` of each logical parameter."""
-        sums = [to_local(self.state[p]["exp_avg_sq"]).sum(dtype=torch.float64).reshape(1) for p in params]
+        pieces = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
+        sums = [piece.sum(dtype=widest_float(piece.device)).reshape(1) for piece in pieces]
         if sums:
             all_reduce_tensors_(sums, get_shard_groups(params))
         return [

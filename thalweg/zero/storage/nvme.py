@@ -64,6 +64,7 @@ from thalweg.comm.collectives.shared_memory import SharedMemoryArena
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
 from thalweg.config.schema.zero import OffloadParam, ZeroOptimization
+from thalweg.device import can_pin
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
@@ -85,7 +86,7 @@ def pins_grads(zero: ZeroOptimization) -> bool:
 
     Shards in a swap file cannot: what is read of them goes on through such memory."""
     section = zero.offload_optimizer if zero.offload_param.device == "none" else zero.offload_param
-    return section.pin_memory
+    return section.pin_memory and can_pin()
 
 
 def get_offload_messages(zero: ZeroOptimization, device: torch.device) -> dict[str, str]:
