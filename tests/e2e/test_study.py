@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.e2e.chromium import CHROMIUM, Page, open_browser
-from thalweg.study.config import STUDIES
+from thalweg.study.config import load_study
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
@@ -127,12 +126,12 @@ def run_study_command(file: Path, out: Path) -> dict:
 
 
 def test_training_on_real_text_learns_with_each_technique(tmp_path: Path) -> None:
-    tree = yaml.safe_load((STUDIES / "training_text.yaml").read_text())
+    tree = load_study("training_text").model_dump(by_alias=True, mode="json")
     tree |= {"rounds": 1, "steps": 4}
     tree["datasets"][0] |= {"samples": 8, "new_tokens": 64}
-    (tmp_path / "short.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "short.yaml").write_text(json.dumps(tree))
     report = run_study_command(tmp_path / "short.yaml", tmp_path / "out")
-    assert [row["technique"] for row in report["rows"]] == tree["techniques"]
+    assert [row["technique"] for row in report["rows"]] == [one["name"] for one in tree["techniques"]]
     baseline = report["rows"][0]
     for row in report["rows"]:
         assert row["status"] == "ok", row["reason"]
@@ -146,9 +145,9 @@ def test_training_on_real_text_learns_with_each_technique(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(deepspeed_missing_reason() is not None, reason=str(deepspeed_missing_reason()))
 def test_real_deepspeed_takes_part_by_its_own_interpreter(tmp_path: Path) -> None:
-    tree = yaml.safe_load(STUDY)
     deepspeed = {"name": "deepspeed stage 3 offload", "python": str(PEERS_PYTHON), "env": deepspeed_env()}
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump(tree | {"rounds": 1, "techniques": ["hugging face", deepspeed]}))
+    techniques = f"techniques: {json.dumps(['hugging face', deepspeed])}"
+    (tmp_path / "s.yaml").write_text(STUDY.replace("techniques: [hugging face, thalweg]", techniques))
     report = run_study_command(tmp_path / "s.yaml", tmp_path / "out")
     row = report["rows"][1]
     assert row["status"] == "ok", row["reason"]

@@ -123,17 +123,18 @@ class ResourceMeter:
 
 
 def _energy_microjoules(device: str = "cpu") -> int | None:
-    """The counters of processor packages and, with ``device`` cuda, of the visible devices, together; None where there
+    """The counters of processor packages and, for another ``device``, of all that are visible, together; None where there
     are none, or they are for root alone."""
     total, found = 0, False
-    if device.startswith("cuda"):
-        with suppress(Exception):  # no pynvml, no driver, or a device that does not count
+    if device != "cpu":
+        with suppress(Exception):  # no pynvml, no driver of NVIDIA's, or a device that does not count
             import pynvml  # type: ignore
             import torch
 
             pynvml.nvmlInit()
-            for index in range(torch.cuda.device_count()):
-                handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+            devices = torch.get_device_module(device)
+            for index in range(devices.device_count()):
+                handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{devices.get_device_properties(index).uuid}")
                 total, found = total + 1000 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), True
     for counter in Path("/sys/class/powercap").glob("intel-rapl:[0-9]*/energy_uj"):
         if counter.parent.name.count(":") == 1:
