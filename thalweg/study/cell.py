@@ -123,8 +123,10 @@ class ResourceMeter:
 
 
 def _energy_microjoules(device: str = "cpu") -> int | None:
-    """The counters of processor packages and, for another ``device``, of all that are visible, together; None where there
-    are none, or they are for root alone."""
+    """The counters of processor packages and, for another ``device``, of all that are visible, together.
+
+    None where there are none, or they are for root alone.
+    """
     total, found = 0, False
     if device != "cpu":
         with suppress(Exception):  # no pynvml, no driver of NVIDIA's, or a device that does not count
