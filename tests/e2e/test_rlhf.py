@@ -82,19 +82,23 @@ def _check_chat(model: Path) -> None:
     assert any(answers), "a model that says nothing shows nothing"
 
 
-def _kill_after(seconds: float, log: Path, *arguments: str) -> bool:
-    """Whether `thalweg rlhf` was still there to be killed, with all of its process group, after so long; nothing of it
-    is left."""
+def _kill_after(rows: int, seconds: float, out: Path, log: Path, *arguments: str) -> bool:
+    """Whether `thalweg rlhf` was still there to be killed, with all of its process group, so long after it had recorded
+    ``rows`` updates in all; nothing of it is left."""
     mark = f"RLHF_TEST={log}"
     with open(log, "w") as file:
         command = [sys.executable, "-m", "thalweg", "rlhf", *arguments]
         environ = _environ() | {"RLHF_TEST": str(log)}
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environ, start_new_session=True)
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            if sum(_count_rows(out).values()) >= rows:
+                time.sleep(seconds)
+                break
+            time.sleep(0.02)
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+        code = process.wait()
     assert code in (0, -signal.SIGKILL), log.read_text()
     deadline = time.monotonic() + 20
     while (left := _find_processes(mark)) and time.monotonic() < deadline:
@@ -103,6 +107,10 @@ def _kill_after(seconds: float, log: Path, *arguments: str) -> bool:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"a killed run leaves processes behind: {left}"
     return code != 0
+
+
+def _count_rows(out: Path) -> dict[str, int]:
+    return {path.parent.name: len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl")}
 
 
 def _find_processes(mark: str) -> list[int]:
@@ -121,22 +129,27 @@ def test_all_of_it_killed_at_random_times_ends_as_one_run_does(seed: int, tmp_pa
     """SIGKILL of the command and its ranks, five times, then the same command: the metrics of every step, the texts and
     the weights are, to the bit, those of a run that nobody killed."""
     config = str(_write_config(tmp_path, num_train_steps=4, save_interval=1, enable_ema=True))
-    begun = time.monotonic()
     whole = _rlhf("all", "--config", config, "--nproc", "2", "--output_dir", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
-    seconds, draw, killed = time.monotonic() - begun, random.Random(seed), 0
-    command = ("all", "--config", config, "--nproc", "2", "--output_dir", str(tmp_path / "died"))
-    for trial in range(5):
-        killed += _kill_after(seconds * draw.uniform(0.15, 0.6), tmp_path / f"trial{trial}.log", *command)
-        there = {path.parent.name: len(path.read_text().splitlines()) for path in tmp_path.glob("died/*/metrics.jsonl")}
-        print(f"after {killed} deaths: {there}, {[path.parent.name for path in tmp_path.glob('died/*/model')]}")
-    assert killed >= 3, f"a run of {seconds:.0f} s was over before it could be killed"
-    done = _rlhf(*command)
-    assert done.returncode == 0, done.stderr
+    draw, killed, out = random.Random(seed), 0, tmp_path / "died"
+    command = ("all", "--config", config, "--nproc", "2", "--output_dir", str(out))
+    for trial, rows in enumerate(sorted(draw.sample(range(1, 12), 5))):  # of twelve updates
+        delay = draw.uniform(0, 2)
+        killed += _kill_after(rows, delay, out, tmp_path / f"trial{trial}.log", *command)
+        done = [path.parent.name for path in out.glob("*/model")]
+        print(f"killed {delay:.2f} s after {rows} updates, so far {killed}: {_count_rows(out)}, done {done}")
+    assert killed >= 4
+    last = _rlhf(*command)
+    assert last.returncode == 0, last.stderr
     names = sorted(str(path.relative_to(tmp_path / "whole")) for path in tmp_path.glob("whole/*/model*/*.safetensors"))
-    assert names == [
-        f"{name}/model.safetensors" for name in ("ppo/model", "ppo/model_ema", "reward/model", "sft/model")
+    models = [
+        "ppo/model/model",
+        "ppo/model_ema/model",
+        "reward/model/model",
+        "reward/model/value_head",
+        "sft/model/model",
     ]
+    assert names == [f"{name}.safetensors" for name in models]
     for name in names:
         one, other = (load_file(tmp_path / run / name) for run in ("whole", "died"))
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
