@@ -450,6 +450,16 @@ def inference() -> Report:
     return {"tokens": tokens[0].tolist(), "logits": logits, "module": True}
 
 
+def inference_in_a_pipeline() -> Report:
+    from tests.compat.first_day.programs.user_model import make_text_pipeline
+
+    pipe: Any = make_text_pipeline()
+    texts = [
+        pipe(text, max_new_tokens=8, do_sample=False)[0]["generated_text"] for text in ("w5 w6 w7 w8", "w9 w3")
+    ]
+    return {"texts": texts, "several": 2, "module": True}
+
+
 def memory_estimates() -> Report:
     """Bytes a parameter: 2 + 2 for half weights and gradients, 4 + 4 + 4 for master and moments, 4 for gradients."""
     params, largest, gpus = int(3e9), int(1e8), 8
