@@ -189,12 +189,12 @@ class OneBitAllReduce:
             for row, counts, codes, pieces in zip(errors, self._counts, payload, self._pieces, strict=True):
                 numbers = [(place, flat_tensors[i][start:end]) for place, i, start, end in pieces]
                 self._code.compress_(row, counts, codes, numbers)
-            received = self._links.send_rows(payload, call)
+            received = self._links.send_rows(payload, name, call)
             mean = torch.empty_like(self._server_error)
             self._code.decompress(received, mean)
             numbers = [(place, mean[place : place + end - start]) for place, _, start, end in self._pieces[self._rank]]
             self._code.compress_(self._server_error, self._counts[self._rank], payload[0].zero_(), numbers)
-            received = self._links.send_rows(payload[:1], call)
+            received = self._links.send_rows(payload[:1], name, call)
             flat = torch.empty_like(self._worker_error)
             for codes, row in zip(received, flat.view(self._world_size, -1), strict=True):
                 self._code.decompress(codes.unsqueeze(0), row)

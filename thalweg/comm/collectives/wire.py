@@ -125,11 +125,12 @@ class SiteExchange:
 
     def gather(self, flat: Tensor, name: str, transport: str = "wire") -> Tensor:
         """What all sites have in ``flat`` (1-D): (sites, numel), on ``flat``'s device; collective."""
-        sizes = {"full_bytes": self.num_sites * flat.nbytes, "world_size": self.num_sites}
+        part_bytes = -(-flat.numel() // self._num_parts) * flat.element_size()
+        sizes = {"full_bytes": self.num_sites * part_bytes, "world_size": self.num_sites}
         with self._ledger.timed("all_gather", name, transport, **sizes) as call:
-            return self.send_rows(flat.to(self._device).unsqueeze(0), call).to(flat.device)
+            return self.send_rows(flat.to(self._device).unsqueeze(0), name, call).to(flat.device)
 
-    def send_rows(self, rows: Tensor, call: CollectiveCall) -> Tensor:
+    def send_rows(self, rows: Tensor, name: str, call: CollectiveCall) -> Tensor:
         """Row ``i`` of ``rows`` goes to site ``i``, a single row to all; what all sites sent comes: (sites, length)."""
         topology, length = self._sum.topology, rows.shape[1]
         padded = torch.nn.functional.pad(rows, (0, -length % self._num_parts))
@@ -143,9 +144,7 @@ class SiteExchange:
             all_gather_flat(part.view(-1), own.view(-1), self._sum.group)
         if self._within is None:
             return part
-        parts = part.new_empty(self._num_parts, *part.shape)
-        call.add_bytes((self._num_parts - 1) * part.nbytes)
-        all_gather_flat(parts.view(-1), part.view(-1), self._within)
+        parts = self._join(part.view(-1), name).view(self._num_parts, self.num_sites, -1)
         return parts.transpose(0, 1).reshape(self.num_sites, -1)[:, :length].contiguous()
 
     def _own_part(self, flat: Tensor) -> Tensor:
