@@ -52,10 +52,13 @@ def combine_futures(futures: Iterable[IoFuture]) -> IoFuture:
 
 
 class IoThreadPool:
-    """At most ``num_threads`` threads that run calls in the order in which they came."""
+    """At most ``num_threads`` threads that run calls in the order in which they came; each runs ``initializer``
+    first."""
 
-    def __init__(self, num_threads: int, name: str = "thalweg-io") -> None:
-        self.num_threads, self._name = num_threads, name
+    def __init__(
+        self, num_threads: int, name: str = "thalweg-io", initializer: Callable[[], None] | None = None
+    ) -> None:
+        self.num_threads, self._name, self._initializer = num_threads, name, initializer
         self._pool: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -66,7 +69,7 @@ class IoThreadPool:
             self._lock, self._pool, self._pid = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads, self._name)
+                self._pool = ThreadPoolExecutor(self.num_threads, self._name, self._initializer)
             return self._pool.submit(call, *args)
 
     def close(self) -> None:

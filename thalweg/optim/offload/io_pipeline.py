@@ -33,7 +33,6 @@ page belongs to two chunks, and neighbours in the file can be read and written i
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, combine_futures
 from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
-from thalweg.utils.threads import set_own_threads
+from thalweg.utils.threads import set_single_threaded
 
 _log = get_logger("optim")
 _SLOW_DISK_RATE = 300e6  # bytes a second; below this a disk is worth a word
@@ -229,10 +228,7 @@ class IoPipeline:
         assert len(ring) >= 2, "one buffer cannot read and write at once"
         self._swap, self._ring = swap, ring
         self.io_wait_seconds = 0.0
-        self._thread = IoThreadPool(1, "thalweg-stream")
-        # Whether others compute meanwhile, as a backward pass does: the work then has one core, else all.
-        self.leaves_cores: Callable[[], bool] = lambda: False
-        self._cores: tuple[int, bool] | None = None  # of which thread, and whether it has all
+        self._thread = IoThreadPool(1, "thalweg-stream", initializer=set_single_threaded)
         self._prefetched: list[tuple[IoChunk, IoFuture]] = []
         self._first = 0  # the buffer that the next run begins with
         self._writes = [IoFuture()] * len(ring)  # by buffer, what was last written from it
@@ -308,7 +304,6 @@ class IoPipeline:
                 start_read(turn)
             for turn, chunk in enumerate(chunks):
                 self._timed_wait(reads.pop(turn))
-                self._take_cores()
                 chunk_fn(chunk, ring[first + turn])
                 writes[(first + turn) % depth] = _start_transfers(swap.write, chunk.writes, ring[first + turn])
                 start_read(turn + depth - 1)
@@ -321,12 +316,6 @@ class IoPipeline:
             raise
         self._first = (first + len(chunks)) % depth
         self._warn_if_slow(time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes)
-
-    def _take_cores(self) -> None:
-        cores = threading.get_ident(), not self.leaves_cores()
-        if self._cores != cores:
-            set_own_threads(None if cores[1] else 1)
-            self._cores = cores
 
     def _timed_wait(self, future: IoFuture) -> None:
         start = time.perf_counter()

@@ -120,10 +120,6 @@ class DoubleBufferedStep:
         if all(map(self.can_step, params)):
             self._nvme_step.readahead(params)
 
-    def leave_cores(self, while_true: Callable[[], bool]) -> None:
-        """Update on one core as long as this is true, else on all; asked before each chunk."""
-        self._nvme_step.io_pipeline.leaves_cores = while_true
-
     def flush(self) -> None:
         """Return when all new values are written.
 
@@ -326,8 +322,6 @@ class StepInBackward(InMemoryStep, StepListener):
         self.skipped_units: list[str] = []
         self._on_params_updated, self._in_place, self._grad_offload = (on_params_updated, in_place, grad_offload)
         self._double_buffered, self._group = double_buffered, group
-        if double_buffered is not None:
-            double_buffered.leave_cores(lambda: window.in_backward)
         self._loss_is_finite_everywhere = True
         self._incomplete_units: dict[str, list[Tensor]] = {}
         # By unit: the parameters that left after it the last time, whose state is read ahead.
