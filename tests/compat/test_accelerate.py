@@ -68,7 +68,7 @@ def _with_plugin(rank: int, world: int, folder: str, stage: int, dummy: bool) ->
     if dummy:
         optimizer = DummyOptim(model.parameters(), lr=LR, weight_decay=0.01)
     rows = make_dataset(NUM_MICRO_BATCHES * MICRO_BATCH * 2, masked=False)
-    loader = torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH)
+    loader = torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH * 2 // world)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     def train(first: int, last: int) -> list[float]:
@@ -104,12 +104,15 @@ def _with_plugin(rank: int, world: int, folder: str, stage: int, dummy: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "dummy"),
-    [nightly(1, False), nightly(2, False), nightly(3, False), nightly(1, True), nightly(2, True), (3, True)],
+    ("stage", "dummy", "world"),
+    [
+        *(nightly(1, False, 2), nightly(2, False, 2), nightly(3, False, 2), nightly(1, True, 2), nightly(2, True, 2)),
+        *((3, True, 2), nightly(1, False, 1), nightly(2, True, 1), nightly(3, True, 1)),
+    ],
 )
-def test_a_loop_of_the_users_own(stage: int, dummy: bool, tmp_path: Path) -> None:
+def test_a_loop_of_the_users_own(stage: int, dummy: bool, world: int, tmp_path: Path) -> None:
     plain = run_ranks(_plain, 1)[0]
-    ours = run_ranks(_with_plugin, 2, str(tmp_path), stage, dummy)
+    ours = run_ranks(_with_plugin, world, str(tmp_path), stage, dummy)
     for result in ours:
         assert max(abs(a - b) for a, b in zip(result["losses"], plain, strict=True)) < TOLERANCE
         assert max(abs(a - b) for a, b in zip(result["again"], result["losses"][12:], strict=True)) < TOLERANCE

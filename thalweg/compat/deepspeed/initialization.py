@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from thalweg.compat.deepspeed.arguments import check_process_group
@@ -14,6 +15,7 @@ from thalweg.compat.deepspeed.hybrid_engine import DeepSpeedHybridEngine
 from thalweg.compat.deepspeed.live_engines import add_engine
 from thalweg.compat.deepspeed.param_views import show_ds_names
 from thalweg.compat.deepspeed.zero_optimizers import show_class
+from thalweg.compat.deepspeed.zero_params import ZeRORuntimeException
 from thalweg.config import Config, load
 from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.reader import read_source
@@ -30,6 +32,27 @@ def _load_with_defaults(source: Any) -> Config:
     for path in unsaid:
         filled.add_note(path, "DeepSpeed's default")
     return filled
+
+
+def _refuse_as_asked(config: Config, optimizer: Any) -> None:
+    """What Thalweg could do, and DeepSpeed refuses by keys that this config sets."""
+    given, zero = config.provenance.user_set, config.zero_optimization
+    if (
+        config.zero_force_ds_cpu_optimizer
+        and "zero_force_ds_cpu_optimizer" in given
+        and zero.offload_optimizer.device != "none"
+        and isinstance(optimizer, torch.optim.Optimizer)
+        and not type(optimizer).__module__.startswith("thalweg.")
+    ):
+        raise ZeRORuntimeException(
+            f"zero_force_ds_cpu_optimizer: true, and {type(optimizer).__name__} is the program's own optimizer: leave the "
+            'key out, or set "optimizer" in the config'
+        )
+    if zero.stage < 2 and zero.overlap_comm is True and not config.managed_gradient_accumulation:
+        raise DeepSpeedUsageError(
+            "managed_gradient_accumulation: false takes overlap_comm only with ZeRO stage 2 or 3: leave overlap_comm out, "
+            "communication overlaps where it may"
+        )
 
 
 def initialize(
@@ -74,6 +97,7 @@ def initialize(
     check_process_group(dist_init_required)
     with raising_deepspeed_errors():
         resolved = _load_with_defaults(given[0])
+        _refuse_as_asked(resolved, optimizer)
         engine_class = DeepSpeedHybridEngine if resolved.hybrid_engine.enabled else DeepSpeedEngine
         engine, loader = build_engine(
             engine_class,
