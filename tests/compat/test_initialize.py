@@ -70,7 +70,7 @@ def _refused_by_two_keys(rank: int, world: int) -> list[str]:
     return [
         build(torch.optim.Adam, **force),
         build(torch.optim.Adam),
-        build(torch.optim.Adam, **{key: False for key in force}),
+        build(torch.optim.Adam, **dict.fromkeys(force, False)),
         build(DeepSpeedCPUAdam, **force),
         build(None, **own_windows),
         build(None),

@@ -22,7 +22,6 @@ from thalweg.config.reference import config_reference
 REUSE_RANKS = True
 
 
-
 @dataclass(frozen=True)
 class Prepared:
     """``before`` and ``after`` are run around the blocks of a page, but for those that import a package which is not

@@ -172,7 +172,9 @@ def test_the_form_of_mii_before_0_1(server: ServerThread) -> None:
     assert answer["response"] == [prompt + expected_text(prompt, 10) for prompt in ask["request"]["query"]]
     ask = {"request": {"query": "Seattle"}, "kwargs": {"max_new_tokens": 3, "return_full_text": False}}
     assert server.request("POST", "/mii/toy", ask)[1]["response"] == [expected_text("Seattle", 3)]
-    assert server.request("POST", "/mii/toy", {"prompts": ["request"], "max_new_tokens": 2})[1][0]["generated_length"] == 2
+    assert (
+        server.request("POST", "/mii/toy", {"prompts": ["request"], "max_new_tokens": 2})[1][0]["generated_length"] == 2
+    )
     for wrong in ({"request": {}}, {"request": {"query": "x"}, "kwargs": {"max_new_token": 3}}, {"request": "x"}):
         assert server.request("POST", "/mii/toy", wrong)[0] == 400, wrong
 

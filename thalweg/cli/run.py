@@ -166,7 +166,7 @@ def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _select_own(args: argparse.Namespace, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    """This host's entry of the hostfile, where each host is started by hand; the file says how many and where to meet."""
+    """This host's entry of the hostfile, which says how many hosts are started by hand and where they meet."""
     args.num_nodes, args.master_addr = str(len(hosts)), args.master_addr or hosts[0].address
     text = args.node_rank or os.environ.get("PET_NODE_RANK", "")
     return hosts[int(text) :][:1] if text.isdecimal() else ()

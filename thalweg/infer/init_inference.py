@@ -64,7 +64,7 @@ class InferenceEngine(nn.Module):
                 self.core = core
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine has not is the module's, so that it stands where the model stood (``pipe.model = engine``)."""
+        """What the engine has not is the module's: it stands where the model stood (``pipe.model = engine``)."""
         own = super().__getattr__
         return own(name) if name in ("module", *self._modules) else getattr(own("module"), name)
 

@@ -1,4 +1,4 @@
-"""The versions that Thalweg was tried with.  A newer one is said, not refused: most of them work; so do those between."""
+"""The versions that Thalweg was tried with.  A newer one is said, not refused: most of them work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _version_problem(name: str, version: str, tried: tuple[str, ...]) -> str:
     release, *releases = (tuple(map(int, text.split("+")[0].split(".")[:2])) for text in (version, *tried))
     if releases[0] <= release <= releases[-1]:
         return ""
-    return f"{name} {version} is {'newer' if release > releases[-1] else 'older'} than the tried ones, {', '.join(tried)}"
+    how = "newer" if release > releases[-1] else "older"
+    return f"{name} {version} is {how} than the tried ones, {', '.join(tried)}"
 
 
 @cache

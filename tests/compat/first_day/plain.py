@@ -475,9 +475,7 @@ def inference_in_a_pipeline() -> Report:
     from tests.compat.first_day.programs.user_model import make_text_pipeline
 
     pipe: Any = make_text_pipeline()
-    texts = [
-        pipe(text, max_new_tokens=8, do_sample=False)[0]["generated_text"] for text in ("w5 w6 w7 w8", "w9 w3")
-    ]
+    texts = [pipe(text, max_new_tokens=8, do_sample=False)[0]["generated_text"] for text in ("w5 w6 w7 w8", "w9 w3")]
     return {"texts": texts, "several": 2, "module": True}
 
 

@@ -70,4 +70,11 @@ try:
         safe_set_local_fp32_param(weight, safe_get_local_fp32_param(weight))
 except ValueError:
     refused = True
-report = {"refused": refused, "losses": losses, "grads": grads, "moments": moments, "weights": weights, "squares": squares}
+report = {
+    "refused": refused,
+    "losses": losses,
+    "grads": grads,
+    "moments": moments,
+    "weights": weights,
+    "squares": squares,
+}
