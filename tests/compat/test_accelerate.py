@@ -186,6 +186,7 @@ def test_several_models(stage: int) -> None:
 
 
 NUM_SEQUENCES = 24
+SGD_LR = 0.2  # not Adam, to which a gradient of twice the size is the same
 
 
 def _plain_sequences(rank: int, world: int, weighed_by: str) -> dict[str, list[float]]:
@@ -197,7 +198,7 @@ def _plain_sequences(rank: int, world: int, weighed_by: str) -> dict[str, list[f
     model, losses, rows = make_model(), [], make_dataset(NUM_SEQUENCES)
     if weighed_by == "rows":
         rows = [rows[first + step] for first in range(0, len(rows), 4) for step in (0, 2, 1, 3)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LR)
     batches = [torch.utils.data.default_collate(rows[i : i + MICRO_BATCH]) for i in range(0, len(rows), MICRO_BATCH)]
     for batch in batches:
         logits = model(input_ids=batch["input_ids"]).logits
@@ -225,14 +226,15 @@ def _sequence_parallel(rank: int, world: int, stage: int, sp_size: int) -> dict[
 
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     sizes: dict[str, Any] = {"sp_size": sp_size, "dp_shard_size": world // sp_size}
-    plugin = accelerate.DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0.0, zero3_init_flag=False)
+    config = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    batch_size = MICRO_BATCH * sp_size // world
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config={**config, "train_micro_batch_size_per_gpu": batch_size})
     accelerator = accelerate.Accelerator(
         deepspeed_plugin=plugin,
         parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_handler=handler, **sizes),
     )
     model, rows = make_model(), make_dataset(NUM_SEQUENCES)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
-    batch_size = MICRO_BATCH * sp_size // world
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=SGD_LR)
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     from deepspeed.utils import groups  # type: ignore[import-not-found]
@@ -246,9 +248,15 @@ def _sequence_parallel(rank: int, world: int, stage: int, sp_size: int) -> dict[
         loss = accelerator.unwrap_model(model).loss_function(
             logits=logits, labels=None, shift_labels=targets, vocab_size=logits.shape[-1]
         )
-        all_losses: Any = torch.distributed.nn.functional.all_gather(loss, group=group)
-        counts: Any = torch.distributed.nn.functional.all_gather((targets != -100).sum(), group=group)
-        loss = sum(one * count for one, count in zip(all_losses, counts, strict=True)) / sum(counts)
+        count = (targets != -100).sum()
+        if world == sp_size:
+            all_losses: Any = torch.distributed.nn.functional.all_gather(loss, group=group)
+            counts: Any = torch.distributed.nn.functional.all_gather(count, group=group)
+            loss = sum(one * count for one, count in zip(all_losses, counts, strict=True)) / sum(counts)
+        else:  # torch's differentiable gather over gloo knows no groups that are not the job's
+            total = count.clone()
+            torch.distributed.all_reduce(total, group=group)
+            loss = loss * count * sp_size / total
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
