@@ -74,7 +74,7 @@ for name in ("my-model", "large"):
     _make_model(0, 1, name)
 for name in ("words", "sd", "disk"):
     pathlib.Path(name).mkdir()
-save_tiny_pipeline(pathlib.Path("sd"), pathlib.Path("words"))
+save_tiny_pipeline(pathlib.Path("sd"), pathlib.Path("words"), num_train_timesteps=100)
 tokens = torch.tensor([[5, 6, 7]])
 """,
         """
@@ -110,7 +110,7 @@ else:
         1,
         """
 import itertools, torch
-from torch.nn import Embedding, Linear as Block
+from torch.nn import Embedding, Linear
 from torch.nn.functional import mse_loss as loss_fn, linear
 from transformers import GPT2Config, GPT2LMHeadModel
 torch.manual_seed(0)
@@ -119,6 +119,8 @@ model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_l
 rows = torch.randint(0, 40, (4, 12))
 data_iter = itertools.repeat({"input_ids": rows, "labels": rows})
 as_head = lambda embedding, x: linear(x, embedding.weight)
+class Block(Linear):
+    pass
 """,
         """
 assert loss.item() > engine.train_batch(data_iter).item()

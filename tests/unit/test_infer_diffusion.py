@@ -27,7 +27,7 @@ def tokenizer(folder: Path) -> Any:
     return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
 
 
-def save_tiny_pipeline(path: Path, words_folder: Path) -> None:
+def save_tiny_pipeline(path: Path, words_folder: Path, num_train_timesteps: int = 20) -> None:
     """Save a Stable-Diffusion pipeline with tiny random components; its tokenizer's files lie in ``words_folder``."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -49,7 +49,7 @@ def save_tiny_pipeline(path: Path, words_folder: Path) -> None:
     )  # fmt: skip
     pipe = diffusers.StableDiffusionPipeline(
         vae=vae, text_encoder=words, tokenizer=tokenizer(words_folder), unet=unet,
-        scheduler=diffusers.DDIMScheduler(num_train_timesteps=20, steps_offset=1, clip_sample=False),
+        scheduler=diffusers.DDIMScheduler(num_train_timesteps=num_train_timesteps, steps_offset=1, clip_sample=False),
         safety_checker=None,
         feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
