@@ -64,9 +64,9 @@ class InferenceEngine(nn.Module):
                 self.core = core
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine has not is the module's: it stands where the model stood (``pipe.model = engine``)."""
+        """What the engine has not is the module's, so that it stands where the model stood: ``pipe.model = engine``."""
         own = super().__getattr__
-        return own(name) if name in ("module", *self._modules) else getattr(own("module"), name)
+        return own(name) if name in ("module", *self.__dict__.get("_modules", ())) else getattr(own("module"), name)
 
     def _find_workers(self, model_path: Any) -> InferenceGroup | None:
         """Start or find the other tensor-parallel ranks, or become one of their workers."""

@@ -75,7 +75,7 @@ def make_text_pipeline():
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=39)
     model = GPT2LMHeadModel(shape).eval()
-    # Weights that tell one token from another; the default's are so small that chance decides.
+    # Weights that tell one token from another: by the default ones, small as they are, words follow by chance.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.3)
