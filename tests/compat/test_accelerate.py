@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,8 @@ SGD_LR = 0.2  # not Adam, to which a gradient of twice the size is the same
 
 
 def _plain_sequences(rank: int, world: int, weighed_by: str) -> dict[str, list[float]]:
-    """Every batch whole, with the mean of its tokens; of its halves' means, wrong where they have unequally many targets;
-    or of its rows' means, as four ranks in two groups deal them out."""
+    """Every batch whole, with the mean of its tokens; of its halves' means, wrong where these have unequal numbers of
+    targets; or of its rows' means, as four ranks in two groups deal them out."""
     import torch
     from torch.nn.functional import cross_entropy, pad
 
@@ -237,9 +238,7 @@ def _sequence_parallel(rank: int, world: int, stage: int, sp_size: int) -> dict[
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=SGD_LR)
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    from deepspeed.utils import groups  # type: ignore[import-not-found]
-
-    group = groups._get_sequence_parallel_group()
+    group = import_module("deepspeed.utils.groups")._get_sequence_parallel_group()
     losses, lengths = [], set()
     for batch in loader:
         lengths.add(batch["input_ids"].shape[1])

@@ -37,7 +37,7 @@ def _load_with_defaults(source: Any, mpu: SequenceParallelState | None) -> Confi
     return filled
 
 
-def _refuse_as_asked(config: Config, optimizer: Any) -> None:
+def _refuse_as_asked(config: Any, optimizer: Any) -> None:
     """What Thalweg could do, and DeepSpeed refuses by keys that this config sets."""
     given, zero = config.provenance.user_set, config.zero_optimization
     if (

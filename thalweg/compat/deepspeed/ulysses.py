@@ -35,7 +35,7 @@ class SequenceParallelState:
         if dist.get_world_size() % size:
             raise ValueError(f"sequence_parallel_size = {size} does not divide the {dist.get_world_size()} ranks")
         self.size, self.is_whole_in_eval = size, is_whole_in_eval
-        self._group = dist.new_subgroups(size)[0]
+        self._group: Any = dist.new_subgroups(size)[0]
 
     def get_sequence_parallel_group(self) -> Any:
         """The group."""
