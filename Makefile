@@ -1,10 +1,11 @@
-# Everything sets itself up: `make demo` and `make test` need only Python 3.11 to 3.13 and a C library.
+# Everything sets itself up: `make demo` and `make test` need only Python 3.11 to 3.14 and a C library.
 #
 #   make demo            train a GPT on real text on two processes, from nothing
 #   make test            the tests of the gate: what must pass before a change lands
 #   make gate            the same and lint, some of it at a time: what .ci/run runs
-#   make nightly         every test: longer runs, full tables, large worlds, new random cases; then the gate's tests
-#                        on the other Pythons on PATH and with the other torches
+#   make nightly         every test: longer runs, full tables, large worlds, new random cases; then `make compat`; then
+#                        the gate's tests on the other Pythons on PATH and with the other torches that install
+#   make compat          Lightning and TRL on Thalweg, in an environment of their own
 #   make fast            the tests of the gate without the slow ones
 #   make durations       tests/durations.json from a run of the gate's tests
 #   make lint            ruff and pyright
@@ -15,8 +16,8 @@
 # TORCH=2.11.0 picks another torch; PYTHON=python3.12 another Python; WORKERS=1 runs tests one by one.
 
 VENV ?= .venv
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
-	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo "$$p" && break; done)
 TORCH ?= 2.13.0
 ARGS ?=
 WORKERS ?= 2
@@ -29,7 +30,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test gate nightly fast durations lint gpu format clean
+.PHONY: demo test gate nightly compat fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -64,17 +65,31 @@ gate: $(TEST_STAMP)
 	wait $$lint; lint=$$?; cat $(VENV)/lint.log; test $$lint = 0 || exit $$lint; \
 	$(call others,$(GATE),--check-durations)
 
-# Each other Python and torch has an environment of its own, which stays.
-OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13; do \
+# Each other Python and torch has an environment of its own, which stays; one that does not install is left out, and said.
+OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13 python3.14; do \
 	$$p -c '' 2>/dev/null && test "$$($$p -V)" != "$$($(PYTHON) -V)" && echo $$p; done)
-OTHER_TORCHES ?= 2.11.0 2.12.0 2.14.0 2.15.0
+OTHER_TORCHES ?= 2.11.0 2.12.1 2.14.1 2.15.0
+
+define in_another
+	venv=$(VENV)-$(1); \
+	if $(MAKE) --no-print-directory $$venv/.installed-test VENV=$$venv $(2); then \
+		$(MAKE) --no-print-directory test VENV=$$venv $(2) || exit 1; \
+	else echo "left out: $(1), for which there is no environment: see pip's message above" >&2; fi
+endef
 
 nightly: $(TEST_STAMP)
 	@$(call waiting,); $(call others,)
-	@for python in $(OTHER_PYTHONS); do \
-		$(MAKE) --no-print-directory test PYTHON=$$python VENV=$(VENV)-$$python || exit 1; done
-	@for torch in $(OTHER_TORCHES); do \
-		$(MAKE) --no-print-directory test TORCH=$$torch VENV=$(VENV)-torch-$$torch || exit 1; done
+	@$(MAKE) --no-print-directory compat
+	@for python in $(OTHER_PYTHONS); do $(call in_another,$$python,PYTHON=$$python); done
+	@for torch in $(OTHER_TORCHES); do $(call in_another,torch-$$torch,TORCH=$$torch); done
+
+compat:
+	@$(MAKE) --no-print-directory compat-tests VENV=$(VENV)-compat
+
+.PHONY: compat-tests
+compat-tests: $(VENV)/.installed-compat
+	$(PYTEST) tests/compat/test_lightning.py tests/compat/test_trl.py tests/dist/test_documentation.py \
+		--required-tools=lightning,trl $(ARGS)
 
 fast: $(TEST_STAMP)
 	@$(call waiting,$(GATE) and not slow); $(call others,$(GATE) and not slow)
@@ -97,7 +112,7 @@ format: $(TEST_STAMP)
 # torch comes first and alone: a range such as Thalweg's own, with no torch there yet, would fetch the newest
 # build with several gigabytes of CUDA libraries, where the pinned version may be had as a CPU wheel.
 $(TORCH_STAMP):
-	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; none is on PATH (or set PYTHON=...)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is needed; none is on PATH (or set PYTHON=...)" >&2; exit 1; }
 	@echo "making $(VENV) with torch $(TORCH) (once; some minutes)"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch==$(TORCH)
@@ -112,6 +127,12 @@ $(TEST_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with what its tests need into $(VENV)"
 	@$(PIP) -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]'
 	@touch $@ $(DEMO_STAMP)
+
+# Lightning and TRL are no extra: nothing in the package imports them but what their users call.
+$(VENV)/.installed-compat: $(TORCH_STAMP) $(SOURCES)
+	@echo "installing thalweg with Lightning and TRL into $(VENV)"
+	@$(PIP) -c requirements/constraints.txt -e '.[hf,test]' lightning trl==1.16.0
+	@touch $@
 
 PEERS_PYTHON = $(PYTHON)
 include bench/peers.mk

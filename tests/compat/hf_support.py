@@ -73,15 +73,19 @@ def make_dataset(size: int = 64, seed: int = 1, masked: bool = True) -> Any:
     return rows
 
 
-def prepare_rank() -> None:
-    """What Hugging Face needs on processors: DeepSpeed's path, over gloo."""
+def import_alias() -> None:
+    """Opt in as a user's program does, in which no library of Hugging Face's is loaded yet."""
     if "thalweg.compat.deepspeed" not in sys.modules:
-        # The fork server has loaded transformers, which found no DeepSpeed then; a user's program begins without.
+        # The fork server has loaded transformers, which found no DeepSpeed then.
         for name in list(sys.modules):
             if name.partition(".")[0] in ("transformers", "accelerate", "peft"):
                 del sys.modules[name]
     import thalweg.compat.deepspeed  # noqa: F401
 
+
+def prepare_rank() -> None:
+    """What Hugging Face needs on processors: DeepSpeed's path, over gloo."""
+    import_alias()
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", OMP_NUM_THREADS="1")
     from accelerate import PartialState
 

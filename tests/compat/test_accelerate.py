@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compat.hf_support import ACCUMULATION, MICRO_BATCH, make_dataset, make_model, prepare_rank
+from tests.compat.hf_support import ACCUMULATION, LENGTH, MICRO_BATCH, make_dataset, make_model, prepare_rank
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -68,7 +69,7 @@ def _with_plugin(rank: int, world: int, folder: str, stage: int, dummy: bool) ->
     if dummy:
         optimizer = DummyOptim(model.parameters(), lr=LR, weight_decay=0.01)
     rows = make_dataset(NUM_MICRO_BATCHES * MICRO_BATCH * 2, masked=False)
-    loader = torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH)
+    loader = torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH * 2 // world)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     def train(first: int, last: int) -> list[float]:
@@ -104,12 +105,15 @@ def _with_plugin(rank: int, world: int, folder: str, stage: int, dummy: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "dummy"),
-    [nightly(1, False), nightly(2, False), nightly(3, False), nightly(1, True), nightly(2, True), (3, True)],
+    ("stage", "dummy", "world"),
+    [
+        *(nightly(1, False, 2), nightly(2, False, 2), nightly(3, False, 2), nightly(1, True, 2), nightly(2, True, 2)),
+        *((3, True, 2), nightly(1, False, 1), nightly(2, True, 1), nightly(3, True, 1)),
+    ],
 )
-def test_a_loop_of_the_users_own(stage: int, dummy: bool, tmp_path: Path) -> None:
+def test_a_loop_of_the_users_own(stage: int, dummy: bool, world: int, tmp_path: Path) -> None:
     plain = run_ranks(_plain, 1)[0]
-    ours = run_ranks(_with_plugin, 2, str(tmp_path), stage, dummy)
+    ours = run_ranks(_with_plugin, world, str(tmp_path), stage, dummy)
     for result in ours:
         assert max(abs(a - b) for a, b in zip(result["losses"], plain, strict=True)) < TOLERANCE
         assert max(abs(a - b) for a, b in zip(result["again"], result["losses"][12:], strict=True)) < TOLERANCE
@@ -180,3 +184,97 @@ def test_several_models(stage: int) -> None:
     for result in run_ranks(_two_models, 2, stage):
         assert max(abs(a - b) for a, b in zip(result["losses"], plain, strict=True)) < TOLERANCE
         assert result["stages"] == [stage, 3]
+
+
+NUM_SEQUENCES = 24
+SGD_LR = 0.2  # not Adam, to which a gradient of twice the size is the same
+
+
+def _plain_sequences(rank: int, world: int, weighed_by: str) -> dict[str, list[float]]:
+    """Every batch whole, with the mean of its tokens; of its halves' means, wrong where these have unequal numbers of
+    targets; or of its rows' means, as four ranks in two groups deal them out."""
+    import torch
+    from torch.nn.functional import cross_entropy, pad
+
+    model, losses, rows = make_model(), [], make_dataset(NUM_SEQUENCES)
+    if weighed_by == "rows":
+        rows = [rows[first + step] for first in range(0, len(rows), 4) for step in (0, 2, 1, 3)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LR)
+    batches = [torch.utils.data.default_collate(rows[i : i + MICRO_BATCH]) for i in range(0, len(rows), MICRO_BATCH)]
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"]).logits
+        targets = pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        chunks = {"tokens": (1, 0), "halves": (2, 1), "rows": (2, 0)}[weighed_by]
+        parts = list(zip(logits.chunk(*chunks), targets.chunk(*chunks), strict=True))
+        loss: Any = sum(cross_entropy(x.flatten(0, 1), y.flatten()) for x, y in parts) / len(parts)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    rows = make_dataset(NUM_SEQUENCES)
+    batches = [torch.utils.data.default_collate(rows[i : i + MICRO_BATCH]) for i in (0, MICRO_BATCH)]
+    with torch.no_grad():
+        return {"losses": losses, "evaluated": [model.eval()(**batch).loss.item() for batch in batches]}
+
+
+def _sequence_parallel(rank: int, world: int, stage: int, sp_size: int) -> dict[str, Any]:
+    """As accelerate's page of sequence parallelism has it: the program weighs the losses of the ranks."""
+    import torch
+
+    prepare_rank()
+    import accelerate
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    sizes: dict[str, Any] = {"sp_size": sp_size, "dp_shard_size": world // sp_size}
+    config = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    batch_size = MICRO_BATCH * sp_size // world
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config={**config, "train_micro_batch_size_per_gpu": batch_size})
+    accelerator = accelerate.Accelerator(
+        deepspeed_plugin=plugin,
+        parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_handler=handler, **sizes),
+    )
+    model, rows = make_model(), make_dataset(NUM_SEQUENCES)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=SGD_LR)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    group = import_module("deepspeed.utils.groups")._get_sequence_parallel_group()
+    losses, lengths = [], set()
+    for batch in loader:
+        lengths.add(batch["input_ids"].shape[1])
+        targets = batch["shift_labels"]
+        logits = model(**batch).logits
+        loss = accelerator.unwrap_model(model).loss_function(
+            logits=logits, labels=None, shift_labels=targets, vocab_size=logits.shape[-1]
+        )
+        count = (targets != -100).sum()
+        if world == sp_size:
+            all_losses: Any = torch.distributed.nn.functional.all_gather(loss, group=group)
+            counts: Any = torch.distributed.nn.functional.all_gather(count, group=group)
+            loss = sum(one * count for one, count in zip(all_losses, counts, strict=True)) / sum(counts)
+        else:  # torch's differentiable gather over gloo knows no groups that are not the job's
+            total = count.clone()
+            torch.distributed.all_reduce(total, group=group)
+            loss = loss * count * sp_size / total
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    model.eval()
+    first = rank % 2 * MICRO_BATCH
+    own = torch.utils.data.default_collate(rows[first : first + MICRO_BATCH])
+    with torch.no_grad():
+        evaluated = model(**own).loss.item()
+    return {"losses": losses, "evaluated": evaluated, "lengths": lengths, "steps": len(loader)}
+
+
+@pytest.mark.parametrize(("stage", "world"), [(3, 2), nightly(1, 2), nightly(2, 4)])
+def test_ranks_share_sequences(stage: int, world: int) -> None:
+    """Each of them brings its own rows; in evaluation each has its own, whole."""
+    wanted, wrong = ("tokens", "halves") if world == 2 else ("rows", "tokens")
+    plain, other = (run_ranks(_plain_sequences, 1, weighed_by)[0] for weighed_by in (wanted, wrong))
+    for rank, result in enumerate(run_ranks(_sequence_parallel, world, stage, 2)):
+        assert result["lengths"] == {LENGTH // 2} and result["steps"] == NUM_SEQUENCES // MICRO_BATCH
+        assert max(abs(a - b) for a, b in zip(result["losses"], plain["losses"], strict=True)) < TOLERANCE
+        assert max(abs(a - b) for a, b in zip(result["losses"], other["losses"], strict=True)) > TOLERANCE
+        assert abs(result["evaluated"] - plain["evaluated"][rank % 2]) < TOLERANCE

@@ -78,13 +78,68 @@ def test_nothing_changes_where_nobody_asks() -> None:
     ("code", "said"),
     [
         ("from deepspeed.ops.sparse_attention import BertSparseSelfAttention as S; S()", "sparse_attention"),
-        ("import deepspeed.autotuning", "not among the modules"),
+        ("import deepspeed.no_such_module", "not among the modules"),
+        ("import deepspeed.autotuning.tuner.index_based_tuner", "`thalweg tune`"),
         ("import deepspeed; deepspeed.no_such_name", "not among the names"),
     ],
 )
 def test_what_is_not_offered_names_the_way(code: str, said: str) -> None:
     done = _run(f"import thalweg.compat.deepspeed; {code}", check=False)
     assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
+
+
+# What an audit of DeepSpeed's own documentation, tests and examples asked for, and what the answer must name.
+ASKED = {
+    "autotuning": ("Autotuner", "thalweg tune"),
+    "compile": ("pad_tensors", "engine.compile"),
+    "elasticity": ("compute_elastic_config", "any number of ranks"),
+    "inference.config": ("DtypeEnum", "init_inference"),
+    "inference.engine": ("InferenceEngine", ""),
+    "io": ("FastFileWriter", "save_checkpoint"),
+    "linear": ("OptimizedLinear", "peft"),
+    "monitor.monitor": ("MonitorMaster", "engine.monitor"),
+    "nvme": ("sweep_main", "nvme_path"),
+    "ops.transformer": ("DeepSpeedTransformerConfig", "thalweg.nn.transformer"),
+    "ops.op_builder.all_ops": ("ALL_OPS", ""),
+    "runtime.lr_schedules": ("add_tuning_arguments", "scheduler"),
+    "runtime.sequence_parallel.ulysses_sp": ("TiledMLP", "tiling"),
+    "sequence.fpdt_layer": ("FPDT_Attention", "sequence_parallel_size"),
+    "utils.nvtx": ("instrument_w_nvtx", ""),
+    "utils.tensor_fragment": ("safe_get_full_fp32_param", ""),
+}
+
+
+def test_each_asked_name_is_there_or_names_the_way() -> None:
+    """Calls and attributes of what is not offered, at the class and at an object; ``hasattr`` says no."""
+    code = f"""
+import thalweg.compat.deepspeed, importlib, deepspeed
+for name, (asked, way) in {ASKED!r}.items():
+    found = getattr(importlib.import_module("deepspeed." + name), asked)
+    if not way:
+        assert type(found).__name__ != "_Placeholder", name
+        continue
+    assert not hasattr(found, "no_such_attribute")
+    for use, error in ((lambda: found(1), NotImplementedError), (lambda: found.apply, AttributeError)):
+        try:
+            use()
+        except error as raised:
+            assert way in str(raised) and "is not offered by Thalweg" in str(raised), (name, raised)
+        else:
+            raise AssertionError(name)
+for name in ("InferenceEngine", "DeepSpeedInferenceConfig", "default_inference_config", "DeepSpeedTransformerConfig",
+             "add_tuning_arguments"):
+    assert getattr(deepspeed, name), name
+assert deepspeed.InferenceEngine is type(deepspeed.init_inference(__import__("torch").nn.Linear(2, 2)))
+assert deepspeed.utils.instrument_w_nvtx(lambda x: x + 1)(1) == 2
+assert all(hasattr(op, "is_compatible") for op in deepspeed.ops.op_builder.ALL_OPS.values())
+for module in list(thalweg.compat.deepspeed.PACKAGE.surface):  # none has a bare error for what nobody has heard of
+    try:
+        found = importlib.import_module(module).no_such_name
+        found.no_such_attribute
+    except AttributeError as raised:
+        assert "Thalweg" in str(raised), (module, raised)
+"""
+    _run(code)
 
 
 def test_children_are_told_by_the_environment(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ IN_GATE = {
     "gathered_parameters": 2, "external_parameter": 3, "leaf_modules": 3, "pipeline": 1, "moe": 2, "gan": 1,
     "collectives": 1, "engine_facts": 3, "batch_size_change": 0, "flops_profiler": 3, "on_device": 1, "fp16": 3,
     "tensor_parallel": 0, "monitors": 0, "memory_estimates": 1, "plain_backward": 2, "own_windows": 1,
-    "inference_in_a_pipeline": 1,
+    "inference_in_a_pipeline": 1, "forked_workers": 3,
 }  # fmt: skip
 TOLERANCES = {"bf16": 3e-2, "sometimes_used": 3e-2, "fp16": 4e-3, "save_16bit_model": 3e-2}
 

@@ -47,6 +47,43 @@ def test_a_config_that_says_nothing_clips_as_deepspeed_does() -> None:
     assert [moved for _, moved in found] == pytest.approx([1.0, 200.0, 0.25], rel=1e-3)
 
 
+def _refused_by_two_keys(rank: int, world: int) -> list[str]:
+    from thalweg.compat.deepspeed.optimizers import DeepSpeedCPUAdam
+
+    def build(make: Any, stage: int = 1, **keys: Any) -> str:
+        net = nn.Linear(2, 2)
+        zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if make else {"overlap_comm": True})}
+        optimizer = {"type": "SGD", "params": {"lr": 1.0}}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **keys}
+        try:
+            engine: Any = initialize(
+                model=net,
+                config=config if make else {**config, "optimizer": optimizer},
+                **({"optimizer": make(net.parameters())} if make else {}),
+            )[0]
+        except Exception as error:
+            return type(error).__name__
+        engine.close()
+        return "taken"
+
+    force, own_windows = {"zero_force_ds_cpu_optimizer": True}, {"managed_gradient_accumulation": False}
+    return [
+        build(torch.optim.Adam, **force),
+        build(torch.optim.Adam),
+        build(torch.optim.Adam, **dict.fromkeys(force, False)),
+        build(DeepSpeedCPUAdam, **force),
+        build(None, **own_windows),
+        build(None),
+        build(None, stage=2, **own_windows),
+    ]
+
+
+def test_what_two_keys_of_a_config_refuse_is_refused() -> None:
+    """Thalweg could do both; a config that sets both keys has asked for DeepSpeed's rule."""
+    (found,) = run_ranks(_refused_by_two_keys, 1)
+    assert found == ["ZeRORuntimeException", *["taken"] * 3, "DeepSpeedUsageError", "taken", "taken"]
+
+
 def _as_deepspeed_reads(rank: int, world: int) -> dict[str, object]:
     from thalweg.compat.deepspeed.config import (
         DeepSpeedConfig,

@@ -89,8 +89,8 @@ def _under_deepspeed(
     common = {
         "deepspeed": write_config(folder, stage, **sections),
         "accelerator_config": {"use_configured_state": True},
-        "per_device_train_batch_size": MICRO_BATCH,
-        "per_device_eval_batch_size": MICRO_BATCH,
+        "per_device_train_batch_size": 2 * MICRO_BATCH // world,
+        "per_device_eval_batch_size": 2 * MICRO_BATCH // world,
         **options,
     }
     trainer = _trainer(folder, **common, save_strategy="steps", save_steps=NUM_STEPS // 2)
@@ -154,10 +154,10 @@ def _difference(first: list[float], second: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
-def _compare(folder: Path, stage: int, sections: dict[str, Any], options: dict[str, Any]) -> None:
+def _compare(folder: Path, stage: int, sections: dict[str, Any], options: dict[str, Any], world: int = 2) -> None:
     plain = run_ranks(_plain, 1, str(folder / "plain"), options)[0]
     (folder / "ds").mkdir()
-    ours = run_ranks(_under_deepspeed, 2, str(folder / "ds"), stage, sections, options)
+    ours = run_ranks(_under_deepspeed, world, str(folder / "ds"), stage, sections, options)
     for result in ours:
         assert result["stage"] == stage
         assert _difference(result["losses"], plain["losses"]) < TOLERANCE
@@ -167,10 +167,12 @@ def _compare(folder: Path, stage: int, sections: dict[str, Any], options: dict[s
     assert all(norm > 0 for norm in ours[0]["norms"])
 
 
-@pytest.mark.parametrize("stage", [nightly(1), nightly(2), 3])
-def test_config_optimizer(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "world"), [nightly(1, 2), nightly(2, 2), (3, 2), nightly(1, 1), (2, 1), nightly(3, 1)]
+)
+def test_config_optimizer(stage: int, world: int, tmp_path: Path) -> None:
     """The config's optimizer, Hugging Face's schedule."""
-    _compare(tmp_path, stage, {"optimizer": OPTIMIZER}, {})
+    _compare(tmp_path, stage, {"optimizer": OPTIMIZER}, {}, world)
 
 
 @pytest.mark.parametrize("stage", [nightly(2), nightly(3)])

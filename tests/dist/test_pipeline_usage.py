@@ -188,6 +188,26 @@ def _recomputed(rank: int, world: int) -> dict[tuple[bool, int], list[int]]:
     return found
 
 
+def _recomputed_by_the_programs_own(rank: int, world: int) -> tuple[list[int], list[int]]:
+    asked = []
+
+    def recompute(function, *args):
+        asked.append(args[0][0])
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    layers = [_Counted(4), _Counted(0), _Counted(4)]
+    options = {"activation_checkpoint_interval": 1, "activation_checkpoint_func": recompute}
+    model = PipelineModule([*layers, nn.Flatten(0)], 1, loss_fn=lambda y, _: y.sum(), **options)
+    engine, *_ = thalweg.initialize(model=model, config=_config(gradient_accumulation_steps=1))
+    engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4))]))
+    engine.close()
+    return asked, [layer.calls for layer in layers]
+
+
+def test_layers_are_recomputed_by_the_programs_own_function():
+    assert run_ranks(_recomputed_by_the_programs_own, 1) == [([0, 2], [2, 1, 2])]
+
+
 def test_layers_are_recomputed_by_an_interval_that_may_change():
     (found,) = run_ranks(_recomputed, 1)
     assert found == {

@@ -129,7 +129,8 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
         (["--unknown", "script.py"], "thalweg run --help"),
         (["--rdzv-backend=c10d", "script.py"], "--master-addr"),
         (["--rdzv_endpoint", "localhost:0", "script.py"], "--master-addr"),
-        (["--no_ssh", "script.py"], "--node-rank"),
+        (["--no_ssh", "--hostfile", "hosts", "script.py"], "which host is this"),
+        (["--no_ssh", "--hostfile", "hosts", "--node_rank", "2", "script.py"], "must be from 0 to 1"),
         (["--enable_each_rank_log", "logs", "script.py"], "RANK"),
         (["--num_processes", "2", "script.py"], "--nproc N"),
         (["-np", "2", "script.py"], "--nproc N"),
@@ -175,7 +176,7 @@ def test_a_chosen_master_port_is_used(launch: Launch, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert wait_output(launch(DESCRIBE, options=("--num_gpus", "2", "--master_port", str(port))))[0] == 0
+    assert wait_output(launch(DESCRIBE, options=("--num_accelerators", "2", "--master_port", str(port))))[0] == 0
     assert json.loads((tmp_path / "rank1.json").read_text())["MASTER_PORT"] == str(port)
 
 

@@ -43,6 +43,18 @@ def test_two_launchers_are_one_job_of_uneven_hosts(launch: Launch, tmp_path: Pat
     assert told == ["0 3 0 1 0", "1 3 0 2 1", "2 3 1 2 1"]
 
 
+@pytest.mark.slow
+def test_a_hostfile_without_ssh(launch: Launch, tmp_path: Path) -> None:
+    """As `deepspeed --hostfile hosts --no_ssh --node_rank I` on each host; the file says how many ranks and where."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 slots=1\nworker-2 slots=2\n")
+    words = ("--no_ssh", "--hostfile", str(hosts), "--master_port", str(_port()), "-q", "--log_level", "error")
+    jobs = [launch(SCRIPT, options=(*words, "--node_rank", str(index))) for index in (1, 0)]
+    assert [wait_output(job)[0] for job in jobs] == [0, 0]
+    told = [(tmp_path / f"up{rank}").read_text() for rank in range(3)]
+    assert told == ["0 3 0 1 0", "1 3 0 2 1", "2 3 1 2 1"]
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Path) -> None:

@@ -27,9 +27,8 @@ def tokenizer(folder: Path) -> Any:
     return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of a Stable-Diffusion pipeline with tiny random components."""
+def save_tiny_pipeline(path: Path, words_folder: Path, num_train_timesteps: int = 20) -> None:
+    """Save a Stable-Diffusion pipeline with tiny random components; its tokenizer's files lie in ``words_folder``."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
     torch.manual_seed(0)
@@ -49,13 +48,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )  # fmt: skip
     pipe = diffusers.StableDiffusionPipeline(
-        vae=vae, text_encoder=words, tokenizer=tokenizer(tmp_path_factory.mktemp("words")), unet=unet,
-        scheduler=diffusers.DDIMScheduler(num_train_timesteps=20, steps_offset=1, clip_sample=False),
+        vae=vae, text_encoder=words, tokenizer=tokenizer(words_folder), unet=unet,
+        scheduler=diffusers.DDIMScheduler(num_train_timesteps=num_train_timesteps, steps_offset=1, clip_sample=False),
         safety_checker=None,
         feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("pipe")
     pipe.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of one."""
+    path = tmp_path_factory.mktemp("pipe")
+    save_tiny_pipeline(path, tmp_path_factory.mktemp("words"))
     return path
 
 

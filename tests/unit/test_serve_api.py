@@ -164,6 +164,21 @@ def test_the_form_of_mii(server: ServerThread) -> None:
     assert short[0]["generated_length"] == 5 and short[0]["generated_text"].startswith("abcd")
 
 
+def test_the_form_of_mii_before_0_1(server: ServerThread) -> None:
+    """Greedy, with the prompt in the text, unless ``kwargs`` say otherwise."""
+    ask = {"request": {"query": ["DeepSpeed is", "request"]}, "kwargs": {"max_new_tokens": 10}}
+    status, answer = server.request("POST", "/mii/toy", ask)
+    assert status == 200 and answer["timeTaken"] >= answer["modelTimeTaken"] > 0
+    assert answer["response"] == [prompt + expected_text(prompt, 10) for prompt in ask["request"]["query"]]
+    ask = {"request": {"query": "Seattle"}, "kwargs": {"max_new_tokens": 3, "return_full_text": False}}
+    assert server.request("POST", "/mii/toy", ask)[1]["response"] == [expected_text("Seattle", 3)]
+    assert (
+        server.request("POST", "/mii/toy", {"prompts": ["request"], "max_new_tokens": 2})[1][0]["generated_length"] == 2
+    )
+    for wrong in ({"request": {}}, {"request": {"query": "x"}, "kwargs": {"max_new_token": 3}}, {"request": "x"}):
+        assert server.request("POST", "/mii/toy", wrong)[0] == 400, wrong
+
+
 TEMPLATE = (
     "{% if tools %}tools {{ tools | length }}\n{% endif %}{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('no tool results here') }}{% endif %}"

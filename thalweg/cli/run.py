@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     add = parser.add_argument
     # fmt: off
-    add("--nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus", metavar="N",
+    add("--nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus", "--num-accelerators",
+        "--num_accelerators", metavar="N",
         help="number of ranks: a number, or gpu, cpu or auto (default: the number of GPUs, 1 without)")
     add("--device", metavar="NAME",
         help="cpu, or an accelerator such as cuda or xpu: what a config's device auto means (default: the accelerator)")
@@ -74,11 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
     manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
     manual_group.add_argument("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
+    manual_group.add_argument(
+        "--no-ssh", "--no_ssh", action="store_true", help="the hosts of the hostfile are these: --node-rank says which"
+    )
     compat_group = parser.add_argument_group("taken for the sake of habit")
     for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
                   ("--force-multi", "--force_multi"), ("--no-ssh-check", "--no_ssh_check"),
-                  ("--bind-cores-to-rank", "--bind_cores_to_rank")):  # fmt: skip
+                  ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("-q", "--quiet")):  # fmt: skip
         compat_group.add_argument(*names, action="store_true")
+    compat_group.add_argument("--log-level", "--log_level", metavar="LEVEL")
 
 
 def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -111,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
     hosts = _select_hosts(args)
     if args.launcher in ("slurm", "mpi", "openmpi"):
         _run_with_scheduler(args, spec, hosts)
-    if len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
+    if args.no_ssh and hosts:
+        result = _run_on_this_host(args, spec, _select_own(args, hosts))
+    elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
         result = _run_over_ssh(args, spec, hosts)
     else:
         result = _run_on_this_host(args, spec, hosts)
@@ -160,6 +167,13 @@ def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
             raise ValueError(f"--num-nodes {number}: the hostfile or filter leaves {len(hosts)} hosts")
         return hosts[:number]
     return hosts
+
+
+def _select_own(args: argparse.Namespace, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    """This host's entry of the hostfile, which says how many hosts are started by hand and where they meet."""
+    args.num_nodes, args.master_addr = str(len(hosts)), args.master_addr or hosts[0].address
+    text = args.node_rank or os.environ.get("PET_NODE_RANK", "")
+    return hosts[int(text) :][:1] if text.isdecimal() else ()
 
 
 def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:

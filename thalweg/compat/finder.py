@@ -9,8 +9,8 @@ A package is a table, its ``surface.ini``: for each module its names, and for ea
     lamb = thalweg.optim.algorithms.lamb:                               the module itself
     CPUAdam = not offered: set "offload_optimizer" in the config        what to do instead
 
-Two keys are not names: under ``FALLBACK`` stands the module whose names a module has beside its own, under ``PROGRAM``
-the module that runs for ``python -m``.
+Two keys are not names: under ``FALLBACK`` stands the module whose names a module has beside its own, or what to do
+instead of all others, under ``PROGRAM`` the module that runs for ``python -m``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from configparser import ConfigParser
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -86,6 +86,12 @@ class Package:
         """The module of ours whose import opts in."""
         return f"{_ROOM}.{self.name}"
 
+    def look_up(self, module: str, name: str) -> str | NotOffered | None:
+        """What stands for a name of a module; where no name of it is offered, what to do instead of all."""
+        names = self.surface.get(module, {})
+        rest = names.get(FALLBACK)
+        return names.get(name, rest if isinstance(rest, NotOffered) else None)
+
 
 _packages: dict[str, Package] = {}
 
@@ -99,11 +105,12 @@ class SurfaceModule(ModuleType):
         surface = package.surface[module]
         if name.startswith("__") and name not in surface:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = surface.get(name)
-        if value is None and f"{module}.{name}" in package.surface:
+        value = package.look_up(module, name)
+        if name not in surface and f"{module}.{name}" in package.surface:
             return importlib.import_module(f"{module}.{name}")
         if isinstance(value, NotOffered):
-            result: Any = _make_placeholder(f"{module}.{name}", value)
+            said = f"{module}.{name} is not offered by Thalweg: {value.instead}"
+            result: Any = _Placeholder(name, (), {"__doc__": said})
         elif value is not None:
             result = _resolve(value)
         elif FALLBACK in surface and hasattr(other := _resolve(surface[FALLBACK]), name):
@@ -124,13 +131,14 @@ def _resolve(target: str | NotOffered) -> Any:
     return getattr(loaded, attribute) if attribute else loaded
 
 
-def _make_placeholder(name: str, entry: NotOffered) -> type:
-    """A class for ``isinstance`` and ``from ... import``; an object of it cannot be made."""
+class _Placeholder(type):
+    """Of classes for ``isinstance`` and ``from ... import``: no object of one can be made, none has attributes."""
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} is not offered by Thalweg: {entry.instead}")
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(cls.__doc__)
 
-    return type(name.rpartition(".")[2], (), {"__new__": refuse, "__doc__": entry.instead})
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(f"{cls.__name__}.{name}: {cls.__doc__}")
 
 
 class SurfaceFinder:
@@ -148,9 +156,11 @@ class SurfaceFinder:
         if last == "__main__" and PROGRAM in package.surface.get(parent, {}):
             return ModuleSpec(name, self)  # type: ignore[arg-type]
         if name not in package.surface:
+            above = map(package.look_up, accumulate(name.split("."), "{}.{}".format), repeat(FALLBACK))
+            ways = [entry.instead for entry in above if isinstance(entry, NotOffered)]
             raise ModuleNotFoundError(
-                f"{name} is not among the modules that Thalweg offers as {package.name} "
-                f"({package.room.replace('.', '/')}/surface.ini lists them)",
+                f"{name} is not among the modules that Thalweg offers as {package.name}: "
+                f"{ways[0] if ways else f'{package.room}/surface.ini lists them'.replace('.', '/', 2)}",
                 name=name,
             )
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]

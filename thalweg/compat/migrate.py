@@ -270,7 +270,7 @@ class _ScriptReader(ast.NodeVisitor):
         while module not in package.surface and "." in module:
             module, _, last = module.rpartition(".")
             attributes.insert(0, last)
-        entry = package.surface[module].get(attributes[0]) if attributes else None
+        entry = package.look_up(module, attributes[0]) if attributes else None
         if isinstance(entry, NotOffered):
             return None, f"is not offered: {entry.instead}"
         if attributes and entry is None and (FALLBACK not in package.surface[module] or _resolve(name) is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import time
 import urllib.parse
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -38,9 +39,10 @@ def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAP
     async def mii(name: str, http_request: Request) -> Response:
         if name != (deployment_name or app_state.model_name):
             raise NotFound(f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}")
-        request = api.parse_body(api.MiiRequest, await http_request.body())
+        request, is_legacy = api.parse_mii_body(await http_request.body())
         _require_model_kind(app_state, "text generation", generative=True)
-        return await _MiiAnswer(app_state, request).respond(http_request.receive)
+        answer = _LegacyMiiAnswer if is_legacy else _MiiAnswer
+        return await answer(app_state, request).respond(http_request.receive)
 
     return app
 
@@ -203,7 +205,7 @@ class _MiiAnswer(responses.Answer):
         self._lengths = [len(prompt) for prompt in prompts]
         return [EngineRequest("", p, api.mii_sampling_params(self._request, len(p), model_info)) for p in prompts]
 
-    def body(self, results: list[list[SequenceResult]]) -> list[dict[str, Any]]:
+    def body(self, results: list[list[SequenceResult]]) -> Any:
         return [
             {
                 "generated_text": text + result.text if self._request.return_full_text else result.text,
@@ -223,3 +225,16 @@ class _MiiAnswer(responses.Answer):
                 "finish_reason": output.finish_reason,
             }
         self._prefix = ""
+
+
+class _LegacyMiiAnswer(_MiiAnswer):
+    """That of MII before 0.1: the texts, and seconds."""
+
+    def __init__(self, app_state: AppState, request: api.MiiRequest) -> None:
+        super().__init__(app_state, request)
+        self._start = time.perf_counter()
+
+    def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
+        seconds = time.perf_counter() - self._start
+        texts = [item["generated_text"] for item in super().body(results)]
+        return {"response": texts, "timeTaken": seconds, "modelTimeTaken": seconds}

@@ -412,6 +412,10 @@ def collectives() -> Report:
     return {"values": values, "local": True, "global": [0, 1]}
 
 
+def forked_workers() -> Report:
+    return {"losses": _train(), "workers": 4, "asked": True}
+
+
 def accelerator() -> Report:
     return dict.fromkeys(("same", "on", "memory", "dtypes", "backend", "available", "bf16"), True)
 

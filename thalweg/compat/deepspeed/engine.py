@@ -35,7 +35,9 @@ from thalweg.config import Config
 from thalweg.config.schema.base import replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
 from thalweg.engine import Engine
+from thalweg.observe.step_meter import SEQUENCE_META_KEY
 from thalweg.optim.accumulation import register_loss_scale_hooks
+from thalweg.parallel.sequence.batch_split import SequenceMeta
 from thalweg.parallelize import Components
 from thalweg.utils.dtypes import parse_dtype
 
@@ -59,6 +61,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
         self._compiled = False
+        self.is_whole_in_eval = False  # ranks that share sequences in training have their own in evaluation
         components.loss_normalizer.user_divides = False
         if not (config.fp16.enabled or config.token_weighted_loss):  # which have these hooks
             register_loss_scale_hooks(components.module, components.window, lambda: self._loss_scale)
@@ -124,6 +127,8 @@ class DeepSpeedEngine(Engine):
         """Run the model; in training a micro-batch begins for :attr:`tput_timer`."""
         if self.training:
             self.tput_timer.start()
+        elif self.is_whole_in_eval:
+            kwargs[SEQUENCE_META_KEY] = SequenceMeta(is_whole=True)
         return super().forward(*args, **kwargs)
 
     def backward(  # type: ignore[override]

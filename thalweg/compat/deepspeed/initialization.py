@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from thalweg.compat.deepspeed.arguments import check_process_group
@@ -13,7 +15,9 @@ from thalweg.compat.deepspeed.engine import DeepSpeedEngine, DeepSpeedUsageError
 from thalweg.compat.deepspeed.hybrid_engine import DeepSpeedHybridEngine
 from thalweg.compat.deepspeed.live_engines import add_engine
 from thalweg.compat.deepspeed.param_views import show_ds_names
+from thalweg.compat.deepspeed.ulysses import SequenceParallelState
 from thalweg.compat.deepspeed.zero_optimizers import show_class
+from thalweg.compat.deepspeed.zero_params import ZeRORuntimeException
 from thalweg.config import Config, load
 from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.reader import read_source
@@ -21,15 +25,37 @@ from thalweg.config.schema.base import replace_by_path
 from thalweg.engine import build_engine
 
 
-def _load_with_defaults(source: Any) -> Config:
+def _load_with_defaults(source: Any, mpu: SequenceParallelState | None) -> Config:
     """The config of ``source``, with what DeepSpeed does where it says nothing."""
-    config = load(source, translate=translate_config)
+    forced = {} if mpu is None else {"sequence_parallel_size": mpu.size}
+    config = load(source, translate=lambda tree: translate_config(tree) | forced)
     unsaid = {path: value for path, value in DEEPSPEED_DEFAULTS.items() if path not in config.provenance.user_set}
     filled = replace_by_path(config, unsaid)
     assert isinstance(filled, Config)
     for path in unsaid:
         filled.add_note(path, "DeepSpeed's default")
     return filled
+
+
+def _refuse_as_asked(config: Any, optimizer: Any) -> None:
+    """What Thalweg could do, and DeepSpeed refuses by keys that this config sets."""
+    given, zero = config.provenance.user_set, config.zero_optimization
+    if (
+        config.zero_force_ds_cpu_optimizer
+        and "zero_force_ds_cpu_optimizer" in given
+        and zero.offload_optimizer.device != "none"
+        and isinstance(optimizer, torch.optim.Optimizer)
+        and not type(optimizer).__module__.startswith("thalweg.")
+    ):
+        raise ZeRORuntimeException(
+            f"zero_force_ds_cpu_optimizer: true, and {type(optimizer).__name__} is the program's own optimizer: leave "
+            'the key out, or set "optimizer" in the config'
+        )
+    if zero.stage < 2 and zero.overlap_comm is True and not config.managed_gradient_accumulation:
+        raise DeepSpeedUsageError(
+            "managed_gradient_accumulation: false takes overlap_comm only with ZeRO stage 2 or 3: leave it out, "
+            "communication overlaps where it may"
+        )
 
 
 def initialize(
@@ -51,11 +77,11 @@ def initialize(
 
     Raises:
         ConfigError: with every problem of the config at once.
-        ValueError: no model, no config or two of them, an ``mpu``.
+        ValueError: no model, no config or two of them, an ``mpu`` that is not of sequence parallelism.
     """
     if model is None:
         raise DeepSpeedUsageError("initialize() needs a model: deepspeed.initialize(model=model, config=...)")
-    if mpu is not None:
+    if mpu is not None and not isinstance(mpu, SequenceParallelState):
         raise ValueError(
             "mpu= is not offered by Thalweg: the axes follow from the config "
             "(tensor_parallel.autotp_size, sequence_parallel_size, pipeline.stages); leave it out"
@@ -73,7 +99,8 @@ def initialize(
         )
     check_process_group(dist_init_required)
     with raising_deepspeed_errors():
-        resolved = _load_with_defaults(given[0])
+        resolved = _load_with_defaults(given[0], mpu)
+        _refuse_as_asked(resolved, optimizer)
         engine_class = DeepSpeedHybridEngine if resolved.hybrid_engine.enabled else DeepSpeedEngine
         engine, loader = build_engine(
             engine_class,
@@ -87,6 +114,12 @@ def initialize(
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
         )
+    if mpu is not None:
+        meshes, group = engine.meshes, mpu.get_sequence_parallel_group()
+        assert meshes.sequence is not None
+        if dist.get_process_group_ranks(meshes.sequence.get_group()) != dist.get_process_group_ranks(group):
+            raise ValueError("mpu= goes with neither context_parallel_size, autotp_size nor pipeline.stages above 1")
+        engine.is_whole_in_eval = mpu.is_whole_in_eval
     if engine.optimizer is not None:
         show_class(engine.optimizer, engine.resolved_config)
     if engine.zero_optimization_partition_weights():

@@ -20,7 +20,8 @@ def _make_builder(name: str, offered: bool) -> type:
 
 
 _builders = {f"{name}Builder": _make_builder(name, name in _OFFERED) for name in (*_OFFERED, *_OTHERS)}
-COMPATIBLE_OPS = {vars(builder)["NAME"]: builder().is_compatible() for builder in _builders.values()}
+ALL_OPS: dict[str, Any] = {vars(builder)["NAME"]: builder() for builder in _builders.values()}
+COMPATIBLE_OPS = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
 
 
 def __getattr__(name: str) -> type:

@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from thalweg.parallel.pipeline.module import LayerLike, PipelineModule
+from thalweg.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from thalweg.parallel.pipeline.module import LayerLike, LocalLayers, PipelineModule
 
 
 class DeepSpeedPipelineModule(PipelineModule):
@@ -17,6 +18,8 @@ class DeepSpeedPipelineModule(PipelineModule):
     Programs count its parameters and make an optimizer of them before ``initialize()``.  Thalweg's own is cut there,
     as the config says.
     """
+
+    activation_checkpoint_func = staticmethod(non_reentrant_checkpoint)
 
     def __init__(self, layers: Sequence[LayerLike], num_stages: int | None = None, *args: Any, **options: Any) -> None:
         super().__init__(layers, num_stages, *args, **options)
@@ -30,6 +33,17 @@ class DeepSpeedPipelineModule(PipelineModule):
         self._local_layers = super().build_layers(self.partition_layers(num_stages)[stage])
         modules = {str(i): layer for i, layer in self._local_layers.items() if isinstance(layer, nn.Module)}
         self.layers = nn.ModuleDict(modules)
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Nothing: :attr:`is_checkpointable_results` is always that of the interval."""
+
+    @property
+    def is_checkpointable_results(self) -> list[bool]:
+        """Of this rank's layers, whether each block of ``activation_checkpoint_interval`` is recomputed."""
+        layers, indices = LocalLayers(self.specs, self._local_layers or {}), list(self._local_layers or ())
+        layers.checkpointable_layers = self.checkpointable_layers
+        step = self.activation_checkpoint_interval
+        return [layers.is_checkpointable(indices[i : i + step]) for i in range(0, len(indices), step)] if step else []
 
     def build_layers(self, indices: Sequence[int]) -> dict[int, Any]:
         """The layers that are there.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 def _numbers(version: float | str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", str(version))
     return tuple(map(int, found.group().split(".")[:2])) if found else ()
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` with a span of its name in torch's profiler."""
+    return torch.profiler.record_function(func.__qualname__)(func)
 
 
 def parse_range_list(range_str: str) -> list[int]:

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class ZeRORuntimeException(Exception):
-    """What DeepSpeed raises where a checkpoint does not fit; Thalweg loads it or raises a CheckpointError."""
+    """What DeepSpeed raises where a checkpoint does not fit, which Thalweg loads or answers with a CheckpointError; and
+    for a program's own optimizer with offload, which Thalweg takes unless ``zero_force_ds_cpu_optimizer`` is set."""
 
 
 class ZeroParamStatus(Enum):

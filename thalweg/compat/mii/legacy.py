@@ -12,6 +12,7 @@ from typing import Any
 
 from thalweg.compat.mii import deployments
 from thalweg.compat.mii.constants import DeploymentNotFoundError, DeploymentType
+from thalweg.serve.openai.requests import LEGACY_MII_DEFAULTS
 from thalweg.utils.log import enable_console, get_logger
 
 _log = get_logger(__name__)
@@ -39,9 +40,8 @@ class QueryHandle:
         """The continuation of ``request_dict["query"]``, a text or several."""
         if "query" not in request_dict:
             raise ValueError('text generation needs the key "query": query({"query": ["a prompt"]})')
-        defaults = {"do_sample": False, "return_full_text": True, "top_p": 1.0, "top_k": 50}
         start = time.perf_counter()
-        responses = self._target(request_dict["query"], **{**defaults, **options})
+        responses = self._target(request_dict["query"], **{**LEGACY_MII_DEFAULTS, **options})
         seconds = time.perf_counter() - start
         return LegacyReply([response.generated_text for response in responses], seconds, seconds)
 

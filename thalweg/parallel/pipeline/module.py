@@ -68,6 +68,7 @@ class TiedLayerSpec(LayerSpec):
 class _RecomputedLayers(nn.Module):
     activation_checkpoint_interval: int
     checkpointable_layers: tuple[str, ...] = ()
+    activation_checkpoint_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute every so many layers (0: none) from now on; in training this is a method of ``engine.module``."""
@@ -88,6 +89,7 @@ class PipelineModule(_RecomputedLayers):
         activation_checkpoint_interval: recompute every so many layers (0: none).
         checkpointable_layers: names of classes; only where all of so many layers are of these.  By default where any
             has parameters.
+        activation_checkpoint_func: ``activation_checkpoint_func(function, *args)``, which recomputes.
         seed_layers, base_seed: give every layer a seed of its own before it is built, so that
             its values depend on neither the cut nor the rank.
 
@@ -105,7 +107,7 @@ class PipelineModule(_RecomputedLayers):
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Any = None,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
         checkpointable_layers: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
@@ -117,6 +119,8 @@ class PipelineModule(_RecomputedLayers):
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = tuple(checkpointable_layers or ())
+        if activation_checkpoint_func is not None:
+            self.activation_checkpoint_func = activation_checkpoint_func
         self._seed_options = (base_seed if seed_layers else None, seed_fn)
         # So that an optimizer can be made of layers that exist.
         self.layers = nn.ModuleDict({str(i): s for i, s in enumerate(layers) if isinstance(s, nn.Module)})
@@ -213,11 +217,12 @@ class LocalLayers(_RecomputedLayers):
             return self._run(indices, value)
         for start in range(0, len(indices), interval):
             chunk = indices[start : start + interval]
-            run = partial(checkpoint, self._run, use_reentrant=False) if self._is_checkpointable(chunk) else self._run
+            run = partial(self.activation_checkpoint_func, self._run) if self.is_checkpointable(chunk) else self._run
             value = run(chunk, value)
         return value
 
-    def _is_checkpointable(self, layer_indices: Sequence[int]) -> bool:
+    def is_checkpointable(self, layer_indices: Sequence[int]) -> bool:
+        """Whether these layers are recomputed together, where the interval makes a block of them."""
         if not self.checkpointable_layers:
             return bool(self.layer_parameters(layer_indices))
         layers = [self._functions.get(i) or self.layers[str(i)] for i in layer_indices]
@@ -251,6 +256,7 @@ class PipelineModuleStages:
         indices = [index for stage in local_stages for index in stage_ranges[stage]]
         self.module = LocalLayers(pipeline_module.specs, pipeline_module.build_layers(indices), checkpoint_interval)
         self.module.checkpointable_layers = pipeline_module.checkpointable_layers
+        self.module.activation_checkpoint_func = pipeline_module.activation_checkpoint_func
         add_dummy_param(self.module)
         self._local_stages = tuple(local_stages)
         # Set where ranks share sequences.

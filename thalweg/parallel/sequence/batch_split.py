@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,13 @@ class SequenceMeta:
     length: int = 0
     padding: Tensor | None = None  # (B, T) true for tokens that count
     documents: Tensor | None = None  # (B, T) number of the document
+    has_own_loss: bool = False  # the model's is that of the rank's own targets; the program weighs those of the team
+    is_whole: bool = False  # this rank has all of it, and the others have others
 
     def to(self, device: torch.device) -> SequenceMeta:
         """The same on a device."""
-        moved = (None if x is None else x.to(device) for x in (self.padding, self.documents))
-        return SequenceMeta(self.length, *moved)
+        padding, documents = (None if x is None else x.to(device) for x in (self.padding, self.documents))
+        return replace(self, padding=padding, documents=documents)
 
 
 def document_ids_from_positions(position_ids: Tensor) -> Tensor | None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,7 +141,8 @@ class SequenceParallelAttention:
 
         ``mask`` is a function of positions in the whole sequence.
         """
-        length, ring, group = self.sequence_meta.length, self.ring_attention, self.groups.ulysses_group
+        length, ring = self.sequence_meta.length, self.ring_attention
+        group = None if self.sequence_meta.is_whole else self.groups.ulysses_group
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
         def ring_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -265,12 +266,17 @@ def _split_batch_forward(
         batch = {**dict(zip(signature.arg_names, args, strict=False)), **kwargs}
         sequence_meta = batch.pop(SEQUENCE_META_KEY, None)
         tokens = get_tokens(batch, signature)
-        if sequence_meta is None:
+        if sequence_meta is not None and sequence_meta.is_whole:
+            own = sequence_meta_from_batch(batch, signature)
+            attention.sequence_meta, local_batch = replace(own, has_own_loss=True, is_whole=True), batch
+        elif sequence_meta is None:
             attention.sequence_meta = sequence_meta_from_batch(batch, signature)
             attention.verify_same_batch(tokens)
             local_batch = splitter.local_batch(batch, attention.sequence_meta.length)
         else:
             attention.sequence_meta, local_batch = sequence_meta.to(tokens.device), batch
+        if attention.sequence_meta.has_own_loss:
+            return inner(self, **local_batch)
         with SequenceParallelLoss(sp_group, attention.on_token_count):
             output = inner(self, **local_batch)
         return replace_loss_by_mean(output, sp_group)

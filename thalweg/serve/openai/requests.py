@@ -17,7 +17,7 @@ import asyncio
 import difflib
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -261,6 +261,21 @@ class MiiRequest(StrictModel):
     stream: bool = False
 
 
+class _LegacyQuery(StrictModel):
+    query: str | list[str]
+
+
+class LegacyMiiRequest(StrictModel):
+    """The form of MII before 0.1: ``{"request": {"query": [...]}, "kwargs": {"max_new_tokens": 30}}``."""
+
+    request: _LegacyQuery
+    kwargs: dict[str, Any] = {}
+
+
+# Its servers ran transformers' pipelines: the prompt is part of the text, no sampling.
+LEGACY_MII_DEFAULTS: Mapping[str, Any] = {"do_sample": False, "return_full_text": True, "top_p": 1.0, "top_k": 50}
+
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -285,6 +300,19 @@ def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
         return model_class.model_validate_json(json.dumps(accepted))
     except ValidationError as error:
         raise _to_api_error(model_class, _error_list(error)) from None
+
+
+def parse_mii_body(body: bytes) -> tuple[MiiRequest, bool]:
+    """Read a body of ``/mii/{deployment}``, and say whether it has the form of MII before 0.1."""
+    try:
+        tree = from_json(body)
+    except ValueError:
+        tree = None
+    if not isinstance(tree, dict) or "request" not in tree:
+        return parse_body(MiiRequest, body), False
+    legacy = parse_body(LegacyMiiRequest, body)
+    fields = {**LEGACY_MII_DEFAULTS, **legacy.kwargs, "prompts": legacy.request.query}
+    return parse_body(MiiRequest, json.dumps(fields).encode()), True
 
 
 def _error_list(error: ValidationError) -> list[Any]:

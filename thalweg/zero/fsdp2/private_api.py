@@ -543,7 +543,7 @@ def check_private_names(groups: Sequence[FSDPGroupHandle]) -> None:
         if lacking:
             raise RuntimeError(
                 f"torch {torch.__version__} has changed what Thalweg uses of FSDP2: {', '.join(lacking)} is gone. "
-                f"pip install torch=={TRIED_TORCH[1]}.0 (tried: {' to '.join(TRIED_TORCH)})"
+                f"pip install torch=={TRIED_TORCH[-1]}.0 (tried: {', '.join(TRIED_TORCH)})"
             )
 
 
