@@ -37,7 +37,8 @@ SEED = 20
 class Job:
     """One training benchmark: the shape of the model and of its batch on each rank.
 
-    `family` is "gpt" (the reference GPT) or "llama" (`_llama.py`, which has `kv_heads` and `hidden`).
+    `family` is "gpt" (the reference GPT), "llama" (`_llama.py`, which has `kv_heads` and `hidden`) or "gpt2" (Hugging
+    Face's `GPT2LMHeadModel`, without dropout).
     """
 
     name: str
@@ -69,6 +70,9 @@ JOBS = {
     "tiny": Job("tiny", 2, 2, 64, 512, 32, 2, tied=True),
     "small": Job("small", 4, 4, 256, 8192, 128, 4, tied=True),
     "69m": Job("69m", 8, 12, 768, 8192, 64, 1, tied=False),
+    "hf-tiny": Job("hf-tiny", 2, 2, 64, 512, 32, 2, tied=True, family="gpt2"),
+    "hf-small": Job("hf-small", 4, 4, 256, 8192, 128, 4, tied=True, family="gpt2"),
+    "hf-69m": Job("hf-69m", 8, 12, 768, 8192, 64, 1, tied=False, family="gpt2"),
 }
 
 
@@ -80,6 +84,22 @@ def build_model(job: Job) -> nn.Module:
 
         with torch.device(job.device):
             return Llama(**job.llama_config())
+    if job.family == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=job.vocabulary,
+                n_layer=job.layers,
+                n_head=job.heads,
+                n_embd=job.width,
+                n_positions=job.sequence,
+                tie_word_embeddings=job.tied,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )
     from thalweg.nn.transformer import GPT, GPTConfig
 
     return GPT(
@@ -110,10 +130,17 @@ def _adamw(parameters: Iterable[nn.Parameter], fused: bool) -> torch.optim.Optim
     return torch.optim.AdamW(parameters, fused=True, **ADAMW) if fused else torch.optim.AdamW(parameters, **ADAMW)
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool) -> Step:
+def _compute_loss(job: Job, model: Any, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    """Return the loss of a model or engine; Hugging Face's shifts the labels itself."""
+    if job.family == "gpt2":
+        return model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+    return model(tokens_BT, labels_BT)
+
+
+def _plain_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool) -> Step:
     def step(tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(tokens_BT, labels_BT)
+            loss = _compute_loss(job, model, tokens_BT, labels_BT)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -134,7 +161,7 @@ def build_ddp(job: Job, model: nn.Module, world: int, variant: str) -> Step:
         )
     else:
         optimizer = _adamw(model.parameters(), fused=variant == "fused")
-    return _plain_step(model, optimizer, autocast=job.dtype == "bf16")
+    return _plain_step(job, model, optimizer, autocast=job.dtype == "bf16")
 
 
 def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
@@ -147,14 +174,14 @@ def build_fsdp2(job: Job, model: nn.Module, world: int, variant: str) -> Step:
     wire = torch.bfloat16 if variant.startswith("16_") else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=wire)
     reshard = variant.endswith("3")
-    units = [*model.get_submodule("blocks").children(), model]
+    units = [*model.get_submodule("transformer.h" if job.family == "gpt2" else "blocks").children(), model]
     for unit in units:
         if job.compiled and unit is not model:
             unit.compile()
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if variant.startswith("comm_"):
         _use_thalweg_collectives(units, mesh.get_group())
-    return _plain_step(model, _adamw(model.parameters(), fused=True), autocast=False)
+    return _plain_step(job, model, _adamw(model.parameters(), fused=True), autocast=False)
 
 
 def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
@@ -213,7 +240,7 @@ def build_deepspeed(job: Job, model: nn.Module, world: int, variant: str) -> Ste
     if job.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return _engine_step(engine)
+    return _EngineStep(job, engine)
 
 
 def build_thalweg(job: Job, model: nn.Module, world: int, variant: str) -> Step:
@@ -238,17 +265,17 @@ def build_thalweg(job: Job, model: nn.Module, world: int, variant: str) -> Step:
         else:
             config["zero_optimization"] |= _FEATURES[feature]
     engine, _, _, _ = thalweg.initialize(model=model, config=config)
-    return _engine_step(engine)
+    return _EngineStep(job, engine)
 
 
 class _EngineStep:
     """A step of an engine; ``inter_bytes`` is what it counted between hosts so far, None if it does not."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, job: Job, engine: Any) -> None:
+        self._job, self._engine = job, engine
 
     def __call__(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        loss = self._engine(tokens_BT, labels_BT)
+        loss = _compute_loss(self._job, self._engine, tokens_BT, labels_BT)
         self._engine.backward(loss)
         self._engine.step()
         return loss.detach()
@@ -257,10 +284,6 @@ class _EngineStep:
     def inter_bytes(self) -> int | None:
         ledger = getattr(self._engine, "ledger", None)
         return None if ledger is None else ledger.total().inter_bytes
-
-
-def _engine_step(engine: Any) -> Step:
-    return _EngineStep(engine)
 
 
 _FEATURES: dict[str, dict[str, Any]] = {
@@ -286,10 +309,17 @@ def build_contestant(name: str, job: Job, model: nn.Module, world: int) -> Step:
     raise ValueError(f"no contestant {name!r}; the families are {', '.join(f for f, _ in _BUILDERS)}")
 
 
-def preload(name: str) -> str:
-    """Import what the contestant stands on and return what has been imported, for the memory table."""
-    import torch.distributed
+def preload(name: str, job: Job) -> str:
+    """Import what the contestant and the model stand on and return what has been imported, for the memory table."""
+    if job.family == "gpt2":
+        from transformers import GPT2LMHeadModel, __version__
 
+        _ = GPT2LMHeadModel  # which the package imports when it is asked for
+        return f"{_preload_contestant(name)}, transformers {__version__}"
+    return _preload_contestant(name)
+
+
+def _preload_contestant(name: str) -> str:
     if name.startswith("deepspeed"):
         import deepspeed  # pyright: ignore[reportMissingImports]
 

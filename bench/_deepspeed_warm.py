@@ -1,13 +1,17 @@
 """Compile the operators that DeepSpeed uses in these benchmarks, and say how long it took.
 
-Run by `make bench-peers` with the interpreter of the peers.
+Run by `make bench-peers` with the interpreter of the peers; `--isa avx2` (`make bench-peers-avx2`) makes those of a
+smaller processor, in a folder of their own.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
+from pathlib import Path
 
+from _isa import ISAS, start_within
 from _peers import deepspeed_env, remove_deepspeed_shm
 
 
@@ -24,6 +28,10 @@ def _async_io() -> str:
 
 
 def main() -> int:
+    """Make them and take a step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--isa", choices=ISAS)
+    start_within(parser.parse_args().isa)
     port = str(os.getpid())
     os.environ.update(deepspeed_env(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = port
@@ -51,6 +59,7 @@ def main() -> int:
     print(f"deepspeed {deepspeed.__version__}, {kind}")
     print(f"import {import_seconds:.1f} s, first initialize {seconds:.1f} s")
     print(f"async_io (for bench/nvme.py): {_async_io()}")
+    Path(os.environ["TORCH_EXTENSIONS_DIR"], "ready").touch()
     return 0
 
 

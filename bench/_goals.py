@@ -39,6 +39,12 @@ def _make_goals() -> list[PerformanceGoal]:
     for stage in (2, 3):
         for model in ("small", "69m"):
             goals.append(PerformanceGoal(model, f"thalweg_torch_{stage}", f"fsdp2_comm_{stage}", "clock", 1 / 1.03))
+    for stage in range(4):  # issue 15: Hugging Face's GPT-2, on a processor with AVX2 alone and on any other
+        ours, deepspeed = f"thalweg_{stage}", f"deepspeed_{stage}"
+        for model, of_deepspeed, of_ddp in (("hf-69m", 4.0, 1.5), ("hf-small", 1.3, 1.15)):
+            goals.append(PerformanceGoal(model, ours, deepspeed, "clock", of_deepspeed))
+            goals.append(PerformanceGoal(model, ours, "ddp_fused", "clock", of_ddp))
+            goals.append(PerformanceGoal(model, ours, deepspeed, "memory", 1 / 0.9))
     return goals
 
 

@@ -1,14 +1,16 @@
 """Other engines for bench/infer.py, each in a process and a folder of packages of its own.
 
-    python bench/_infer_peers.py install
+    python bench/_infer_peers.py install [--isa avx2]
 
 installs ctranslate2, llama.cpp (compiled from its sdist, for this processor) and onnxruntime below
 .venv-infer-peers/; `make bench-vllm` installs vLLM.  They get the same weights, converted once into a
 temporary folder, and the same prompts.  What is not installed, or cannot convert the model, has no rows.
+`--isa avx2` installs llama.cpp once more, compiled for a processor with AVX2 alone; ctranslate2 reads a variable.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -20,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from _isa import ISAS, LLAMA_CPP_SWITCHES, asked_isa, start_within, with_isa
 from _peers import ROOT
 
 FOLDER = ROOT / ".venv-infer-peers"
@@ -43,7 +46,12 @@ class PeerSpec:
     @property
     def installed(self) -> bool:
         """Whether it can take part."""
-        return VLLM.exists() if self.engine == "vllm" else (FOLDER / self.engine).is_dir()
+        return VLLM.exists() if self.engine == "vllm" else self.folder.is_dir()
+
+    @property
+    def folder(self) -> Path:
+        """Where its packages are: of those compiled for a processor, for the one that was asked for."""
+        return FOLDER / (with_isa(self.engine) if self.engine == "llama.cpp" else self.engine)
 
     def command(self, *words: str) -> tuple[list[str], dict[str, str]]:
         """Return a command line for `_infer_peer_worker.py` and its environment."""
@@ -51,7 +59,7 @@ class PeerSpec:
         environment = dict(os.environ)
         environment.pop("PYTHONPATH", None)
         if self.engine != "vllm":
-            environment["PYTHONPATH"] = str(FOLDER / self.engine)
+            environment["PYTHONPATH"] = str(self.folder)
         return [python, str(WORKER), words[0], self.engine, self.weight_format, *words[1:]], environment
 
 
@@ -159,11 +167,24 @@ def install() -> int:
     """Install each engine into a folder of its own; 1 if one could not be."""
     failed = 0
     for kind in (kind for kind in PEER_SPECS if kind.packages):
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(FOLDER / kind.engine)]
-        environment = {**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+        if asked_isa() and kind.engine != "llama.cpp":
+            continue  # has no folder of its own for it
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(kind.folder)]
+        if asked_isa():  # pip would take the wheel that it made of the sdist for this processor
+            command.append("--no-cache-dir")
+        environment = {**os.environ, "CMAKE_ARGS": LLAMA_CPP_SWITCHES[asked_isa()]}
         failed |= subprocess.run([*command, *kind.packages], env=environment, check=False).returncode != 0
     return int(failed)
 
 
+def main() -> int:
+    """Install what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("install",))
+    parser.add_argument("--isa", choices=ISAS)
+    start_within(parser.parse_args().isa)
+    return install()
+
+
 if __name__ == "__main__":
-    raise SystemExit(install() if sys.argv[1:] == ["install"] else __doc__)
+    raise SystemExit(main())

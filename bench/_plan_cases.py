@@ -7,6 +7,7 @@ optimizer's state and of the parameters), `clip` (0 lets updates run within the 
 
 from __future__ import annotations
 
+import random
 import tempfile
 from typing import Any
 
@@ -249,9 +250,67 @@ def case_name(case: dict[str, Any]) -> str:
     return " ".join([*words, f"accumulate {case['accumulation']}"] if "accumulation" in case else words)
 
 
+# What drawn cases are made of: families that no case above has, by the names their configs give to the same things.
+DRAWN_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 64}),
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 64}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "stablelm": ("StableLmForCausalLM", {}),
+    "granite": ("GraniteForCausalLM", {}),
+    "roberta": ("RobertaForMaskedLM", {}),
+    "electra": ("ElectraForMaskedLM", {"embedding_size": 128}),
+    "deit": ("DeiTForImageClassification", {"image_size": 224, "patch_size": 16, "num_labels": 100}),
+}
+
+
+def draw_cases(seed: int, count: int) -> list[dict[str, Any]]:
+    """Return ``count`` held-out cases: families, shapes and settings that a seed drew and nobody chose."""
+    draw = random.Random(seed)
+    cases = []
+    for number in range(count):
+        family = draw.choice(sorted(DRAWN_FAMILIES))
+        cls, more = DRAWN_FAMILIES[family]
+        heads = draw.choice([4, 6, 8, 10])
+        width, is_image = 64 * heads, "image_size" in more
+        spec: dict[str, Any] = {
+            "family": "hf",
+            "class": cls,
+            "model_type": family,
+            "num_hidden_layers": draw.randint(3, 9),
+            "hidden_size": width,
+            "intermediate_size": width * draw.choice([2, 3, 4]),
+            "num_attention_heads": heads,
+            **more,
+        }
+        if not is_image:
+            spec |= {"vocab_size": draw.randrange(6000, 24000, 8), "max_position_embeddings": 1024}
+            spec |= {"num_key_value_heads": draw.choice([heads, heads // 2])} if "ForCausalLM" in cls else {}
+        world, stage = draw.choice([1, 2, 2, 4]), draw.randint(0, 3)
+        case = _case(
+            f"{family}-{seed}-{number}", stage, world, draw.choice([1, 2, 4]), draw.choice([128, 192, 256, 384])
+        )
+        case |= {"spec": spec}
+        case |= draw.choice([{}, {}, FULL, SELECTIVE])
+        case |= draw.choice([{}, BF16])
+        case |= draw.choice([{}, {}, {"accumulation": 2}])
+        if stage == 3:
+            case |= draw.choice([{}, {}, DISK])
+        elif stage:
+            case |= draw.choice([{}, {}, {"states": "cpu", "clip": 0.0}, {"states": "nvme", "clip": 0.0}])
+        cases.append(case)
+    return cases
+
+
+def get_spec(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the case's model as keywords."""
+    spec: dict[str, Any] = case.get("spec") or MODELS[case["model"]]
+    return dict(spec)
+
+
 def preload(case: dict[str, Any]) -> None:
     """Import what building the model imports, so that it counts as the process' base."""
-    spec = MODELS[case["model"]]
+    spec = get_spec(case)
     if spec["family"] == "hf":
         import transformers
 
@@ -262,7 +321,7 @@ def preload(case: dict[str, Any]) -> None:
 
 def build_model(case: dict[str, Any], device: str = "cpu") -> nn.Module:
     """Return the case's model in fp32, with its own initialisation."""
-    spec = dict(MODELS[case["model"]])
+    spec = get_spec(case)
     family = spec.pop("family")
     torch.manual_seed(7)
     with torch.device(device):

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from _isa import asked_isa, isa_variables
 from _peers import ROOT
 
 
@@ -81,14 +82,17 @@ def machine_info() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "torch": metadata.version("torch"),
         "python": platform.python_version(),
+        **({"asked": isa_variables(asked_isa())} if asked_isa() else {}),
     }
 
 
 def format_machine(info: dict[str, Any]) -> str:
     """Return the machine on one line."""
+    asked = " ".join(f"{name}={value}" for name, value in info.get("asked", {}).items())
     return (
         f"{info['processor']} ({', '.join(info['features']) or 'no vector extensions named'}), "
         f"{info['cores']} cores, {info['memory_gib']} GiB, torch {info['torch']}, Python {info['python']}"
+        + (f", asked for less: {asked}" if asked else "")
     )
 
 

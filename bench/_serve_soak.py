@@ -44,7 +44,8 @@ def run_long_tiers(num_bad: int, num_soak: int, num_ends: int, seed: int) -> lis
     runs = []
     if num_bad:
         found = _fuzz(num_bad, seed)
-        note = f"Answers by status: {found} (0: the connection was closed). One engine from first to last."
+        note = f"Answers by status: {found} (0: the connection was closed)."
+        note += " On the tests' toy engine, one from first to last."
         rows = [_row("R23 fuzz", "bad requests", num_bad, 1_000_000)]
         rows.append(compare("R23 fuzz, answers", "goal", "answers above 499", 0, 0))
         runs.append({"run": "R23 fuzz", "rows": rows, "note": note})

@@ -46,7 +46,7 @@ class ContestantRank:
         torch.set_num_threads(args.threads)
         self.job = Job(**json.loads(args.job))
         self.rank, self.world = args.rank, args.world
-        self.measurements: dict[str, Any] = {"imports": preload(args.contestant)}
+        self.measurements: dict[str, Any] = {"imports": preload(args.contestant, self.job)}
         self.measurements["import_mib"] = memory_mib()["peak_mib"]
         backend = "nccl" if self.job.device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{args.store}", rank=args.rank, world_size=args.world)

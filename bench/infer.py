@@ -15,7 +15,12 @@ encoder and decoder, 512 wide, 6 heads of 64, inner width 1,024, vocabulary 32,1
     python bench/infer.py --write
     python bench/infer.py --write --model flan-t5-small
     python bench/infer.py --write --model flan-t5-small --threads 1 --forms int8
+    python bench/infer.py --write --isa avx2
     python bench/infer.py --quick --json
+
+`--isa avx2` keeps the contestants within what a processor with AVX2 alone has, as far as each can be kept: torch's
+kernels, MKL, oneDNN, ctranslate2 and Thalweg's own by their variables, llama.cpp by the build that
+`_infer_peers.py install --isa avx2` makes. onnxruntime and vLLM have no switch; their rows say so.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from _infer_peers import start_peers
+from _infer_peers import PEER_SPECS, start_peers
+from _isa import ISAS, WITHOUT_SWITCH, asked_isa, start_within, with_isa
 from _peak_macs import multiply_adds_per_second
 from _peers import ROOT
 from _report import (
@@ -61,6 +67,7 @@ T5 = {
 GOALS = {  # issue 6: tokens a second at batch 1 and 8
     "fp32": (125, 500), "bf16": (190, 650), "int8": (300, 1100), "int4": (340, 1100),
 }  # fmt: skip
+OF_HUGGING_FACE = {1: 1.5, 8: 2.0}  # issue 15: fp32 within AVX2, tokens a second by batch
 PEERS_OF = {
     "fp32": ("hugging face fp32", "ctranslate2 fp32", "onnxruntime fp32", "llama.cpp f32"),
     "bf16": ("hugging face bf16", "vllm bf16"),
@@ -175,6 +182,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         else start_peers(model, args.threads, engines=engines_of_others) as others
     ):
         turns |= {peer.name: peer.run_turn for peer in others}
+        missing = [] if args.quick else missing_peers(args.forms, turns)
         for number in range(args.rounds + 1):  # the first round warms up
             for batch in args.batches:
                 prompts = torch.randint(3, SHAPE["vocab_size"], (batch, args.prompt), generator=generator)
@@ -192,7 +200,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "infer",
         rows(args, cells),
         threads=args.threads, rounds=args.rounds, prompt=args.prompt, new=args.new, layers=args.layers,
-        model=args.model,
+        model=args.model, absent=missing,
         read_gb_s=round(speed / 1e9, 1), read_gb_s_median=round(statistics.median(speeds) / 1e9, 1),
         cells=[{"name": n, "batch": b, **c} for (n, b), c in cells.items()],
     )  # fmt: skip
@@ -233,6 +241,19 @@ def products_of(args: argparse.Namespace) -> int:
     return args.layers * (4 * hidden * hidden + 3 * hidden * inner) + hidden * SHAPE["vocab_size"]
 
 
+def label_of(peer: str) -> str:
+    """Return what a peer is called in rows: one that cannot be kept within an instruction set says so."""
+    has_no_switch = bool(asked_isa()) and peer.startswith(WITHOUT_SWITCH)
+    return f"{peer} (no switch: all that the processor has)" if has_no_switch else peer
+
+
+def missing_peers(forms: list[str], turns: dict[str, Turn]) -> list[str]:
+    """Return the peers that have no rows, and why."""
+    wanted = dict.fromkeys(peer for form in forms for peer in PEERS_OF[form] if peer not in turns)
+    installed = {spec.name for spec in PEER_SPECS if spec.installed}
+    return [f"{peer} ({'did not start' if peer in installed else 'not installed'})" for peer in wanted]
+
+
 def rows(args: argparse.Namespace, cells: dict[tuple[str, int], dict[str, Any]]) -> list[Row]:
     """Return the comparisons: with every peer at the same bits of weight, and with the goals."""
     found = []
@@ -246,9 +267,16 @@ def rows(args: argparse.Namespace, cells: dict[tuple[str, int], dict[str, Any]])
             theirs = cells.get((peer, batch))
             if theirs is None:
                 continue
-            found.append(compare(case, peer, "tok/s", mine["tok_s"], theirs["tok_s"], lower_is_better=False))
-            found.append(compare(case, peer, "first token ms", mine["first_ms"], theirs["first_ms"]))
-        if args.model == "llama" and args.layers == SHAPE["num_hidden_layers"] and batch in (1, 8):
+            label = label_of(peer)
+            found.append(compare(case, label, "tok/s", mine["tok_s"], theirs["tok_s"], lower_is_better=False))
+            found.append(compare(case, label, "first token ms", mine["first_ms"], theirs["first_ms"]))
+        if asked_isa() and args.model == "llama":
+            theirs = cells.get(("hugging face fp32", batch))
+            if form == "fp32" and batch in OF_HUGGING_FACE and theirs is not None:
+                least = OF_HUGGING_FACE[batch]
+                label, goal = f"goal: {least:g} times hugging face", least * theirs["tok_s"]
+                found.append(compare(case, label, "tok/s", mine["tok_s"], goal, lower_is_better=False))
+        elif args.model == "llama" and args.layers == SHAPE["num_hidden_layers"] and batch in (1, 8):
             goal = float(GOALS[form][batch == 8])
             found.append(compare(case, "goal", "tok/s", mine["tok_s"], goal, lower_is_better=False))
             if form == "int8":
@@ -262,7 +290,7 @@ def render(data: dict[str, Any]) -> str:
     keys = ("tok_s", "decode_tok_s", "first_ms", "multiplied_tok_s", "bound_tok_s")
     lines = [
         [
-            f"{c['name']}, batch {c['batch']}",
+            f"{label_of(c['name'])}, batch {c['batch']}",
             *(format_cell(c.get(k)) for k in keys),
             *(format_cell(c.get(k), 2) for k in ("roofline", "roofline_beside")),
         ]
@@ -283,6 +311,7 @@ def render(data: dict[str, Any]) -> str:
             "",
             markdown_table(heads, lines),
             "",
+            *([f"No rows of {', '.join(data['absent'])}.", ""] if data.get("absent") else []),
             rows_table(data["rows"]),
         ]
     )
@@ -299,10 +328,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--forms", nargs="+", default=list(GOALS), choices=list(GOALS))
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--isa", choices=ISAS, help="keep the contestants within this instruction set")
     parser.add_argument("--quick", action="store_true", help="2 layers, int8 alone, 2 rounds: under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/infer.md and .json")
     args = parser.parse_args(argv)
+    start_within(args.isa)
     if args.layers is None:
         args.layers = int(SHAPE["num_hidden_layers"] if args.model == "llama" else T5["num_layers"])
     if args.quick:
@@ -310,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     data = measure(args)
     if args.write:
         name = "infer" if args.model == "llama" else "infer_t5"
-        write_result(name + "_1_thread" * (args.threads == 1), data, render(data))
+        write_result(with_isa(name + "_1_thread" * (args.threads == 1)), data, render(data))
     print(json.dumps(data) if args.json else render(data))
     return 0
 

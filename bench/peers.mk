@@ -26,6 +26,11 @@ $(PEERS)/.ready: $(PEERS)/.installed
 	nice -n 19 env MAX_JOBS=1 $(PEERS)/bin/python bench/_deepspeed_warm.py
 	touch $@
 
+# The operators once more, as on a processor with AVX2 alone: for `--isa avx2`.
+.PHONY: bench-peers-avx2
+bench-peers-avx2: $(PEERS)/.ready
+	nice -n 19 env MAX_JOBS=1 $(PEERS)/bin/python bench/_deepspeed_warm.py --isa avx2
+
 clean-peers:
 	rm -rf $(PEERS)
 

@@ -1,14 +1,18 @@
 """One training step: Thalweg's stages against DDP, ZeroRedundancyOptimizer, raw FSDP2 and DeepSpeed.
 
-All contestants train the same GPT from the same seed on the same batches with the same AdamW, on gloo
-ranks of this host.  They are alive at once, as many as fit into memory, and take turns of a few steps
-(`_interleaved.py`), so that their ratios hold on a machine that is not quiet.  Clock is the slowest rank's;
-CPU time is the mean over ranks; the peak is VmHWM of the rank's own process, which has imported nothing
-but torch and the contestant.  Steps before the timed ones, start and compilation are not counted.
+All contestants train the same GPT, the reference one or Hugging Face's (`hf-`), from the same seed on the same batches
+with the same AdamW, on gloo ranks of this host.  They are alive at once, as many as fit into memory, and take turns of
+a few steps (`_interleaved.py`), so that their ratios hold on a machine that is not quiet.  Clock is the slowest rank's;
+CPU time is the mean over ranks; the peak is VmHWM of the rank's own process, which has imported nothing but torch and
+the contestant.  Steps before the timed ones, start and compilation are not counted.
 
     python bench/train_step.py --quick
     python bench/train_step.py --model small 69m --ranks 2 4 --write
     python bench/train_step.py --model 69m --only thalweg_3 deepspeed_3 --json
+    python bench/train_step.py --model hf-small hf-69m --isa avx2 --write
+
+`--isa avx2` keeps all contestants alike within what a processor with AVX2 alone has: torch's kernels, MKL, oneDNN,
+Thalweg's own, and DeepSpeed's operators, which `make bench-peers-avx2` compiles for it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 from typing import Any
 
@@ -23,6 +28,7 @@ from _contestants import JOBS
 from _goals import check_goals
 from _groups import exit_on_terminate
 from _interleaved import InterleavedRun, RunSettings
+from _isa import ISAS, isa_variables, with_isa
 from _report import (
     Row,
     compare,
@@ -61,10 +67,15 @@ def peers_of(name: str) -> list[str]:
     return peers
 
 
+def run_name(model: str, dtype: str, world: int) -> str:
+    """Return what a run and its rows are called."""
+    return with_isa(f"{model} {dtype} {world} ranks", " ")
+
+
 def rows_of(interleaved: InterleavedRun, asked: list[str]) -> list[Row]:
     """Return the comparison rows of every stage of Thalweg that was asked for."""
     rows = []
-    head = f"{interleaved.job.name} {interleaved.job.dtype} {interleaved.world} ranks"
+    head = run_name(interleaved.job.name, interleaved.job.dtype, interleaved.world)
     for name in (n for n in asked if n.startswith("thalweg")):
         kernels = "torch" if "torch" in name else "auto"
         case = f"{head}, stage {name[-1]}, cpu_kernels {kernels}"
@@ -128,7 +139,7 @@ def measure(model: str, world: int, dtype: str, plan: RunSettings, asked: list[s
     return make_result(
         "train_step",
         rows_of(interleaved, asked) if interleaved.succeeded(ANCHOR) else [],
-        run=f"{model} {dtype} {world} ranks",
+        run=run_name(model, dtype, world),
         job=job.to_dict(),
         plan=dataclasses.asdict(plan),
         contestants=contestants_of(interleaved, asked) if interleaved.succeeded(ANCHOR) else [],
@@ -152,7 +163,8 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
         f"## {run['run']}",
         "",
         f"{run['date']}, commit {run['commit']}, {format_machine(run['machine'])}.",
-        f"GPT of {shape}, sequence {job['sequence']}, micro-batch {job['micro_batch']} a rank.",
+        f"{'GPT-2 of Hugging Face' if job.get('family') == 'gpt2' else 'GPT'} of {shape}, "
+        f"sequence {job['sequence']}, micro-batch {job['micro_batch']} a rank.",
         f"{turns}, {plan['threads']} thread a rank. Clock and CPU in ms a step; peak resident MiB of a rank.",
         "",
     ]
@@ -190,7 +202,7 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
 def write(runs: list[dict[str, Any]]) -> None:
     """Put the runs into results/train_step, in the place of earlier ones of the same name."""
     data = merge_runs("train_step", runs)
-    data["runs"].sort(key=lambda run: (run["run"].split()[1:3], run["run"].split()[0] != "small"))
+    data["runs"].sort(key=lambda run: (run["run"].split()[1:3], not run["run"].startswith(("small", "hf-small"))))
     head = (
         "# One training step\n\nWritten by `python bench/train_step.py --write`; "
         "the ratios of every pair are in the JSON file.\n"
@@ -209,11 +221,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (5)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn (5)")
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank (1)")
+    parser.add_argument("--isa", choices=ISAS, help="keep all contestants within this instruction set")
     parser.add_argument("--quick", action="store_true", help="five contestants, the small model, under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/train_step.md and .json")
     args = parser.parse_args(argv)
     exit_on_terminate()
+    os.environ.update(isa_variables(args.isa))
     plan = RunSettings(args.rounds, args.steps, warmup=3, threads=args.threads)
     asked = list(dict.fromkeys([ANCHOR, *args.only])) if args.only else ALL
     if args.quick:

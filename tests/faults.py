@@ -98,6 +98,18 @@ def _only_weights(original: Any) -> Any:
     return faulty
 
 
+def _old_one_first(original: Any) -> Any:
+    """A commit that removes what the tag held before the new checkpoint stands."""
+
+    def faulty(io: Any, directory: Any, temporary: Any, manifest: Any, **kwargs: Any) -> Any:
+        remove_tree = importlib.import_module("thalweg.checkpoint.filesystem").remove_tree
+        if io.exists(directory / manifest.head.tag):
+            remove_tree(io, directory / manifest.head.tag)
+        return original(io, directory, temporary, manifest, **kwargs)
+
+    return faulty
+
+
 def _needs_hidden_size(original: Any) -> Any:
     return lambda path, default, context: (
         (original(path, default, context)[0], "hidden_size")
@@ -134,6 +146,27 @@ FAULTS = {
         "ReplicaPool.health",
         _returns((True, "")),
         ("tests/unit/test_serve_engine.py::test_row42_overload_completes_and_a_broken_engine_fails_health",),
+    ),
+    "a client's mistake answered as the server's (R23)": Fault(
+        "thalweg.serve.errors",
+        "BadRequest.status",
+        lambda original: 500,
+        ("tests/unit/test_serve_engine.py::test_r23_bad_requests_are_the_clients_fault_and_harm_no_engine",),
+    ),
+    "a request keeps a block when it ends (R24)": Fault(
+        "thalweg.infer.engine.scheduler",
+        "BlockPool.release",
+        lambda original: lambda self, blocks: original(self, blocks[1:]),
+        ("tests/unit/test_serve_engine.py::test_r24_cancellations_leave_no_block_and_harm_nobody",),
+    ),
+    "the old checkpoint removed before the new one stands (row 36)": Fault(
+        "thalweg.checkpoint.directory",
+        "commit",
+        _old_one_first,
+        (
+            "tests/unit/test_checkpoint_crash.py"
+            "::test_row36_killed_at_every_operation_the_previous_or_the_new_one_loads[same tag]",
+        ),
     ),
     "moments left behind by a resume (row 1)": Fault(
         "thalweg.checkpoint.reader",

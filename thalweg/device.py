@@ -6,12 +6,15 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from thalweg.utils.env import DEVICE_VARIABLE
 
 # mallopt(3) parameters of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
@@ -20,24 +23,28 @@ _TRIM_THRESHOLD_BYTES = 1 << 30
 LARGE_BLOCK_BYTES = 4 << 20
 
 
-def pick_device(local_rank: int = 0) -> torch.device:
-    """The accelerator of this local rank where there is one, made the current one, else the CPU.
+def pick_device(local_rank: int = 0, name: str = "auto", num_local_ranks: int = 1) -> torch.device:
+    """The device of this name (see :func:`resolve_device`) for one of so many ranks on this host, made the current one.
+
+    A kind without an index means the device of this local rank.
 
     Raises:
-        ValueError: there are fewer accelerators than ranks on this host.
+        ValueError: torch sees no such device here, or there are fewer of them than ranks on this host.
     """
-    kind = current_accelerator().type
-    if kind == "cpu":
-        return torch.device("cpu")
+    device = _find_device(name)
+    if device.type == "cpu":
+        return device
     count = torch.accelerator.device_count()
-    if local_rank >= count and not _may_share(kind, count):
+    index, lacks = (local_rank, local_rank >= count) if device.index is None else (device.index, num_local_ranks > 1)
+    if lacks and not _may_share(device.type, count):
         raise ValueError(
-            f"local rank {local_rank} has no {kind} device of its own: this process sees {count}, and collectives "
-            f"between two ranks on one device fail. Start at most {count} ranks on this host, or hide the devices to "
-            "train on the CPU (CUDA_VISIBLE_DEVICES=, empty)"
+            f"local rank {local_rank} has no {device.type} device of its own: this process sees {count}, and "
+            f"collectives between two ranks on one device fail. Start at most {count} ranks on this host, each with "
+            f'device "auto", or train on the CPU (`thalweg run --device cpu`, or "device": "cpu" in the config)'
         )
-    torch.accelerator.set_device_index(local_rank % count)
-    return torch.device(kind, local_rank % count)
+    _complete_module(device.type)
+    torch.accelerator.set_device_index(index % count)
+    return torch.device(device.type, index % count)
 
 
 def _may_share(kind: str, count: int) -> bool:
@@ -49,8 +56,38 @@ def _may_share(kind: str, count: int) -> bool:
     return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
 
 
+class _OnlyStream:
+    """The stream of a device that has no other: what is queued on it is in order already."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is out of order."""
+
+    wait_event = wait_stream
+
+    def record_event(self, event: Any = None) -> torch.Event:
+        """An event of what is queued so far."""
+        return torch.accelerator.current_stream().record_event()
+
+
+def _complete_module(kind: str) -> None:
+    """Give a device's module the names that meshes and FSDP2 ask of it and ``torch.mps`` of 2.13 has not."""
+    only = _OnlyStream()
+    added: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "current_device": torch.accelerator.current_device_index,
+        "Stream": lambda device=None, priority=0: only,
+        "current_stream": lambda device=None: only,
+        "stream": nullcontext,
+    }
+    names = vars(torch.get_device_module(kind))
+    for name, value in ({} if "Stream" in names else added).items():
+        names.setdefault(name, value)
+
+
 def current_accelerator() -> torch.device:
-    """The accelerator of this process, whichever kind; the CPU where there is none."""
+    """The accelerator of this process, whichever kind; the CPU where there is none, or the environment says so."""
+    if os.environ.get(DEVICE_VARIABLE) == "cpu":
+        return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -67,21 +104,29 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
     Raises:
         ValueError: torch sees no such device here, or this rank has none of its own.
     """
-    if str(name) == "cpu":
-        return torch.device("cpu")
-    accelerator = current_accelerator()
-    device = accelerator if name == "auto" else torch.device(name)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    count = torch.accelerator.device_count() if device.type == accelerator.type else 0
-    if count == 0 or (device.index or 0) >= count:
-        found = f"{count} of that kind" if count else "no such device"
-        raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
-    if device.index is not None:
+    device = _find_device(name)
+    if device.type == "cpu" or device.index is not None:
         return device
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
         return pick_device(int(os.environ["LOCAL_RANK"]))
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _find_device(name: str | torch.device) -> torch.device:
+    """The device of this name, with an index where the name has one; ValueError where torch sees none here."""
+    if name == "auto":
+        name = os.environ.get(DEVICE_VARIABLE) or "auto"
+    accelerator = current_accelerator()
+    device = None
+    with suppress(RuntimeError):  # a kind that torch has never heard of
+        device = torch.device(accelerator.type if name == "auto" else name)
+    if device is not None and device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if device is not None and device.type == accelerator.type else 0
+    if device is None or (device.index or 0) >= count:
+        found = f"{count} of that kind" if count else "no such device"
+        raise ValueError(f"device {name}: torch sees {found} here; leave it out, or say cpu for the processor")
+    return device
 
 
 def takes_tensors_of(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -230,10 +275,11 @@ def synchronize(device: torch.device | None = None) -> None:
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``, in the order of its stream: the host does not wait for an accelerator.
 
-    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one."""
+    From pageable memory it might: the copy goes through page-locked memory, which torch keeps for the next one.  Where
+    there is none such it waits, as the tensor may be gone before the device has read it."""
     if device.type != "cpu" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = pin(tensor)
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=can_pin())
 
 
 def iter_host_parts(tensor: Tensor, part_numel: int) -> Iterator[Tensor]:
@@ -278,5 +324,23 @@ def unlock_pages(memory: Tensor) -> None:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Return a host tensor in memory that the accelerator reads by itself; where both share theirs, the tensor."""
-    return tensor if current_accelerator().type == "mps" else tensor.pin_memory()
+    """Return a host tensor in memory that the accelerator reads by itself; where there is none such, the tensor."""
+    return tensor.pin_memory() if can_pin() else tensor
+
+
+@cache
+def can_pin() -> bool:
+    """Whether the accelerator has page-locked memory of the host's; one that shares its memory has not."""
+    try:
+        return torch.empty(1).pin_memory().is_pinned()
+    except RuntimeError:
+        return False
+
+
+@cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """fp64, or fp32 on a device that has none."""
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).dtype
+    except TypeError:
+        return torch.float32

@@ -126,8 +126,9 @@ def build_engine(
         former_params = unshard_model(model)
     warn_of_untried_torch(torch.__version__)
     parsed = take_batch_size(merge_model_settings(parsed, model), training_data)
-    rank_info = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    device = pick_device(rank_info.local_rank)
+    start: dict[str, Any] = {"distributed_port": distributed_port, "dist_init_required": dist_init_required}
+    rank_info = init_distributed(**start, device=parsed.device)
+    device = pick_device(rank_info.local_rank, parsed.device, rank_info.local_world_size)
     meshes = build_meshes(device, mesh, parallel_dims_from_config(parsed))
     parsed = fill_auto_for_job(parsed, model, meshes.fsdp, meshes.world_group, device, optimizer)
     resolved = resolve(parsed, world_size=meshes.world_size, model=get_model_info(model))

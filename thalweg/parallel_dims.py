@@ -95,15 +95,17 @@ def init_distributed(
     config: object = None,
     rank: int = -1,
     world_size: int = -1,
+    device: str = "auto",
 ) -> RankInfo:
     """Join the job's process group, unless the caller has done so already; returns who we are.
 
     Rank and world size come from the launcher's variables (torchrun, SLURM, Open MPI) or
     the arguments; with neither this is a job of one rank, which needs no network.
-    ``timeout`` is in seconds.  The other arguments are those of DeepSpeed's function.
+    ``timeout`` is in seconds; ``device`` as in the config.  The other arguments are those of DeepSpeed's function.
 
     Raises:
-        ValueError: the launcher's variables contradict each other; the message names them.
+        ValueError: the launcher's variables contradict each other; the message names them.  Or this rank has no
+            device of its own.
     """
     if dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -113,17 +115,17 @@ def init_distributed(
         info = read_rank_info({**os.environ, **named})
     else:
         info = read_rank_info()
-    device = pick_device(info.local_rank)
-    backend = dist_backend or _default_backend(device)
+    own_device = pick_device(info.local_rank, device, info.local_world_size)
+    backend = dist_backend or _default_backend(own_device)
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     if info.world_size == 1 and init_method is None:  # which meets nobody
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return info
-    library = communication_backend(device.type)
+    library = communication_backend(own_device.type)
     # The library need not guess a rank's device then, and ranks that it cannot connect fail here.
-    device_id = device if library in _SPLITTING_LIBRARIES and library in backend else None
+    device_id = own_device if library in _SPLITTING_LIBRARIES and library in backend else None
     store = None
     if init_method is None and not dist.is_torchelastic_launched():
         seconds = 600.0 if timeout is None else timeout.total_seconds()

@@ -23,7 +23,10 @@ REUSE_RANKS = True
 PROGRAMS = Path(__file__).parent / "first_day" / "programs"
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem not in ("user_model", "__init__"))
 # Programs without a model that a stage could change.
-NO_STAGE = ("accelerator", "collectives", "inference", "logging_calls", "memory_estimates", "on_device")
+NO_STAGE = (
+    "accelerator", "collectives", "inference", "inference_in_a_pipeline", "logging_calls", "memory_estimates",
+    "on_device",
+)  # fmt: skip
 STAGES = {"pipeline": (0, 1), "cpu_offload": (1, 2, 3), "batch_keys": (1,), **dict.fromkeys(NO_STAGE, (1,))}
 # A program of each kind, at the stage that asks most of it.
 IN_GATE = {
@@ -31,6 +34,7 @@ IN_GATE = {
     "gathered_parameters": 2, "external_parameter": 3, "leaf_modules": 3, "pipeline": 1, "moe": 2, "gan": 1,
     "collectives": 1, "engine_facts": 3, "batch_size_change": 0, "flops_profiler": 3, "on_device": 1, "fp16": 3,
     "tensor_parallel": 0, "monitors": 0, "memory_estimates": 1, "plain_backward": 2, "own_windows": 1,
+    "inference_in_a_pipeline": 1,
 }  # fmt: skip
 TOLERANCES = {"bf16": 3e-2, "sometimes_used": 3e-2, "fp16": 4e-3, "save_16bit_model": 3e-2}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import mmap
 import os
 import signal
@@ -178,6 +179,35 @@ def test_a_rank_that_waits_long_seldom_wakes_and_is_hardly_late(comes_after, mon
     own.barrier("the test")
     assert len(naps) < 150
     assert now < comes_after * 17 / 16 + 2e-4
+
+
+def _without_memory(rank, world, broken):
+    """The arena that rank `broken` cannot have, and what each rank says of it."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    shared_memory._log.addHandler(handler)
+
+    def fail(*_args, **_keywords):
+        raise OSError(24, "Too many open files")
+
+    patched = {0: "memfd_create", 1: "open"}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == broken:
+            patch.setattr(shared_memory.os, patched[rank], fail)
+        arena = SharedMemoryArena.create(dist.group.WORLD, 1 << 12, timeout=20)
+    shared_memory._log.removeHandler(handler)
+    return arena is not None, lines
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1])
+def test_a_rank_that_cannot_share_memory_says_so_and_all_go_on_without(broken):
+    results = run_ranks(_without_memory, 2, broken, timeout=30)
+    for rank, (has_arena, lines) in enumerate(results):
+        assert has_arena == (broken is None)
+        assert len(lines) == (rank == broken)
+    if broken is not None:
+        assert "Too many open files" in results[broken][1][0] and "gloo" in results[broken][1][0]
 
 
 def _nothing_left(rank, world):

@@ -371,6 +371,32 @@ def test_a_checkpoint_comes_back_through_page_locked_memory(tmp_path):
 # ---- the link to the host ---------------------------------------------------------------------------
 
 
+def _on_tiers(stage: int, optimizer: str, param: str, folder: str, pin_memory: bool = True) -> dict[str, Any]:
+    where = {"nvme_path": folder, "pin_memory": pin_memory}
+    tiers: dict[str, Any] = {"offload_optimizer": {"device": optimizer, **where}}
+    if param != "none":
+        tiers["offload_param"] = {"device": param, "max_in_cpu": 0, "buffer_count": 2, **where}
+    return _stage(stage, zero_optimization={"stage": stage, **tiers})
+
+
+@pytest.mark.parametrize("world", [1, nightly(2)])
+def test_tiers_on_nvme_wait_for_gradients_alone(world, tmp_path):
+    """S2: nothing crosses the link from pageable memory, nor to it; each gradient's arrival is waited for, as where the
+    tiers are in host memory."""
+    tiers = {
+        "host": ("cpu", "cpu"),
+        "optimizer": ("nvme", "none"),
+        "parameters": ("cpu", "nvme"),
+        "both": ("nvme",) * 2,
+    }
+    configs = {name: _on_tiers(3, *where, str(tmp_path)) for name, where in tiers.items()}
+    configs["pageable"] = _on_tiers(3, "nvme", "nvme", str(tmp_path), pin_memory=False)  # the control
+    for syncs in run_ranks(_syncs_of_steps, world, configs, device="simulated"):
+        assert syncs.pop("pageable").keys() >= {"copy to the host"}
+        assert {cause for found in syncs.values() for cause in found} == {"event"}, syncs
+        assert world > 1 or len({found["event"] for found in syncs.values()}) == 1, syncs
+
+
 def _bytes_over_the_link(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[int, int]]:
     """To the device and to the host, in the passes of a window."""
     from tests import simdevice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import tempfile
 import time
 from contextlib import ExitStack
@@ -606,6 +607,70 @@ def test_a_rank_without_a_device_of_its_own_is_refused_with_the_cure():
     kind, count, device, message = run_ranks(_too_few_devices, 1, device="sim")[0]
     assert device == f"{kind}:0"
     assert f"local rank 99 has no {kind} device of its own" in message and f"Start at most {count} ranks" in message
+
+
+def _train_on(rank: int, world: int, device: str, in_environment: bool = False) -> tuple[str, list[float]]:
+    """Where an engine of this device trains, and its losses; or the error that refuses it."""
+    import os
+
+    import thalweg
+
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if in_environment:
+        os.environ["THALWEG_DEVICE"] = device
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        **({} if in_environment else {"device": device}),
+    }
+    try:
+        engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
+    except ValueError as error:
+        return str(error), []
+    losses = []
+    for step in range(3):
+        loss = engine(*(t[rank::world].to(engine.device) for t in make_batch(step, 2 * world)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.close()
+    return str(engine.device), losses
+
+
+@pytest.mark.parametrize(("world", "init"), [(2, True), nightly(1, False)])
+def test_a_config_or_the_environment_names_the_device(world, init):
+    """With an accelerator at hand training on the CPU is the CPU's, and needs no group but the host's."""
+    on_host = run_ranks(_train_on, world, "auto", device="cpu")
+    assert [device for device, _ in on_host] == ["cpu"] * world
+    for in_environment in (False, True):
+        asked = run_ranks(_train_on, world, "cpu", in_environment, device="sim", init=init)
+        assert asked == on_host
+    # The controls.
+    by_itself = run_ranks(_train_on, world, "auto", device="sim", init=init)
+    by_name = run_ranks(_train_on, world, "sim", device="sim", init=init)
+    for found in (by_itself, by_name):
+        kinds = {device.partition(":")[0] for device, _ in found}
+        assert len(kinds) == 1 and "cpu" not in kinds
+        assert [device.partition(":")[2] for device, _ in found] == [str(rank) for rank in range(world)]
+
+
+def test_a_device_that_is_not_there_or_is_another_ranks_is_refused_with_the_cure():
+    """C5."""
+    for device, said in (
+        ("sim:5", "device sim:5: torch sees 2 of that kind here; leave it out, or say cpu"),
+        (
+            "sim:0",
+            'has no sim device of its own: this process sees 2.*Start at most 2 ranks.*device "auto".*--device cpu',
+        ),
+        ("xpu", "device xpu: torch sees no such device here"),
+        ("gpu", "device gpu: torch sees no such device here"),
+    ):
+        for message, losses in run_ranks(_train_on, 2, device, device="simulated", init=False):
+            assert re.search(said, message) and losses == [], message
+    ((device, losses),) = run_ranks(_train_on, 1, "sim:0", device="simulated")
+    assert device == "sim:0" and len(losses) == 3
 
 
 def _preflight(rank: int, world: int) -> dict[str, Any]:

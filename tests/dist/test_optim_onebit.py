@@ -105,8 +105,8 @@ def bits(x: Tensor, pieces: int = 1) -> Tensor:
 class Workers:
     """The models of all workers, and what the algorithms keep for them."""
 
-    def __init__(self, model: str, count: int, hyper: dict[str, Any], feedback: bool = True, ranks: int = 1) -> None:
-        self.models, self.ranks = [MODELS[model]() for _ in range(count)], ranks
+    def __init__(self, model: str, count: int, hyper: dict[str, Any], feedback: bool = True, pieces: int = 1) -> None:
+        self.models, self.pieces = [MODELS[model]() for _ in range(count)], pieces
         self.hyper, self.feedback = {"betas": (0.9, 0.999), "eps": 1e-8, **hyper}, feedback
         self.names = [name for name, _ in self.models[0].named_parameters()]
         zeros = {name: torch.zeros_like(p) for name, p in self.models[0].named_parameters()}
@@ -124,10 +124,10 @@ class Workers:
         sent = []
         for value, error in zip(values, self.error, strict=True):
             owed = value + error[name] if self.feedback else value
-            sent.append(bits(owed, self.ranks))
+            sent.append(bits(owed, self.pieces))
             error[name] = owed - sent[-1]
         total = sum(sent[1:], sent[0]) / len(sent) + (self.server[name] if self.feedback else 0.0)
-        result = bits(total, self.ranks)
+        result = bits(total, self.pieces)
         self.server[name] = total - result
         return result
 
@@ -278,10 +278,11 @@ def simulate(
     ranks: int = 1,
     clip: float = 0.0,
     feedback: bool = True,
+    pieces: int = 1,
     **changes: Any,
 ) -> list[Tensor]:
-    """The parameters of worker 0 after ``steps``, each worker being so many ``ranks``."""
-    all_workers = Workers(model, workers, {**HYPER[name], **changes}, feedback, ranks)
+    """The parameters of worker 0 after ``steps``, each worker being so many ``ranks`` that have ``pieces`` of it."""
+    all_workers = Workers(model, workers, {**HYPER[name], **changes}, feedback, pieces)
     for step in range(1, steps + 1):
         # Before the freeze gradients are means over all workers already, and so is their norm.
         grads = all_workers.grads(
@@ -319,11 +320,20 @@ def make_engine(name: str, stage: int, model: nn.Module | None = None, **more: A
 
 
 def _trajectory(
-    rank: int, world: int, model: str, name: str, stage: int, hosts: str, steps: int, micros: int, clip: float
+    rank: int,
+    world: int,
+    model: str,
+    name: str,
+    stage: int,
+    hosts: str,
+    steps: int,
+    micros: int,
+    clip: float,
+    more: dict[str, Any],
 ) -> list[Tensor]:
     place(rank, hosts)
-    more = {"gradient_accumulation_steps": micros, "gradient_clipping": clip}
-    engine = make_engine(name, stage, MODELS[model](), **more)
+    options = {"gradient_accumulation_steps": micros, "gradient_clipping": clip, **more}
+    engine = make_engine(name, stage, MODELS[model](), **options)
     train(engine, rank, world, 0, steps, micros)
     engine.optimizer.consolidate_state_dict()
     params = [full_tensor(p).clone() for p in engine.module.parameters()]
@@ -332,12 +342,21 @@ def _trajectory(
 
 
 def follow(
-    model: str, name: str, world: int, stage: int, hosts: str, steps: int, micros: int = 1, clip: float = 0.0
+    model: str,
+    name: str,
+    world: int,
+    stage: int,
+    hosts: str,
+    steps: int,
+    micros: int = 1,
+    clip: float = 0.0,
+    **more: Any,
 ) -> float:
     """How far the engine's ranks are from the simulation, at most."""
-    per_worker = 2 if hosts == IN_PAIRS and stage > 0 else 1
-    ranks = run_ranks(_trajectory, world, model, name, stage, hosts, steps, micros, clip)
-    expected = simulate(model, name, world // per_worker, steps, micros, per_worker, clip)
+    per_worker = 2 if hosts == IN_PAIRS else 1
+    ranks = run_ranks(_trajectory, world, model, name, stage, hosts, steps, micros, clip, more)
+    pieces = per_worker if stage > 0 else 1
+    expected = simulate(model, name, world // per_worker, steps, micros, per_worker, clip, pieces=pieces)
     return max(largest_difference(params, expected) for params in ranks)
 
 
@@ -460,14 +479,14 @@ def test_a_window_reduces_once_where_the_stage_allows_it(name: str, stage: int, 
 
 
 def _on_one_host(rank: int, world: int, stage: int) -> tuple[bool, int]:
-    """Sharded over the ranks of one host nothing travels, so nothing is rounded: Adam with its variance held."""
+    """Among the ranks of one host nothing travels, so nothing is rounded: Adam with its variance held."""
     os.environ["THALWEG_HOST"] = "one"
     engine = make_engine("OneBitAdam", stage)
     params = train(engine, rank, world, 0, 20)
     return largest_difference(params, simulate("Net", "OneBitAdam", 1, 20, ranks=2)) < 1e-6, len(params)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ranks_of_one_host_are_one_worker(stage: int) -> None:
     assert all(same for same, _ in run_ranks(_on_one_host, 2, stage))
 

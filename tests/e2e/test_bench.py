@@ -123,6 +123,14 @@ def test_batches_hold_everyone_once_and_fit(names: list[str], world: int, budget
         assert need <= budget or len(batch) <= 2, "only a pair that does not fit may exceed the budget"
 
 
+def test_the_device_is_in_the_scripts_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from thalweg.cli import bench, main
+
+    (tmp_path / "one.py").write_text('import os, sys\nsys.exit(7 if os.environ.get("THALWEG_DEVICE") == "cpu" else 8)')
+    monkeypatch.setattr(bench, "find_bench_folder", lambda: tmp_path)
+    assert main(["bench", "--device", "cpu", "one"]) == 7 and main(["bench", "one"]) == 8
+
+
 def test_an_accelerator_holds_one_contestant_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """C8: five models of a billion parameters at once are 100 GB."""
     job = dataclasses.replace(TINY, device="cuda")

@@ -42,6 +42,12 @@ def test_ranks_see_their_variables_and_disjoint_cores(launch: Launch, tmp_path: 
         assert not set(seen[0]["cpus"]) & set(seen[1]["cpus"])
 
 
+def test_the_device_is_in_the_ranks_environment(launch: Launch, tmp_path: Path) -> None:
+    script = 'import os\nprint(os.environ.get("THALWEG_DEVICE"))'
+    assert wait_output(launch(script, options=("--nproc", "1", "--device", "cpu"))) == (0, "cpu\n", "")
+    assert wait_output(launch(script, options=("--nproc", "1"))) == (0, "None\n", "")
+
+
 @pytest.mark.nightly
 def test_threads_and_binding_can_be_chosen(launch: Launch, tmp_path: Path) -> None:
     code, _, err = wait_output(launch(DESCRIBE, options=("--nproc", "2", "--threads", "3", "--no-bind")))

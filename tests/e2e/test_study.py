@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,9 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.chromium import CHROMIUM, open_browser
+from tests.e2e.chromium import CHROMIUM, Page, open_browser
+from thalweg.study.config import load_study
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+_peers = importlib.import_module("_peers")
+PEERS_PYTHON, deepspeed_env, deepspeed_missing_reason = (
+    _peers.PEERS_PYTHON, _peers.deepspeed_env, _peers.deepspeed_missing_reason,
+)  # fmt: skip
 STUDY = """
 rounds: 2
 turns: 1
@@ -88,4 +95,60 @@ def test_the_page_opens_from_a_file_and_its_tables_sort(study: tuple[Path, dict,
         rising = page.evaluate(column)
         page.evaluate(head)
         assert rising == sorted(rising) and page.evaluate(column) == rising[::-1]
-        assert not [event for event in page.events if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        assert not complaints(page)
+        # The control: each way to complain is heard.
+        page.evaluate(
+            "console.error('the console'); setTimeout(() => { throw 'a script' }); new Image().src = 'none.png'"
+        )
+        deadline = time.monotonic() + 20
+        while len(complaints(page)) < 3 and time.monotonic() < deadline:
+            page.evaluate("new Promise(done => setTimeout(done, 20))")
+        methods = {event["method"] for event in complaints(page)}
+        assert methods == {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}
+
+
+def complaints(page: Page) -> list[dict]:
+    """What a user would see in red in the console."""
+    return [
+        event for event in page.events
+        if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")
+        or (event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] in ("error", "assert"))
+    ]  # fmt: skip
+
+
+def run_study_command(file: Path, out: Path) -> dict:
+    """Run a study to its end and return its report."""
+    command = [sys.executable, "-m", "thalweg", "study", "run", str(file), "--out", str(out), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_training_on_real_text_learns_with_each_technique(tmp_path: Path) -> None:
+    tree = load_study("training_text").model_dump(by_alias=True, mode="json")
+    tree |= {"rounds": 1, "steps": 4}
+    tree["datasets"][0] |= {"samples": 8, "new_tokens": 64}
+    (tmp_path / "short.yaml").write_text(json.dumps(tree))
+    report = run_study_command(tmp_path / "short.yaml", tmp_path / "out")
+    assert [row["technique"] for row in report["rows"]] == [one["name"] for one in tree["techniques"]]
+    baseline = report["rows"][0]
+    for row in report["rows"]:
+        assert row["status"] == "ok", row["reason"]
+        # Two batches in turns, so the last of 6 steps has the batch of the second.
+        assert row["losses"][-1] < row["losses"][1] - 0.1, "it learns"
+        assert row["losses"] == pytest.approx(baseline["losses"], rel=2e-2 if "bf16" in row["technique"] else 1e-4)
+        assert row["plan"]["bytes"] > 0 and row["host_run_peak"] > 0
+    assert report["explored"]["standard library"]["rows"] > 100
+    assert report["recommended"][0]["task"] == "training"
+
+
+@pytest.mark.skipif(deepspeed_missing_reason() is not None, reason=str(deepspeed_missing_reason()))
+def test_real_deepspeed_takes_part_by_its_own_interpreter(tmp_path: Path) -> None:
+    deepspeed = {"name": "deepspeed stage 3 offload", "python": str(PEERS_PYTHON), "env": deepspeed_env()}
+    techniques = f"techniques: {json.dumps(['hugging face', deepspeed])}"
+    (tmp_path / "s.yaml").write_text(STUDY.replace("techniques: [hugging face, thalweg]", techniques))
+    report = run_study_command(tmp_path / "s.yaml", tmp_path / "out")
+    row = report["rows"][1]
+    assert row["status"] == "ok", row["reason"]
+    assert row["equal_outputs"] == 1

@@ -85,20 +85,30 @@ def _compile(folder: Path, library: Path) -> None:
     unfinished.rename(library)
 
 
-def register(num_devices: int = 1, memory_bytes: int = 4 << 30) -> None:
-    """Make it the accelerator of this process, with so many devices of so much memory; once."""
+def register(num_devices: int = 1, memory_bytes: int = 4 << 30, like_mps: bool = False) -> None:
+    """Make it the accelerator of this process, with so many devices of so much memory; once.
+
+    ``like_mps``: with what Apple's MPS lacks gone: fp64, page-locked memory, all streams but one, a library for
+    collectives, and the names that ``torch.mps`` of 2.13 does not have.
+    """
     if is_registered():
         return
     os.environ.update(THALWEG_SIM_DEVICES=str(num_devices), THALWEG_SIM_BYTES=str(memory_bytes))
+    os.environ["THALWEG_SIM_LIKE_MPS"] = str(int(like_mps))
     torch.utils.rename_privateuse1_backend(DEVICE)
     spec = importlib.util.spec_from_file_location("simdevice", build())
     assert spec is not None and spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
-    torch._register_device_module(DEVICE, _make_module(native))
+    module = _make_module(native)
+    if like_mps:
+        for name in _NOT_OF_MPS:
+            delattr(module, name)
+        module.Event = _MpsEvent  # type: ignore[attr-defined]
+    torch._register_device_module(DEVICE, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("simccl", _make_backend, extended_api=True, devices=[DEVICE])
-    dist.Backend.default_device_backend_map[DEVICE] = "simccl"
+    dist.Backend.default_device_backend_map[DEVICE] = "gloo" if like_mps else "simccl"
 
 
 def is_registered() -> bool:
@@ -141,6 +151,26 @@ class Stream(torch.Stream):
 def _event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
     """What ``torch.cuda.Event`` is there; a function, as torch compares times of its own class alone."""
     return torch.Event(device=DEVICE, enable_timing=enable_timing)
+
+
+_NOT_OF_MPS = (
+    "Stream", "stream", "current_stream", "default_stream", "set_stream", "device", "current_device", "set_device",
+    "is_initialized", "_initialized", "init", "initial_seed", "is_bf16_supported", "get_device_name",
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "reset_peak_memory_stats", "mem_get_info",
+)  # fmt: skip
+
+
+class _MpsEvent:
+    """What ``torch.mps.Event`` is: no ``torch.Event``, which streams do not take."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._event = torch.Event(device=DEVICE)
+
+    def record(self) -> None:
+        self._event.record()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
 
 def _device(device: Any = None) -> torch.device:

@@ -46,6 +46,8 @@ int64_t environment(const char* name, int64_t otherwise) {
 }
 const int64_t num_devices = environment("THALWEG_SIM_DEVICES", 1);
 const int64_t total_bytes = environment("THALWEG_SIM_BYTES", int64_t(4) << 30);
+// As Apple's MPS is: one stream, no fp64, no page-locked memory.
+const bool is_like_mps = environment("THALWEG_SIM_LIKE_MPS", 0);
 
 // ---- streams -------------------------------------------------------------------------------------------------------
 
@@ -297,7 +299,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override { return make(device, 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    return make(device, new_queue(index_of(device)).id);
+    return is_like_mps ? getDefaultStream(device) : make(device, new_queue(index_of(device)).id);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto before = getStream(stream.device());
@@ -371,7 +373,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return Guard().exchangeDevice(c10::Device(kSim, device)).index();
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(!is_like_mps, "Attempted to set the storage of a tensor on device \"cpu\" to a storage on another device");
+    return &pinned_allocator;
+  }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned_address(pointer); }
   at::Device getDeviceFromPtr(void* pointer) const override {
     std::lock_guard<std::mutex> lock(memory_mutex);
@@ -638,17 +643,23 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return at::_local_scalar_dense(host_alias(self));
 }
 
+at::ScalarType check_dtype(std::optional<at::ScalarType> dtype) {
+  auto found = c10::dtype_or_default(dtype);
+  TORCH_CHECK_TYPE(!is_like_mps || (found != at::kDouble && found != at::kComplexDouble),
+                   "Cannot convert a tensor of the simulated device to float64: it has none");
+  return found;
+}
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator,
-                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), check_dtype(dtype), format);
 }
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), check_dtype(dtype));
 }
 void grow(const at::Tensor& self) {
   int64_t last = self.storage_offset();

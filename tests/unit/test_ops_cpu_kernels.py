@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -272,7 +273,6 @@ def test_a_kernel_that_is_not_there_is_said_so(
         for form in ("fp32", "bf16"):
             assert pack_linear(weight, None, form).kernel_name == "onednn"
         assert pack_linear(weight, None, "int4").kernel_name == "int4"
-        assert pack_linear(weight[:33], None, "int4").kernel_name == "int8", "33 outputs do not suit int4"
     assert not caplog.records
 
     def broken(*_: object) -> None:
@@ -282,6 +282,22 @@ def test_a_kernel_that_is_not_there_is_said_so(
     layer = pack_linear(weight, None, "fp32")
     assert layer.kernel_name == "torch" and torch.equal(layer(x), torch.nn.functional.linear(x, weight))
     assert "torch's own product: no such operator" in caplog.text and "stack" not in caplog.text
+
+
+def test_int4_that_becomes_int8_is_said_once_for_a_shape(caplog: pytest.LogCaptureFixture) -> None:
+    """On the processor, where outputs count too, and in the form of an accelerator."""
+    weight, device = torch.randn(64, 96), partial(packed._DEVICE_PACKERS["int4"], bias=None, dtype=torch.float32)
+    assert device(weight[:33]).kernel_name == "torch" and not caplog.records
+    narrow = torch.randn(40, 90)
+    packed._log_int8_instead.cache_clear()
+    for _ in range(2):
+        layer = device(narrow)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["int4 weights of 40 outputs and 90 inputs are kept in int8: the inputs do not go into groups of 32"]
+    x = torch.randn(3, 90)
+    assert torch.equal(layer(x), packed._DEVICE_PACKERS["int8"](narrow, None, torch.float32)(x))
+    assert pack_linear(weight[:33], None, "int4").kernel_name in ("int8", "torch")
+    assert "of 33 outputs and 96 inputs are kept in int8" in caplog.text
 
 
 @settings(max_examples=40, deadline=None)

@@ -161,8 +161,9 @@ def test_equals_dense_attention_under_the_same_mask(name: str, causal: bool) -> 
     tensors = inputs(length)
     sparse = lambda q, k, v: attention(q, k, v, causal=causal)
     masked = lambda q, k, v: dense(q, k, v, mask)
-    # torch's fused kernel, dense, is itself as far from fp64 where a key is seen by all.
-    assert gap(sparse, masked, tensors) < max(1e-6, 1.5 * gap(masked, masked, tensors))
+    # torch's fused kernel, dense, is itself as far from fp64 where a key is seen by all.  Blocks may round as often
+    # again, when their partial sums meet: 1.76 times as far on an Intel processor with AVX-512, below 1.5 on AMD's.
+    assert gap(sparse, masked, tensors) < max(1e-6, 2 * gap(masked, masked, tensors))
     # The control: one more block hidden, or one hidden less.
     other = layout.clone()
     other[-1, 8, 8] ^= True

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
 import re
+import shutil
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.marks import nightly
+from thalweg.infer.models import build_decoder_spec
+from thalweg.infer.runners.packed_weights import all_linears, packed_bytes
 from thalweg.study import cell as cell_module
 from thalweg.study import datasets as study_datasets
 from thalweg.study import run as study_run
@@ -24,10 +31,13 @@ from thalweg.study import training as study_training
 from thalweg.study.config import PRESETS, STUDIES, StudyConfig, StudyDataset, load_study
 from thalweg.study.datasets import explore, load_rows, normalize
 from thalweg.study.metrics import agreement, estimate, interval, log_ratios, score
+from thalweg.study.prepare import describe_shape
 from thalweg.study.report import write_report
 from thalweg.study.results import collect
 from thalweg.study.run import list_turns, run_study
 from thalweg.study.schemas import SCHEMAS
+from thalweg.study.techniques import count_weight_bytes
+from thalweg.utils.formatting import format_bytes
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -99,6 +109,43 @@ def dataset_of(path: str | Path, schema: str) -> StudyDataset:
     return StudyDataset.model_validate({"name": "d", "path": str(path), "schema": schema})
 
 
+# What a study's file says of each schema's dataset on the hub.
+HUB = {
+    "bigbio_te": ("bigbio/scitail", "scitail_bigbio_te", "test", "refs/convert/parquet"),
+    "bigbio_t2t": ("bigbio/multi_xscience", "multi_xscience_bigbio_t2t", "test", "refs/convert/parquet"),
+    "multi_xscience": ("multi_x_science_sum", None, "test", "refs/convert/parquet"),
+    "squad": ("rajpurkar/squad", None, "validation", None),
+    "translation": ("wmt/wmt16", "de-en", "test", None),
+    **{x: ("nyu-mll/glue", x, "validation", None) for x in ("sst2", "cola", "stsb", "mrpc", "qqp", "qnli", "rte")},
+    "mnli": ("nyu-mll/glue", "mnli", "validation_matched", "main"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [name for name, one in SCHEMAS.items() if one.sample])
+def test_a_name_on_the_hub_is_asked_for_as_the_study_says(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    name, subset, split, revision = HUB[schema]
+    sample = load_rows(dataset_of(f"sample:{SCHEMAS[schema].sample}", schema))
+    calls: list[tuple[Any, ...]] = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> datasets.Dataset:
+        calls.append((args, kwargs))
+        return datasets.Dataset.from_list(sample)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    given = {"subset": subset, "split": split, "revision": revision}
+    fields = {"name": "d", "path": name, "schema": schema, **{key: one for key, one in given.items() if one}}
+    dataset = StudyDataset.model_validate(fields)
+    rows = normalize(load_rows(dataset), dataset)
+    assert calls == [((name, subset), {"split": split, "revision": revision})]
+    assert rows == normalize(sample, dataset_of("sample:x", schema)), "columns of Arrow are read as the sample's"
+    # The control: the columns of another dataset are not.
+    other = "squad" if schema != "squad" else "sst2"
+    with pytest.raises(ValueError, match="has no"):
+        normalize(load_rows(dataset), dataset_of("", other))
+
+
 @pytest.mark.parametrize("schema", [name for name, one in SCHEMAS.items() if one.sample])
 def test_the_sample_of_a_schema_has_its_columns(schema: str) -> None:
     dataset = dataset_of(f"sample:{SCHEMAS[schema].sample}", schema)
@@ -155,6 +202,36 @@ def test_a_bad_file_is_a_reason(fault: str, tmp_path: Path, monkeypatch: pytest.
     dataset = dataset_of(file, "bigbio_te")
     with pytest.raises(ValueError, match=re.escape(reason)):
         normalize(load_rows(dataset), dataset)
+
+
+def count_read_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="no /proc counts what is read")
+def test_a_line_of_a_gigabyte_is_a_reason_that_is_found_early(tmp_path: Path, quick: Any) -> None:
+    quick({"hugging face": 4.0, "thalweg": 1.0})
+    file = tmp_path / "huge.jsonl"
+    with file.open("wb") as writer:
+        writer.write(b'{"premise": "')
+        writer.truncate(1 << 30)  # a hole: zeros that take no disk
+    good = study_of().datasets[0].model_dump(by_alias=True)
+    before = count_read_bytes()
+    run_study(study_of(datasets=[{**good, "name": "huge", "path": str(file)}, good]), tmp_path / "out", lambda _: None)
+    read = count_read_bytes() - before
+    rows = collect(tmp_path / "out")["rows"]
+    assert [row["status"] for row in rows] == ["failed", "failed", "ok", "ok"]
+    assert "line 1: over 64 MiB; a row is to be one line" in rows[0]["reason"]
+    assert 64 << 20 < read < 80 << 20, "the line is read as far as it may be long"
+
+
+def test_the_standard_library_is_rows_of_text() -> None:
+    dataset = dataset_of("stdlib", "input_output")
+    rows, num_skipped = normalize(load_rows(dataset), dataset)
+    assert len(rows) > 100 and num_skipped == 0
+    by_name = {row["input"]: row["output"] for row in rows}
+    assert by_name["# json/decoder.py\n"].startswith('"""Implementation of JSONDecoder')
+    assert max(map(len, by_name.values())) == 4096
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv"])
@@ -281,6 +358,12 @@ def test_cells_take_turns_and_the_baseline_comes_twice() -> None:
     assert turns == [(name, 0) for name in names] + [(name, 1) for name in (*names[1:], names[0])]
 
 
+LOSSES = {
+    "train pytorch": [9.0, 8.5, 8.0], "train thalweg stage 2": [9.0, 8.5, 8.0], "train thalweg bf16": [9.0, 8.54, 8.06],
+    "train lora": [9.0, 8.9, 8.8], "train thalweg checkpointing": [9.0, 8.5, 8.0],
+}  # fmt: skip
+
+
 def fake_process(seconds: dict[str, float], failing: dict[str, str] | None = None) -> Any:
     """A stand-in for processes: writes what a cell would."""
 
@@ -293,7 +376,16 @@ def fake_process(seconds: dict[str, float], failing: dict[str, str] | None = Non
         log.write_text("its last words\n")
         if name in (failing or {}):
             return (failing or {})[name]
-        time = seconds[name.removesuffix(" (null)")]
+        time = seconds[name := name.removesuffix(" (null)")]
+        if spec["task"] == "training":
+            result = {
+                "status": "ok", "turns": [{"seconds": time, "tokens": 16}] * 2, "losses": LOSSES[name],
+                "quality": {"last loss": LOSSES[name][-1]}, "plan": {}, "load_seconds": 1.0, "joules": None,
+                "host_peak": 1e8 + 1e7 * time, "host_run_peak": 1e8, "host_imports": 5e7, "host_children_peak": 0,
+                "device_peak": None, "disk": 0, "samples": 2, "batch_size": 2, "versions": {},
+            }  # fmt: skip
+            study_run.write_json(Path(spec["result"]), result)
+            return "exit code 0"
         turn = {"seconds": time, "tokens": 16, "first_seconds": time / 4, "step_seconds": time / 8}
         result = {
             "status": "ok", "turns": [turn, turn], "outputs": [[1, 2], [3]] * 2,
@@ -333,6 +425,27 @@ def test_rows_have_ratios_prices_and_a_recommendation(tmp_path: Path, quick: Any
     assert "50% is neither" in ours["why"] and "4.00 times as long" in ours["why"]
     assert found["noise"][0]["ratio"][0] == pytest.approx(1.0)
     assert found["recommended"][0]["fastest"] == "thalweg"
+    assert found["recommended"][0]["least_memory_config"] == {"kind": "hugging_face"}
+
+
+def test_training_has_a_recommendation(tmp_path: Path, quick: Any) -> None:
+    # LoRA is the fastest and takes the least memory, but learns something else; bf16 differs by rounding.
+    seconds = {"train pytorch": 4.0, "train thalweg stage 2": 3.0, "train thalweg bf16": 2.0, "train lora": 0.5}
+    quick({**seconds, "train thalweg checkpointing": 1.0, "hugging face": 1.0})
+    study = study_of(techniques=[*seconds, "hugging face"])
+    run_study(study, tmp_path, lambda line: None)
+    inference, training = sorted(collect(tmp_path)["recommended"], key=lambda one: one["task"])
+    assert inference["task"] == "inference" and inference["least_memory_config"] == {"kind": "hugging_face"}
+    assert training["fastest"] == training["least_memory"] == "train thalweg bf16"
+    assert training["ratio"][0] == pytest.approx(2.0)
+    expected = {"kind": "thalweg_train", "config": {"bf16": {"enabled": True}}}
+    assert training["config"] == training["least_memory_config"] == expected
+    assert training["least_memory_bytes"] == 1.2e8
+    write_report(tmp_path)
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert (
+        sum(f"training | train thalweg bf16 | 2.00 [2.00, 2.00] | {json.dumps(expected)}" in one for one in lines) == 1
+    )
 
 
 def test_what_is_not_faster_than_noise_is_not_recommended(tmp_path: Path, quick: Any) -> None:
@@ -398,6 +511,43 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         run_study(study_of(), tmp_path, lambda line: None)
 
 
+def test_a_finished_study_becomes_a_run_of_the_results(
+    tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_folder = Path(__file__).parents[2] / "bench"
+    monkeypatch.syspath_prepend(str(bench_folder))
+    found = importlib.util.spec_from_file_location("bench_study", bench_folder / "study.py")
+    assert found is not None and found.loader is not None
+    bench = importlib.util.module_from_spec(found)
+    found.loader.exec_module(bench)
+    monkeypatch.setattr(sys.modules["_report"], "ROOT", tmp_path)
+    monkeypatch.setattr(
+        bench, "load_study", lambda name: study_of(name=name, techniques=["hugging face", "thalweg", "thalweg int8"])
+    )
+    options = ["--folder", str(tmp_path / "out"), "--write", "--python", "thalweg=/another/python"]
+    for seconds, name in ((1.0, "mine"), (1.0, "other"), (2.0, "mine")):
+        quick({"hugging face": 4.0, "thalweg": seconds}, {"thalweg int8": "killed by SIGKILL"})
+        shutil.rmtree(tmp_path / "out" / name, ignore_errors=True)
+        assert bench.main([name, *options]) == 0
+    spec = next(tmp_path.glob("out/mine/cells/one/llama/scitail/thalweg/spec.json"))
+    assert json.loads(spec.read_text())["technique"]["python"] == "/another/python"
+    written = json.loads((tmp_path / "results" / "study.json").read_text())
+    assert [run["run"] for run in written["runs"]] == ["mine", "other"], "a second run is in the place of the first"
+    ratios = {row["case"]: row["ratio"] for row in written["rows"]}
+    assert ratios == {
+        "mine, one, llama, SciTail, thalweg": 2.0, "mine, one, llama, SciTail, thalweg int8": None,
+        "mine, one, llama, SciTail, inference again": 1.0, "other, one, llama, SciTail, thalweg": 4.0,
+        "other, one, llama, SciTail, thalweg int8": None, "other, one, llama, SciTail, inference again": 1.0,
+    }  # fmt: skip
+    assert "SIGKILL" in next(row["note"] for row in written["rows"] if row["case"].endswith("int8"))
+    assert written["runs"][0]["machine"]["torch"] == torch.__version__ and written["runs"][0]["date"]
+    text = (tmp_path / "results" / "study.md").read_text()
+    assert text.count("## Study: ") == 2 and "figures/" not in text and "### What to use" in text
+    assert "What to use" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="mine has no technique vllm"):
+        bench.main(["mine", "--python", "vllm=/python"])
+
+
 # The page
 
 
@@ -438,8 +588,10 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Any:
 TASKS = [
     nightly("t5", ["hugging face", "thalweg", "thalweg zero-inference host", "thalweg stage 3 offload"]),
     nightly("llama", ["hugging face", "thalweg continuous batching", "thalweg zero-inference nvme"]),
+    nightly("llama", ["hugging face", "thalweg tensor parallel 2"]),
     pytest.param("llama", ["hugging face", "thalweg"]),
 ]
+WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(("model", "techniques"), TASKS)
@@ -458,6 +610,36 @@ def test_techniques_generate_what_the_baseline_generates(
     outputs = [json.loads(path.read_text())["outputs"] for path in rounds]
     assert all(len(one) == 4 for one in outputs[0])
     assert len({tuple(one) for one in outputs[0]}) > 1, "prompts that all give the same show nothing"
+
+
+@pytest.mark.nightly
+def test_techniques_of_fewer_bits_run_and_their_tokens_may_differ(tmp_path: Path, in_process: Any) -> None:
+    techniques = ["hugging face", "hugging face bf16", "thalweg bf16", "thalweg int8", "thalweg int4"]
+    study = study_of(rounds=1, turns=1, models=[{"name": "llama", "config": WIDE}], techniques=techniques)
+    run_study(study, tmp_path, lambda line: None)
+    rows = collect(tmp_path)["rows"]
+    assert [row["status"] for row in rows] == ["ok"] * 5, [row.get("reason") for row in rows]
+    moved = [row["work"]["weight_bytes"] / rows[0]["work"]["weight_bytes"] for row in rows]
+    assert moved == pytest.approx([1, 0.5, 0.5, 0.25, 0.5625 / 4])
+    for row in rows:
+        assert 0 <= row["equal_outputs"] <= 1 and row["tokens_per_second"] > 0
+
+
+def bits_of_transformers() -> list[str]:
+    return [name for name in ("bitsandbytes", "torchao") if importlib.util.find_spec(name)]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not bits_of_transformers(), reason="neither bitsandbytes nor torchao is installed")
+def test_transformers_own_8_bits_are_a_technique(tmp_path: Path, in_process: Any) -> None:
+    options = [{"dtype": "bfloat16", "quantization": one} for one in bits_of_transformers()]
+    techniques = [{"name": one["quantization"], "kind": "hugging_face", "options": one} for one in options]
+    study = study_of(
+        rounds=1, turns=1, models=[{"name": "llama", "config": WIDE}], techniques=["hugging face", *techniques]
+    )
+    run_study(study, tmp_path, lambda line: None)
+    for row in collect(tmp_path)["rows"]:
+        assert row["status"] == "ok", row["reason"]
 
 
 def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_process: Any) -> None:
@@ -569,6 +751,49 @@ def test_a_model_that_cannot_fit_is_a_row(tmp_path: Path, in_process: Any) -> No
     assert large["status"] == "ok"
 
 
+def test_int8_fits_where_four_bytes_a_weight_do_not(tmp_path: Path, in_process: Any) -> None:
+    config = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "dtype": "bfloat16", "tie_word_embeddings": False}
+    study = study_of(
+        rounds=1, turns=1, models=[{"name": "llama", "config": config}], hardware=[{"name": "a", "memory": "1.6MiB"}],
+        techniques=["hugging face", "hugging face bf16", "thalweg int8"],
+    )  # fmt: skip
+    run_study(study, tmp_path, lambda line: None)
+    plain, bf16, ours = collect(tmp_path)["rows"]
+    shape = json.loads((tmp_path / "models" / "llama.json").read_text())["shape"]
+    assert plain["status"] == bf16["status"] == "out of memory"
+    assert f"{format_bytes(4 * shape['parameters'])} for weights" in plain["reason"]
+    assert f"{format_bytes(2 * shape['parameters'])} for weights" in bf16["reason"]
+    assert ours["status"] == "ok", ours["reason"]
+    (file,) = tmp_path.glob("models/*/*.safetensors")
+    assert file.stat().st_size < 2.1 * shape["parameters"], "random weights are made in the dtype of the config"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_planned_bytes_of_int8_are_those_that_are_packed(tied: bool) -> None:
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, vocab_size=1000,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    shape = describe_shape(config)
+    spec = build_decoder_spec(transformers.AutoModelForCausalLM.from_config(config).eval())
+    packed = sum(packed_bytes(one.out_features, one.in_features, kind) for one, kind in all_linears(spec, "int8"))
+    planned = count_weight_bytes({"quantization": "int8"}, shape)
+    assert planned == pytest.approx(packed + 2 * spec.embed.numel(), rel=0.02)
+    assert count_weight_bytes({}, shape) == 4 * shape["parameters"]
+    assert planned < 0.6 * count_weight_bytes({"dtype": "bf16"}, shape) or tied
+
+
+def test_the_shipped_7b_is_planned_by_a_byte_a_weight() -> None:
+    study = load_study("llama2_7b")
+    fields = dict(study.models[0].config or {})
+    shape = describe_shape(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
+    assert shape["parameters"] == 6_738_415_616 and shape["itemsize"] == 2
+    size = {one.name: count_weight_bytes(one.options, shape) / 1e9 for one in study.techniques}
+    assert size["thalweg int8"] == pytest.approx(6.61 + 0.26, abs=0.02)
+    assert size["hugging face bf16"] == pytest.approx(13.48, abs=0.01)
+    assert size["hugging face"] == pytest.approx(26.95, abs=0.01)
+
+
 def test_random_weights_that_cannot_fit_are_not_made(tmp_path: Path, in_process: Any) -> None:
     huge = {**LLAMA, "hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 100}
     models = [{"name": "huge", "config": huge}, {"name": "small", "config": LLAMA}]
@@ -583,6 +808,41 @@ def test_a_technique_whose_library_is_missing_is_unsupported(tmp_path: Path, in_
     run_study(study_of(rounds=1, turns=1, techniques=["hugging face", absent]), tmp_path, lambda line: None)
     row = collect(tmp_path)["rows"][1]
     assert row["status"] == "unsupported" and "not_a_library is not installed" in row["reason"]
+
+
+def test_a_library_of_8_bits_that_is_missing_is_unsupported(
+    tmp_path: Path, in_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    missing = lambda name, *args: None if name in ("bitsandbytes", "torchao") else found(name, *args)
+    monkeypatch.setattr("importlib.util.find_spec", missing)
+    techniques = ["hugging face", "hugging face int8", "hugging face int8 torchao"]
+    run_study(study_of(rounds=1, turns=1, techniques=techniques), tmp_path, lambda line: None)
+    plain, *others = collect(tmp_path)["rows"]
+    assert plain["status"] == "ok"
+    for row, library in zip(others, ("bitsandbytes", "torchao"), strict=True):
+        assert row["status"] == "unsupported" and f"{library} is not installed" in row["reason"]
+
+
+def test_energy_of_devices_is_nvmls(monkeypatch: pytest.MonkeyPatch) -> None:
+    millijoules = {"GPU-a": 5, "GPU-b": 7}
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: millijoules[handle],
+    )  # fmt: skip
+    on_host = cell_module._energy_microjoules("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index]))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    if on_host is None:
+        assert cell_module._energy_microjoules("cuda") == 12_000
+    else:
+        assert cell_module._energy_microjoules("cuda") >= on_host + 12_000
+    # A device that does not count, or no library: what the host says.
+    nvml.nvmlDeviceGetTotalEnergyConsumption = None
+    assert (cell_module._energy_microjoules("cuda") is None) == (on_host is None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert (cell_module._energy_microjoules("cuda") is None) == (on_host is None)
 
 
 def test_an_error_says_what_kind_it_is() -> None:

@@ -16,25 +16,30 @@ import argparse
 import ast
 import difflib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import thalweg
+from thalweg.utils.env import DEVICE_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="the benchmark; without it, the list of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="cpu, cuda, ... (%(default)s: the accelerator)"
+    )
     parser.add_argument("--quick", action="store_true", help="a run of less than a minute")
 
 
 def split_passthrough(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Set apart what follows NAME: it is the script's."""
     for index, argument in enumerate(arguments):
-        if not argument.startswith("-"):
+        if not argument.startswith("-") and arguments[index - 1 : index] != ["--device"]:
             return list(arguments[: index + 1]), list(arguments[index + 1 :])
     return list(arguments), []
 
@@ -74,4 +79,5 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"no benchmark {args.name!r}: {hint}there are {', '.join(known)}")
     options = [option for option in ("--json", "--quick") if getattr(args, option[2:])]
     command = [sys.executable, str(folder / f"{args.name}.py"), *options, *args.passthrough]
-    return subprocess.run(command, check=False).returncode
+    environ = os.environ if args.device == "auto" else {**os.environ, DEVICE_VARIABLE: args.device}
+    return subprocess.run(command, check=False, env=environ).returncode

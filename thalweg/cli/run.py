@@ -31,6 +31,7 @@ from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostf
 from thalweg.launch.multi_node.static_nodes import parse_num_nodes, resolve_node
 from thalweg.launch.spec import LaunchSpec, build_local_job
 from thalweg.launch.worker import PASS_LOCAL_RANK
+from thalweg.utils.env import DEVICE_VARIABLE
 
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
 
@@ -41,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     add("--nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus", metavar="N",
         help="number of ranks: a number, or gpu, cpu or auto (default: the number of GPUs, 1 without)")
+    add("--device", metavar="NAME",
+        help="cpu, or an accelerator such as cuda or xpu: what a config's device auto means (default: the accelerator)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, not Python")
     add("--threads", type=int_at_least(1), metavar="T",
@@ -116,11 +119,12 @@ def run(args: argparse.Namespace) -> int:
     return result.exit_code
 
 
-def _as_deepspeed(args: argparse.Namespace) -> dict[str, str]:
-    """What the ranks' environment needs for `import deepspeed` to be Thalweg and for --local_rank, where asked for."""
+def _added_environ(args: argparse.Namespace) -> dict[str, str]:
+    """What the ranks' environment needs for `import deepspeed` to be Thalweg, --local_rank and --device."""
     opted_in = args.as_deepspeed or os.environ.get(AS_DEEPSPEED) == "1"
     passes = args.local_rank and not args.no_local_rank
-    return (deepspeed_environ(os.environ) if opted_in else {}) | ({PASS_LOCAL_RANK: "1"} if passes else {})
+    asked = ({DEVICE_VARIABLE: args.device} if args.device else {}) | ({PASS_LOCAL_RANK: "1"} if passes else {})
+    return (deepspeed_environ(os.environ) if opted_in else {}) | asked
 
 
 def _build_spec(args: argparse.Namespace) -> LaunchSpec:
@@ -143,7 +147,7 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
         bind=not args.no_bind,
         master_port=args.master_port,
         grace=args.grace,
-        environ=_as_deepspeed(args),
+        environ=_added_environ(args),
     )
 
 
@@ -178,7 +182,7 @@ def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host,
     ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
-    environ = collect_forwarded_env({**os.environ, **_as_deepspeed(args)}, args.env, (Path.home(), Path.cwd()))
+    environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
     return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ))
 
 
@@ -186,7 +190,7 @@ def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple
     from thalweg.launch import schedulers
 
     num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
-    environ = collect_forwarded_env({**os.environ, **_as_deepspeed(args)}, args.env, (Path.home(), Path.cwd()))
+    environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
     words = tuple(shlex.split(args.launcher_args))
     tasks = schedulers.SchedulerJob(spec, hosts, num_nodes, environ, args.master_addr, args.python, words)
     command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command

@@ -6,8 +6,8 @@ examples:
   thalweg study report report
 
 `run` goes on where it was when the same command is given again, and ends with the report. `report`, `training`,
-`decode` and `finetuning` are in the package; docs/study.md describes the file. Exit code 0 also where cells have
-failed: their rows say why.
+`training_text`, `decode`, `llama2_7b` and `finetuning` are in the package; docs/study.md describes the file. Exit code
+0 also where cells have failed: their rows say why.
 """
 
 from __future__ import annotations

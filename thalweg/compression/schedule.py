@@ -31,6 +31,7 @@ from thalweg.compression.layers import (
     iter_compressed,
 )
 from thalweg.config import Config
+from thalweg.device import widest_float
 from thalweg.optim.accumulation import StepListener, StepResult
 from thalweg.utils.log import get_logger
 from thalweg.utils.trees import get_loss
@@ -229,4 +230,4 @@ def _moved(block: list[Compression], direction: list[Tensor] | None, size: float
 
 
 def _norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(float(sum((t.double() ** 2).sum() for t in tensors)))
+    return math.sqrt(float(sum((t.to(widest_float(t.device)) ** 2).sum() for t in tensors)))

@@ -63,6 +63,11 @@ class InferenceEngine(nn.Module):
                 assert isinstance(core, LLMEngine)
                 self.core = core
 
+    def __getattr__(self, name: str) -> Any:
+        """What the engine has not is the module's, so that it stands where the model stood: ``pipe.model = engine``."""
+        own = super().__getattr__
+        return own(name) if name in ("module", *self.__dict__.get("_modules", ())) else getattr(own("module"), name)
+
     def _find_workers(self, model_path: Any) -> InferenceGroup | None:
         """Start or find the other tensor-parallel ranks, or become one of their workers."""
         num_ranks = self.options.num_ranks

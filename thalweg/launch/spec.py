@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from thalweg.launch.cpu_affinity import CpuBinding, assign_cores, cpu_quota, parse_list, physical_cores, usable_cpus
+from thalweg.utils.env import DEVICE_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def build_local_job(spec: LaunchSpec) -> LocalJob:
         FileNotFoundError: the script is not there.
     """
     _check_target(spec)
-    num_gpus = 0 if spec.environ.get("CUDA_VISIBLE_DEVICES") == "" else _count_gpus()
+    num_gpus = 0 if {**os.environ, **spec.environ}.get(DEVICE_VARIABLE) == "cpu" else _count_gpus()
     nproc = _resolve_nproc(spec, num_gpus)
     cpus = parse_list(spec.cores, "cores") if spec.cores else usable_cpus()
     if not set(cpus) <= set(usable_cpus()):

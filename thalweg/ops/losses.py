@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from thalweg.device import widest_float
+
 _SIGNATURES = {func: inspect.signature(func) for func in (F.cross_entropy, F.nll_loss)}
 _LEGACY = ("size_average", "reduce")
 
@@ -45,11 +47,12 @@ class LossCall:
     def num_targets(self) -> Tensor:
         """By what the mean divides (0-dim, fp64): targets not ignored, weighted where classes are."""
         target, weight = self._arguments["target"], self._arguments["weight"]
+        dtype = widest_float(target.device)
         if target.is_floating_point():  # probabilities of classes, in dim 1, or 0 without a batch
             classes = target.shape[1 if target.dim() > 1 else 0]
-            return torch.tensor(float(target.numel() // classes), dtype=torch.float64, device=target.device)
+            return torch.tensor(float(target.numel() // classes), dtype=dtype, device=target.device)
         valid = target != self._arguments["ignore_index"]
-        return (valid if weight is None else weight[target[valid]]).sum(dtype=torch.float64)
+        return (valid if weight is None else weight[target[valid]]).sum(dtype=dtype)
 
 
 class TargetCountMode(TorchFunctionMode):

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.config import Config
+from thalweg.device import pin, widest_float
 from thalweg.ops.losses import TargetCountMode
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.dtypes import HALF_DTYPES
@@ -50,7 +51,7 @@ class StepResult:
     def __init__(self, norm: Tensor) -> None:
         self._norm, self._arrival = norm, None
         if norm.device.type != "cpu":
-            self._norm = norm.to("cpu", non_blocking=True)  # page-locked
+            self._norm = pin(torch.empty_like(norm, device="cpu")).copy_(norm, non_blocking=True)
             self._arrival = torch.accelerator.current_stream(norm.device).record_event()
 
     @property
@@ -275,7 +276,7 @@ class LossNormalizer:
 
     def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
         """The loss at hand and its weight, to be added up: (2,), fp64."""
-        value = loss.detach().double()
+        value = loss.detach().to(widest_float(loss.device))
         return torch.stack([value, torch.ones_like(value)])
 
     def mean(self, total: Tensor) -> Tensor:
@@ -320,7 +321,7 @@ class TokenMean(LossNormalizer):
     def reset(self) -> None:
         """Forget the targets of the window before."""
         self._reference_count: Tensor | None = None  # N1 size
-        self._total_tokens = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._total_tokens = torch.zeros((), dtype=widest_float(self._device), device=self._device)
         self._num_losses = 0
 
     def resize(self, num_micro_batches: int) -> None:
@@ -337,12 +338,12 @@ class TokenMean(LossNormalizer):
 
     def on_token_count(self, num_tokens: Tensor) -> None:
         """The loss at hand is a mean over so many targets (0-dim)."""
-        num_tokens = num_tokens.detach().to(self._device, torch.float64)
+        num_tokens = num_tokens.detach().to(self._device, widest_float(self._device))
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def _get_num_tokens(self, num_items: int | None) -> Tensor:
         if num_items is not None:
-            return torch.tensor(float(num_items), dtype=torch.float64, device=self._device)
+            return torch.tensor(float(num_items), dtype=widest_float(self._device), device=self._device)
         if self._num_tokens is None:
             raise ValueError(
                 "token_weighted_loss is true, but the model computed no F.cross_entropy or F.nll_loss with "

@@ -279,11 +279,12 @@ def match_layout(tensor: Tensor, param: Tensor, placements: Sequence[Placement])
 
 
 def get_worker_axis(param: Tensor) -> int | None:
-    """The mesh axis of several ranks along which ``param`` is replicated."""
+    """The mesh axis of several ranks along which ``param`` is replicated; of hosts (or sites), where there are some."""
     if not isinstance(param, DTensor):
         return None
     mesh = param.device_mesh
-    return next((axis for axis, p in enumerate(param.placements) if p.is_replicate() and mesh.size(axis) > 1), None)
+    axes = range(1 if "dp_outer" in (mesh.mesh_dim_names or ()) else mesh.ndim)
+    return next((axis for axis in axes if param.placements[axis].is_replicate() and mesh.size(axis) > 1), None)
 
 
 def _row_placements(param: DTensor, by_worker: bool) -> list[Any]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from thalweg.device import widest_float
 from thalweg.optim import foreach
 from thalweg.optim.dtensor_local import (
     ShardGroups,
@@ -89,9 +90,9 @@ def compute_partial_norm(piece: Tensor) -> PartialNorm:
 
 
 def square_sums(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each piece, fp64 of shape [len(pieces)]; all on one device."""
+    """Return the sum of squares of each piece, in the widest dtype of their device: shape [len(pieces)]."""
     if pieces[0].device.type != "cpu":
-        return _fp64_norms(pieces).square()
+        return _wide_norms(pieces).square()
     return torch.stack([_fast_square_sum([piece], compute_row_norms) for piece in pieces])
 
 
@@ -121,14 +122,14 @@ def _fast_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor
     # An empty piece adds nothing, but in the order of the sum.
     small = [rest for rest in small if rest.numel()] or small[: not norms]
     if small:
-        norms.append(_fp64_norms(small))
+        norms.append(_wide_norms(small))
     return torch.cat(norms).double().square().sum()
 
 
-def _fp64_norms(pieces: Sequence[Tensor]) -> Tensor:
-    """The norm of each piece, added up in fp64: shape [len(pieces)]; all on one device."""
+def _wide_norms(pieces: Sequence[Tensor]) -> Tensor:
+    """The norm of each piece, added up in the device's widest dtype: shape [len(pieces)]; all on one device."""
     real = [torch.view_as_real(piece.resolve_conj()) if piece.is_complex() else piece for piece in pieces]
-    return torch.stack(foreach.norm(real, 2, torch.float64))
+    return torch.stack(foreach.norm(real, 2, widest_float(real[0].device)))
 
 
 def compute_row_norms(piece: Tensor) -> RowNorms:
@@ -162,6 +163,8 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the 2-norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
 
+    A device without fp64 gives fp32, where a norm above 1e19 is inf.
+
     ``params`` may mix ``DTensor`` s of any mesh and placement with plain, replicated tensors; those without
     a gradient count as zero. All ranks must pass the same parameters in the same order, also where some of
     their gradients are None. There is one all-reduce for each group that any parameter is sharded over.
@@ -185,7 +188,7 @@ def global_grad_norm(
         if piece is not None and piece.numel():
             by_device.setdefault(piece.device, []).append(piece)
     device = to_local(params[0]).device if params else torch.device("cpu")
-    rows = torch.zeros(max(1, len(buckets)), dtype=torch.float64, device=device)
+    rows = torch.zeros(max(1, len(buckets)), dtype=widest_float(device), device=device)
     reduce_groups = []
     for row, ((shard_groups, is_replicated), by_device) in zip(rows, buckets.items(), strict=False):
         for pieces in by_device.values():

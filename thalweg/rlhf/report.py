@@ -30,7 +30,9 @@ class RunLog:
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
             self.rows = [row for row in map(_parse, lines) if row is not None and row["step"] <= start]
-        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        kept = path.with_name(f".{_METRICS}")
+        kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        kept.replace(path)  # a run may die while it writes
 
     def add(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Record an update's metrics, and texts of it (``prompt``, ``response``, ``reward``)."""

@@ -30,7 +30,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from thalweg.device import current_accelerator, lock_pages, unlock_pages
+from thalweg.device import can_pin, lock_pages, unlock_pages
 from thalweg.storage_io.allocator import PAGE, RangeAllocator, round_up
 from thalweg.utils.log import get_logger
 
@@ -226,6 +226,6 @@ class BufferRing:
 def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
     """An uninitialised CPU tensor that begins on a page boundary, as direct I/O asks for."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned and current_accelerator().type != "mps")
+    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned and can_pin())
     start = -raw.data_ptr() % PAGE
     return raw[start : start + nbytes].view(dtype).view(shape)

@@ -58,7 +58,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         from thalweg.study.training import plan_training
 
         return plan_training(spec)
-    check_memory(spec, spec["model"]["shape"]["parameters"])
+    check_memory(spec)
     meter = ResourceMeter(spec["hardware"]["device"], max(1, spec["hardware"]["ranks"] - 1))
     if spec["task"] == "training":
         from thalweg.study.training import measure_training
@@ -70,16 +70,21 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {**measured, "versions": versions}
 
 
-def check_memory(spec: dict[str, Any], parameters: int) -> None:
-    """Raise MemoryError where the plain weights cannot fit."""
-    # fp32 weights; in training their gradients and two moments beside them.
-    needed = parameters * (16 * spec["hardware"]["ranks"] if spec["task"] == "training" else 4)
-    if not spec["technique"]["options"].get("weight_offload"):
+def check_memory(spec: dict[str, Any]) -> None:
+    """Raise MemoryError where the weights cannot fit in the form that the technique gives them."""
+    from thalweg.study.techniques import count_weight_bytes
+
+    options, shape = spec["technique"]["options"], spec["model"]["shape"]
+    if spec["task"] == "training":  # fp32 weights, their gradients and two moments beside them
+        needed = 16 * spec["hardware"]["ranks"] * shape["parameters"]
+    else:
+        needed = count_weight_bytes(options, shape)
+    if not options.get("weight_offload"):
         check_free_memory(needed, "weights and states", spec["hardware"]["memory"])
 
 
 class ResourceMeter:
-    """Peak memory by tier, and energy where the machine tells it (Intel's RAPL counters)."""
+    """Peak memory by tier, and energy where the machine tells it: Intel's RAPL counters, on NVIDIA's devices NVML's."""
 
     def __init__(self, device: str, num_children: int = 1) -> None:
         self.device, self.num_children = device, num_children
@@ -96,13 +101,13 @@ class ResourceMeter:
             Path("/proc/self/clear_refs").write_text("5")
         if self.device != "cpu":
             torch.accelerator.reset_peak_memory_stats()
-        self._energy = _energy_microjoules()
+        self._energy = _energy_microjoules(self.device)
 
     def end(self, disk_folder: Path) -> dict[str, Any]:
         """Return bytes by tier, and joules since :meth:`begin` (None where nobody tells)."""
         import torch
 
-        energy = _energy_microjoules()
+        energy = _energy_microjoules(self.device)
         # The largest child, for each of them: ranks are alike.
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 * self.num_children
         files = [file for file in disk_folder.rglob("*") if file.is_file()] if disk_folder.is_dir() else []
@@ -117,9 +122,22 @@ class ResourceMeter:
         }
 
 
-def _energy_microjoules() -> int | None:
-    """The packages' counters together; None where there are none, or they are for root alone."""
+def _energy_microjoules(device: str = "cpu") -> int | None:
+    """The counters of processor packages and, for another ``device``, of all that are visible, together.
+
+    None where there are none, or they are for root alone.
+    """
     total, found = 0, False
+    if device != "cpu":
+        with suppress(Exception):  # no pynvml, no driver of NVIDIA's, or a device that does not count
+            import pynvml  # type: ignore
+            import torch
+
+            pynvml.nvmlInit()
+            devices = torch.get_device_module(device)
+            for index in range(devices.device_count()):
+                handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{devices.get_device_properties(index).uuid}")
+                total, found = total + 1000 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), True
     for counter in Path("/sys/class/powercap").glob("intel-rapl:[0-9]*/energy_uj"):
         if counter.parent.name.count(":") == 1:
             with suppress(OSError):

@@ -42,8 +42,8 @@ class StudyModel(_Section):
 
 
 class StudyDataset(_Section):
-    """A dataset: ``path`` is a name on the hub, a local file (jsonl, json, csv, tsv, parquet), or ``sample:NAME`` for
-    one of the hand-written samples in the package.
+    """A dataset: ``path`` is a name on the hub, a local file (jsonl, json, csv, tsv, parquet), ``sample:NAME`` for
+    one of the hand-written samples in the package, or ``stdlib`` for the sources of Python's standard library.
 
     ``schema``: how a row becomes ``input`` and ``output``, a key of ``schemas.SCHEMAS``; ``template`` replaces its
     prompt.  ``samples`` rows are measured, in batches of ``batch_size``, with at most ``max_prompt_tokens`` tokens in
@@ -167,20 +167,10 @@ class StudyConfig(_Section):
         """The tasks of the techniques, in their order."""
         return list(dict.fromkeys(technique.task for technique in self.techniques))
 
-    def baseline(self, task: Task) -> StudyTechnique:
-        """The first technique of a task: what others are compared with."""
-        return next(technique for technique in self.techniques if technique.task == task)
-
     def with_null(self, task: Task) -> list[StudyTechnique]:
-        """The techniques of a task, and its baseline once more under another name."""
-        baseline = self.baseline(task)
-        null = baseline.model_copy(update={"name": null_name(baseline.name)})
-        return [*(one for one in self.techniques if one.task == task), null]
-
-
-def null_name(baseline: str) -> str:
-    """The name under which a baseline is measured a second time."""
-    return f"{baseline} (null)"
+        """The techniques of a task, and the first, which is its baseline, once more under another name."""
+        baseline, *others = (one for one in self.techniques if one.task == task)
+        return [baseline, *others, baseline.model_copy(update={"name": f"{baseline.name} (null)"})]
 
 
 def slug(name: str) -> str:

@@ -12,18 +12,22 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
+from thalweg.data.corpus import stdlib_documents
 from thalweg.study.config import StudyDataset
 from thalweg.study.schemas import SCHEMAS, Row
 
 SAMPLES = Path(__file__).parent / "samples"
 MAX_LINE_BYTES = 64 << 20  # of a local file: a longer line is not one row of text
+_TEXT_LENGTH = 4096  # characters of a source file
 _BUILDERS = {"jsonl": "json", "json": "json", "csv": "csv", "tsv": "csv", "parquet": "parquet"}
 
 
 def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
-    """Return the rows of a dataset as their source has them.
+    """Return the rows of a dataset as their source has them; of ``stdlib``, the sources of Python's standard library,
+    a file's name as ``input`` and its beginning as ``output``.
 
     Raises ValueError: no such file or sample, not UTF-8, a line beyond :data:`MAX_LINE_BYTES`, damaged JSON; and what
     ``datasets`` raises for names on the hub.
@@ -35,6 +39,10 @@ def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
             names = ", ".join(sorted(one.stem for one in SAMPLES.glob("*.jsonl")))
             raise ValueError(f"there is no sample {name!r} in the package: there are {names}")
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    if dataset.path == "stdlib":
+        return [
+            {"input": f"# {one.name}\n", "output": one.text[:_TEXT_LENGTH]} for one in stdlib_documents(tests=False)
+        ]
     import datasets
 
     suffix = Path(dataset.path).suffix.lstrip(".").lower()
@@ -83,6 +91,7 @@ def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str
     """
     schema = SCHEMAS[dataset.schema_name]
     template = dataset.template or schema.template
+    fields = [name for _, name, _, _ in Formatter().parse(template) if name]
     usable, num_skipped = [], 0
     for number, row in enumerate(rows):
         try:
@@ -97,7 +106,7 @@ def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str
             num_skipped += 1
             continue
         answer = _answer(output, schema.labels)
-        empty = any(not _text(row.get(key)).strip() for key in _fields(template) if key in row)
+        empty = any(not _text(row.get(key)).strip() for key in fields if key in row)
         if answer is None or empty:
             num_skipped += 1
             continue
@@ -107,12 +116,6 @@ def normalize(rows: Sequence[Row], dataset: StudyDataset) -> tuple[list[dict[str
     if not usable:
         raise ValueError(f"none of {len(rows)} rows has both an input and an output for schema {dataset.schema_name}")
     return usable, num_skipped
-
-
-def _fields(template: str) -> list[str]:
-    from string import Formatter
-
-    return [name for _, name, _, _ in Formatter().parse(template) if name]
 
 
 def _text(value: Any) -> str:

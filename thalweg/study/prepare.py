@@ -81,12 +81,12 @@ def _make_model(model: StudyModel, folder: Path, texts: Sequence[str], seed: int
     shutil.rmtree(temporary, ignore_errors=True)
     shape = describe_shape(config)
     if weights:
-        check_free_memory(4 * shape["parameters"], "its random weights")
+        check_free_memory(shape["itemsize"] * shape["parameters"], "its random weights")
         torch.manual_seed(seed)
         made: Any = auto_class(config).from_config(config)
         # Random weights would name an end at random: without one all outputs are of the length that was asked for.
         made.generation_config.eos_token_id = made.config.eos_token_id = None
-        made.save_pretrained(temporary)
+        made.save_pretrained(temporary, max_shard_size="1GB")  # a shard's bytes are made beside the model
     else:
         config.save_pretrained(temporary)
     _train_tokenizer(texts, config.vocab_size).save_pretrained(temporary)
@@ -111,7 +111,8 @@ def auto_class(config: Any) -> Any:
 
 def describe_shape(config: Any) -> dict[str, int]:
     """Return what decides how many bytes a step reads: parameters in all, those of a decoding step (no encoder, of
-    the embedding a row), and the elements of the keys and values of a position in all layers."""
+    the embedding a row), those of products, those of the embedding, the bytes of one as the config has it, and the
+    elements of the keys and values of a position in all layers."""
     import torch
 
     with torch.device("meta"):
@@ -125,13 +126,14 @@ def describe_shape(config: Any) -> dict[str, int]:
     parameters = sum(p.numel() for p in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     is_tied = head is None or head.weight is embedding or bool(getattr(config, "tie_word_embeddings", False))
-    decoding = parameters - (0 if is_tied else embedding.numel())
+    decoding = linear = parameters - (0 if is_tied else embedding.numel())
     if config.is_encoder_decoder:
         # Encoder and decoder may share the embedding, which is no product.
         decoding -= sum(p.numel() for p in model.get_encoder().parameters() if p is not embedding)
     return {
         "parameters": parameters, "decoding_parameters": decoding, "kv_elements": 2 * layers * heads * width,
-        "encoder_decoder": int(config.is_encoder_decoder),
+        "encoder_decoder": int(config.is_encoder_decoder), "linear_parameters": linear, "itemsize": embedding.itemsize,
+        "embedding_parameters": embedding.numel(), "hidden_size": embedding.shape[1],
     }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
         blocks.append(_TEXTS["random weights"])
     measured = [row for row in found["rows"] if row["status"] == "ok"]
     if measured and all(row["joules_per_sample"] is None for row in measured):
-        blocks.append("No energy: this machine has no RAPL counters that may be read.")
+        blocks.append("No energy: this machine has no counters (RAPL, NVML) that may be read.")
     if found["recommended"]:
         blocks += ["## What to use", _recommended_table(found["recommended"])]
     for task, title in (("inference", "Inference"), ("training", "Training")):
@@ -215,13 +215,13 @@ def _reasons_table(rows: list[dict[str, Any]]) -> ReportTable:
 
 
 def _recommended_table(recommended: list[dict[str, Any]]) -> ReportTable:
-    headers = [*_PLACE, "fastest without loss of quality", "ratio", "its config", "least memory", "bytes"]
+    headers = [*_PLACE, "task", "fastest without loss of quality", "ratio", "its config", "least memory", "bytes"]
     lines = []
     for one in recommended:
         size = one["least_memory_bytes"]
-        cells = [*_place(one), one["fastest"], _ratio(one["ratio"]), json.dumps(one["config"]), one["least_memory"]]
-        lines.append([*cells, (format_bytes(size), size)])
-    return ReportTable(headers, lines)
+        cells = [*_place(one), one["task"], one["fastest"], _ratio(one["ratio"]), json.dumps(one["config"])]
+        lines.append([*cells, one["least_memory"], (format_bytes(size), size), json.dumps(one["least_memory_config"])])
+    return ReportTable([*headers, "its config"], lines)
 
 
 def _noise_table(noise: list[dict[str, Any]]) -> ReportTable:

@@ -41,7 +41,7 @@ def collect(folder: Path) -> dict[str, Any]:
                 row["ratio"] = (1.0, 1.0, 1.0) if row is baseline else estimate(row["log_ratios"], known)
             if row["status"] == "ok":
                 row["why"] = explain(row, baseline)
-        if null["task"] == "inference" and baseline["status"] == "ok":
+        if baseline["status"] == "ok":
             recommended.append({**place, **_recommend([baseline, *others])})
     return {
         "name": config.name,
@@ -205,12 +205,18 @@ def _recommend(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the fastest technique that costs no quality, and the one that needs the least memory.
 
     No quality is lost where outputs are the baseline's (and not one for all samples, which any technique would give),
-    or where no metric of trained weights is more than a hundredth below.  A gain whose interval holds 1 is none: the
-    baseline stays.  Of techniques as fast as the fastest, by its interval, the study's first is it.
+    or where no metric of trained weights is more than a hundredth below; in training, where each loss differs from the
+    baseline's by at most a tenth of what that has learned: LoRA and accumulation are other trainings.  A gain whose
+    interval holds 1 is none: the baseline stays.  Of techniques as fast as the fastest, by its interval, the study's
+    first is it.
     """
     baseline = rows[0]
 
     def keeps_quality(row: dict[str, Any]) -> bool:
+        if row["task"] == "training":
+            losses = baseline["losses"]
+            learned = abs(losses[0] - losses[-1])
+            return all(abs(a - b) <= learned / 10 for a, b in zip(row["losses"], losses, strict=True))
         if row is baseline or (row["equal_outputs"] == 1 and row["different_outputs"] > 1):
             return True
         pairs = [(row["quality"][key], value) for key, value in baseline["quality"].items() if value is not None]
@@ -221,9 +227,10 @@ def _recommend(rows: list[dict[str, Any]]) -> dict[str, Any]:
     fastest = next(row for row in candidates if row["ratio"][0] >= (fastest["ratio"][1] or 0))
     if (fastest["ratio"][1] or 0) <= 1:
         fastest = baseline
-    leanest = min(candidates, key=lambda row: row["host_peak"] + (row["device_peak"] or 0))
+    bytes_of, leanest = min(((r["host_peak"] + (r["device_peak"] or 0), r) for r in candidates), key=lambda one: one[0])
     return {
         "fastest": fastest["technique"], "ratio": fastest["ratio"],
         "config": {"kind": fastest["kind"], **fastest["options"]},
-        "least_memory": leanest["technique"], "least_memory_bytes": leanest["host_peak"],
+        "least_memory": leanest["technique"], "least_memory_bytes": bytes_of,
+        "least_memory_config": {"kind": leanest["kind"], **leanest["options"]},
     }  # fmt: skip

@@ -66,15 +66,40 @@ def now(device: torch.device | str) -> float:
     return time.perf_counter()
 
 
+# Bytes of a weight: as the engine and as torch name dtypes; packed by the engine (int4 has a scale of 2 bytes for each
+# group of 32, int8 one for each row) and by the libraries that transformers quantises with.
+_ITEMSIZES = {
+    "fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2,
+    "int8": 1, "int4": 0.5625, "bitsandbytes": 1, "torchao": 1,
+}  # fmt: skip
+
+
+def _weight_itemsize(options: dict[str, Any]) -> float:
+    return _ITEMSIZES.get(options.get("quantization") or options.get("dtype", "fp32"), 2)
+
+
+def count_weight_bytes(options: dict[str, Any], shape: dict[str, int]) -> int:
+    """Return the bytes that weights take in memory as a technique of inference has them.
+
+    Packed are the weights of products; the embedding is not, and its dtype is that of what is not packed.  Weights in
+    a file's own dtype are mapped from it where they are packed: the system may take their pages back.
+    """
+    if not options.get("quantization"):
+        return round(shape["parameters"] * _weight_itemsize(options))
+    scales = 4 * shape["linear_parameters"] / shape["hidden_size"]  # fp32, one a row
+    return round(shape["linear_parameters"] * _weight_itemsize(options) + scales + 2 * shape["embedding_parameters"])
+
+
 class HuggingFace:
-    """Plain transformers: ``from_pretrained`` and ``generate``.  ``dtype``: as torch names it."""
+    """Plain transformers: ``from_pretrained`` and ``generate``.  ``dtype``: as torch names it; ``quantization``: the
+    library by which transformers has weights in 8 bits, ``bitsandbytes`` or ``torchao``."""
 
     streamed_bytes, tier, copies = 0, "", 1
 
-    def __init__(self, spec: dict[str, Any], dtype: str = "float32") -> None:
-        self.weight_itemsize: float = getattr(torch, dtype).itemsize
+    def __init__(self, spec: dict[str, Any], dtype: str = "float32", quantization: str | None = None) -> None:
+        self.weight_itemsize = _weight_itemsize({"dtype": dtype, "quantization": quantization})
         self.device = spec["hardware"]["device"]
-        self.model: Any = load_plain(spec, getattr(torch, dtype))
+        self.model: Any = load_plain(spec, getattr(torch, dtype), quantization)
         self.pad = self.model.generation_config.pad_token_id or 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
@@ -97,13 +122,24 @@ class HuggingFace:
         """Nothing outlives the process."""
 
 
-def load_plain(spec: dict[str, Any], dtype: torch.dtype) -> Any:
+def load_plain(spec: dict[str, Any], dtype: torch.dtype, quantization: str | None = None) -> Any:
     """Return the model of a cell as transformers loads it, in eval mode on its device."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
-    model = auto_class(config).from_pretrained(spec["model"]["path"], dtype=dtype)
-    return model.to(spec["hardware"]["device"]).eval()
+    device, given = spec["hardware"]["device"], {}
+    if quantization is not None:
+        for library in (quantization, "accelerate"):
+            if importlib.util.find_spec(library) is None:
+                raise UnsupportedTechnique(f"{library} is not installed; give `python`, an interpreter that has it")
+        if quantization == "torchao":
+            quantizers: Any = importlib.import_module("torchao.quantization")
+            quantized = transformers.TorchAoConfig(quantizers.Int8WeightOnlyConfig())
+        else:
+            quantized = transformers.BitsAndBytesConfig(load_in_8bit=True)
+        given = {"quantization_config": quantized, "device_map": device}  # where it is loaded it stays
+    model = auto_class(config).from_pretrained(spec["model"]["path"], dtype=dtype, **given)
+    return (model if given else model.to(device)).eval()
 
 
 def pad_left(prompts: list[list[int]], pad: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,8 +206,10 @@ class ThalwegEngine:
 
         dataset = spec["dataset"]
         self.continuous = continuous
+        # What is packed anyhow is mapped from its files, in their dtype.
+        options = {"dtype": "auto" if options.get("quantization") else "fp32", **options}
         engine_config = EngineConfig(**{
-            "dtype": "fp32", "device": spec["hardware"]["device"], "max_num_seqs": dataset["batch_size"],
+             "device": spec["hardware"]["device"], "max_num_seqs": dataset["batch_size"],
             "max_model_len": dataset["max_prompt_tokens"] + dataset["new_tokens"], "enable_prefix_caching": False,
             **({"weight_offload_dir": spec["scratch"]} if options.get("weight_offload") else {}), **options,
         })  # fmt: skip
@@ -182,9 +220,7 @@ class ThalwegEngine:
         assert isinstance(engine, LLMEngine), "a model of a study generates"
         self.engine = engine
         self.runner_name = type(engine.runner).__name__
-        itemsize = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}.get(engine_config.dtype, 2.0)
-        # int4 has a scale of 2 bytes for each group of 32.
-        self.weight_itemsize = {"int8": 1.0, "int4": 0.5625}.get(engine_config.quantization or "", itemsize)
+        self.weight_itemsize = _weight_itemsize(options)
         self.tier = {"cpu": "host", "nvme": "disk"}.get(engine_config.weight_offload or "", "")
         ring = getattr(getattr(engine.runner, "_weights", None), "ring", None)
         self.streamed_bytes = getattr(ring, "read_bytes", 0)

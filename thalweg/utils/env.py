@@ -26,6 +26,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# What device "auto" means in this process and in those that it starts; ``cpu`` hides the accelerators.
+DEVICE_VARIABLE = "THALWEG_DEVICE"
 _PORTS = range(20000, 32000)  # below Linux's ephemeral range, so no outgoing connection holds one
 _HOST_RANGE = re.compile(r"^(?P<prefix>[^\[\]]*)(?:\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[\]]*))?$")
 

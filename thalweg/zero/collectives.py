@@ -104,7 +104,10 @@ class Collectives:
     def _reduce_options(self, group: FSDPGroupHandle) -> ReduceOptions:
         spec, replicas = self.spec, self.spec.replicas
         options = ReduceOptions(spec.ledger, spec.output_dtype, spec.divisor, spec.sync, self.memory)
-        if replicas is not None:
+        if replicas is not None and spec.replicate:
+            between = wire.SiteExchange(replicas, spec.group, spec.device, spec.ledger)
+            options = replace(options, replica_mean=lambda output: between.mean_([output], group.name or "<root>"))
+        elif replicas is not None:
             options = replace(options, num_replicas=len(replicas.topology.host_ids), replica_reduce=replicas)
         if self.async_reduction is not None:
             options = replace(options, try_submit=self.async_reduction.make_try_submit(group, spec.output_dtype))

@@ -21,9 +21,10 @@ def single_rank_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return new_submesh(torch.tensor([dist.get_rank()]), ("alone",), mesh.device_type)
 
 
-def build_mics_mesh(mesh: DeviceMesh, shard_group_size: int) -> DeviceMesh | None:
-    """Copies x shards where groups of ``shard_group_size`` ranks shard by themselves (MiCS), else None."""
-    return None if shard_group_size <= 1 or shard_group_size == mesh.size() else split_data_mesh(mesh, shard_group_size)
+def build_mics_mesh(mesh: DeviceMesh, group_size: int, sharded: bool) -> DeviceMesh | None:
+    """Copies x ranks where groups of ``group_size`` ranks shard by themselves (MiCS) or, if nothing is ``sharded``, are
+    one worker, also a lone one; else None."""
+    return None if group_size <= 1 or (sharded and group_size == mesh.size()) else split_data_mesh(mesh, group_size)
 
 
 def build_site_mesh(mesh: DeviceMesh, site_size: int | str | None, device: torch.device) -> DeviceMesh | None:

@@ -63,7 +63,7 @@ from thalweg.zero.storage.nvme import (
     ParamPaging,
     build_param_paging,
     get_offload_messages,
-    pins_shards,
+    pins_grads,
     shards_on_host,
 )
 from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
@@ -81,7 +81,8 @@ _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModel]] = weakr
 class ShardOptions:
     """How to shard: stage, dtypes, units, and how gradients are averaged.
 
-    ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them.
+    ``within_hosts``: states are sharded over the ranks of a host alone, so that every host has all of them; gradients
+    are reduced there, and between hosts as ``ReplicaSync`` says.
     ``site_size``: so many ranks ("auto": those of a host) shard and reduce by themselves; what crosses to others is not
     the reducers' affair.
     """
@@ -439,10 +440,10 @@ def shard_model(
         raise ValueError("the model has no parameters: there is nothing to train")
     zero, sharded = options.zero, options.policy.shards_optimizer_states
     pages_params, mics_size = zero.offload_param.device == "nvme", zero.mics_shard_size
-    if sharded and options.within_hosts and mics_size <= 0:
+    if options.within_hosts and (mics_size <= 0 or not sharded):
         mics_size = count_ranks_of_a_host(mesh, device)
     sites = build_site_mesh(mesh, options.site_size, device)
-    mics_mesh = build_mics_mesh(mesh, mics_size) if sharded else None
+    mics_mesh = build_mics_mesh(mesh, mics_size, sharded) if sharded or options.within_hosts else None
     outer_mesh = sites or mics_mesh
     shard_mesh = mesh if outer_mesh is None else outer_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
@@ -459,7 +460,7 @@ def shard_model(
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if pages_params or tp_layout is not None else with_large_leaves(model, blocks)
     on_host = shards_on_host(zero, device.type == "cpu")
-    pin_shard = on_host and pins_shards(zero)
+    pin_shard = on_host and pins_grads(zero)
     reduce_dtype = options.precision.reduce_dtype
     spec = CollectivesSpec(
         shard_mesh,
@@ -624,7 +625,7 @@ def _apply_fully_shard(
     ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
     common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     if on_host:
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_shards(options.zero))
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(options.zero))
     try:
         for name in options.fp32_modules:
             module = model.get_submodule(name)

@@ -232,20 +232,37 @@ def zero_init_weights() -> Report:
 
 
 def safe_access() -> Report:
-    grads: list[list[float]] = []
-    moments: list[float] = []
-    weights: list[float] = []
+    net: Any = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.0)
+    report: dict[str, list[Any]] = {name: [] for name in ("losses", "grads", "moments", "weights", "squares")}
+    head, first = net.head.weight, net.blocks[0].weight
 
-    def look(net: Any, optimizer: Any, step: int) -> None:
-        grads.append([p.grad.norm().item() for p in net.parameters()])
-        weight = net.head.weight
-        moments.append(optimizer.state[weight]["exp_avg"].norm().item())
-        weights.append(weight.norm().item())
+    def square(tensor: Tensor) -> float:
+        return (tensor.double() ** 2).sum().item()
+
+    for step, (x, y) in enumerate(batches()):
+        loss = mse_loss(net(x), y)
+        loss.backward()
+        report["grads"].append([p.grad.norm().item() for p in net.parameters()])
+        report["squares"].append(square(first.grad))
+        if step == 1:
+            first.grad.mul_(0.25)
+            net.blocks[1].weight.grad.mul_(3.0)
+            for param in net.head.parameters():
+                param.grad.copy_(param.grad.sign() * 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        report["losses"].append(loss.item())
+        report["moments"].append(optimizer.state[head]["exp_avg"].norm().item())
+        report["weights"].append(head.norm().item())
+        report["squares"] += [square(first), square(optimizer.state[first]["exp_avg"])]
         if step == 2:
-            weight.data.mul_(0.5)
-            optimizer.state[weight]["exp_avg"].zero_()
-
-    return {"losses": _train(on_step=look), "grads": grads, "moments": moments, "weights": weights}
+            head.data.mul_(0.5)
+            optimizer.state[head]["exp_avg"].zero_()
+        if step == 3:
+            first.data.mul_(-1.5)
+            optimizer.state[first]["exp_avg"].add_(0.01)
+    return {"refused": True, **report}
 
 
 class _Chain(nn.Module):
@@ -448,6 +465,14 @@ def inference() -> Report:
         logits = model(prompt).logits.norm().item()
         tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)
     return {"tokens": tokens[0].tolist(), "logits": logits, "module": True}
+
+
+def inference_in_a_pipeline() -> Report:
+    from tests.compat.first_day.programs.user_model import make_text_pipeline
+
+    pipe: Any = make_text_pipeline()
+    texts = [pipe(text, max_new_tokens=8, do_sample=False)[0]["generated_text"] for text in ("w5 w6 w7 w8", "w9 w3")]
+    return {"texts": texts, "several": 2, "module": True}
 
 
 def memory_estimates() -> Report:

@@ -29,6 +29,7 @@ from typing import Any
 
 from thalweg.cli.arguments import int_at_least
 from thalweg.cli.demo.settings import DemoSettings
+from thalweg.utils.env import DEVICE_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "bf16", "fp32"),
         default="auto",
         help="of the arithmetic; auto: bf16 where this processor is fast at it, else fp32",
+    )
+    parser.add_argument(
+        "--device",
+        default=default.device,
+        metavar="NAME",
+        help="cpu, cuda, ... (auto: an accelerator for each process, else cpu)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, no more")
 
@@ -63,10 +70,18 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.cli.demo.corpus import prepare_corpus
 
     settings = DemoSettings(
-        out=str(out), results="", steps=args.steps, stage=args.stage, nproc=args.nproc, seed=args.seed
+        out=str(out),
+        results="",
+        steps=args.steps,
+        stage=args.stage,
+        nproc=args.nproc,
+        seed=args.seed,
+        device=_resolve_device(args.device, args.nproc),
     )
     corpus = prepare_corpus(out, settings.vocabulary, log)
-    settings = replace(settings, vocabulary=corpus.vocabulary, precision=_resolve_precision(args.precision))
+    settings = replace(
+        settings, vocabulary=corpus.vocabulary, precision=_resolve_precision(args.precision, settings.device)
+    )
     _remove_earlier_run(out)
     with tempfile.TemporaryDirectory(prefix="thalweg-demo-") as results:
         settings = replace(settings, results=results)
@@ -109,12 +124,22 @@ def _warn_if_oversubscribed(nproc: int) -> None:
         sys.stderr.write(f"warning: --nproc {nproc} on {cores} cores: the processes will wait for each other\n")
 
 
-def _resolve_precision(requested: str) -> str:
+def _resolve_device(requested: str, nproc: int) -> str:
+    """The device's name; two ranks cannot share one accelerator: with fewer of them than ranks, the processor."""
+    import torch
+
+    from thalweg.device import resolve_device
+
+    too_few = requested == "auto" and torch.accelerator.device_count() < nproc
+    return "cpu" if too_few or resolve_device(requested).type == "cpu" else requested
+
+
+def _resolve_precision(requested: str, device: str) -> str:
     if requested != "auto":
         return requested
     from thalweg.cli.demo.precision import has_fast_bf16
 
-    return "bf16" if has_fast_bf16() else "fp32"
+    return "bf16" if has_fast_bf16(device) else "fp32"
 
 
 def _remove_earlier_run(out: Path) -> None:
@@ -135,7 +160,7 @@ def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tup
     )
     facts: dict[str, Any] = {}
     for phase, nproc, result in (("train", settings.nproc, "trained"), ("reload", 1, "reloaded")):
-        code = _launch_phase(phase, nproc, results / "settings.json")
+        code = _launch_phase(phase, nproc, results / "settings.json", settings.device)
         if code != 0:
             return code, {}
         facts |= json.loads((results / f"{result}.json").read_text(encoding="utf-8"))
@@ -144,16 +169,12 @@ def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tup
     return 0, facts
 
 
-def _launch_phase(phase: str, nproc: int, settings: Path) -> int:
+def _launch_phase(phase: str, nproc: int, settings: Path, device: str) -> int:
     """Run one part of the demo on ``nproc`` ranks; returns the exit code, standard error has what failed."""
-    import torch
-
     from thalweg.launch.local import run_local
     from thalweg.launch.spec import LaunchSpec, build_local_job
 
-    # Two ranks cannot share one GPU under NCCL: with fewer GPUs than ranks, use the processor.
-    environ = {"CUDA_VISIBLE_DEVICES": ""} if torch.accelerator.device_count() < nproc else {}
-    arguments = (phase, str(settings))
+    arguments, environ = (phase, str(settings)), {DEVICE_VARIABLE: device}
     spec = LaunchSpec("thalweg.cli.demo.worker", arguments, "module", str(nproc), bind=nproc > 1, environ=environ)
     outcome = run_local(build_local_job(spec))
     sys.stderr.write(outcome.report)

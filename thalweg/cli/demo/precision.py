@@ -8,19 +8,19 @@ import timeit
 import torch
 import torch.nn.functional as F
 
-from thalweg.device import current_accelerator
+from thalweg.device import resolve_device
 
 
-def has_fast_bf16() -> bool:
-    """Return whether the device's matrix products are clearly faster in bf16 than in fp32.
+def has_fast_bf16(device: str = "auto") -> bool:
+    """Return whether a device's matrix products are clearly faster in bf16 than in fp32.
 
     On a GPU, whether it has bf16 at all.  On a processor, a linear layer of 512 x 256 x
     1,024 on one thread, forward and backward, the best of several by the
     processor's clock (a busy machine must not decide): with AVX512_BF16 or
     AMX bf16 takes half the time or less; where it is emulated it takes longer.
     """
-    if (accelerator := current_accelerator()).type != "cpu":
-        return torch.get_device_module(accelerator).is_bf16_supported()
+    if (found := resolve_device(device)).type != "cpu":
+        return getattr(torch.get_device_module(found), "is_bf16_supported", lambda: True)()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

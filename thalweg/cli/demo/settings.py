@@ -18,7 +18,7 @@ class DemoSettings:
     """Everything that a rank needs to know; written as JSON for the ranks to read.
 
     ``out`` is the folder of the demo; ``precision`` ``"bf16"`` or ``"fp32"``; ``device``
-    ``"cpu"`` or ``"auto"``.
+    ``"cpu"``, ``"auto"``, or an accelerator's name.
     """
 
     out: str
@@ -28,6 +28,7 @@ class DemoSettings:
     nproc: int = 2
     seed: int = 0
     precision: str = "fp32"
+    device: str = "auto"
     vocabulary: int = 4096
     num_layers: int = 2
     num_heads: int = 4

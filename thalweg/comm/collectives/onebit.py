@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.collectives.reducer import CHUNK_NUMEL
-from thalweg.comm.collectives.wire import AllReduceSum, all_gather_flat, all_to_all_rows
+from thalweg.comm.collectives.wire import AllReduceSum, SiteExchange, all_gather_flat
 from thalweg.comm.comms_logger import CommsLog
 from thalweg.comm.topology import HostTopology
 
@@ -130,7 +130,8 @@ class OneBitAllReduce:
 
     ``topology``: where the group's ranks are, for the ledger.  Errors are fp32 on ``device``: ``worker_errors``, a
     1-D view for each tensor, are this rank's own; of the server's each rank holds one row.
-    ``code`` encodes and decodes.
+    ``code`` encodes and decodes.  ``within``: the ranks that give the same numbers to other groups like this one, a
+    host's.  Each then sends a part of the bits, and they gather among themselves what comes back.
     """
 
     def __init__(
@@ -141,9 +142,11 @@ class OneBitAllReduce:
         ledger: CommsLog,
         device: torch.device,
         code: OneBitCode | None = None,
+        within: dist.ProcessGroup | None = None,
     ) -> None:
         self._code = code or OneBitCode()
-        self._numels, self._group, self._topology, self._ledger = list(numels), group, topology, ledger
+        self._links = SiteExchange(AllReduceSum(group, topology), within, device, ledger)
+        self._numels, self._group, self._ledger = list(numels), group, ledger
         self._world_size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         num_blocks = [-(-numel // BLOCK_SIZE) for numel in self._numels]
         self._offsets = [0, *(end * BLOCK_SIZE for end in accumulate(num_blocks))]
@@ -186,30 +189,24 @@ class OneBitAllReduce:
             for row, counts, codes, pieces in zip(errors, self._counts, payload, self._pieces, strict=True):
                 numbers = [(place, flat_tensors[i][start:end]) for place, i, start, end in pieces]
                 self._code.compress_(row, counts, codes, numbers)
-            received = all_to_all_rows(payload, self._group)
+            received = self._links.send_rows(payload, name, call)
             mean = torch.empty_like(self._server_error)
             self._code.decompress(received, mean)
             numbers = [(place, mean[place : place + end - start]) for place, _, start, end in self._pieces[self._rank]]
             self._code.compress_(self._server_error, self._counts[self._rank], payload[0].zero_(), numbers)
-            all_gather_flat(received.view(-1), payload[0], self._group)
+            received = self._links.send_rows(payload[:1], name, call)
             flat = torch.empty_like(self._worker_error)
             for codes, row in zip(received, flat.view(self._world_size, -1), strict=True):
                 self._code.decompress(codes.unsqueeze(0), row)
             for tensor, view in zip(tensors, self._views(flat), strict=True):
                 tensor.copy_(view.view_as(tensor))
-            for sent in (self._topology.all_to_all_bytes, self._topology.ring_bytes):
-                call.add_bytes(*sent(payload[0].nbytes))
 
     @torch.no_grad()
     def exact_mean(self, tensors: Sequence[Tensor], name: str = "gradient") -> list[Tensor]:
         """The means of ``tensors`` in fp32, as they are: fp32, in their shapes; collective."""
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-        with self._ledger.timed(
-            "all_reduce", name, "wire", full_bytes=flat.nbytes, world_size=self._world_size
-        ) as call:
-            AllReduceSum(self._group, self._topology)(flat, call)
-        pieces = flat.div_(self._world_size).split([tensor.numel() for tensor in tensors])
-        return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+        means = [tensor.to(torch.float32, copy=True) for tensor in tensors]
+        self._links.mean_(means, name)
+        return means
 
     def gather_server_errors(self) -> list[Tensor]:
         """The server's errors, whole: 1-D, one for each tensor; collective."""

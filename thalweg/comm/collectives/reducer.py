@@ -162,7 +162,8 @@ class ReduceOptions:
     """What a reduction is to do beside moving bytes.
 
     ``output_dtype``: of reduced gradients, by default that of the input; ``num_replicas``: ranks that hold the same
-    shard, over which ``replica_reduce`` adds up; ``try_submit`` may do the work in the background.
+    shard, over which ``replica_reduce`` adds up; ``replica_mean``: takes gradients that are whole, and a mean over this
+    host's ranks, to the mean over all hosts; ``try_submit`` may do the work in the background.
     """
 
     ledger: CommsLog = field(default_factory=CommsLog)
@@ -172,6 +173,7 @@ class ReduceOptions:
     memory: GradientMemory = field(default_factory=GradientMemory)
     num_replicas: int = 1
     replica_reduce: ReplicaReduce | None = None
+    replica_mean: Callable[[Tensor], None] | None = None
     try_submit: TrySubmit | None = None
 
 
@@ -299,8 +301,13 @@ class ReplicatedReducer(Reducer, ABC):
         self._input = None
 
     def reduce_or_keep(self, output: Tensor) -> None:
-        """Replace ``output`` (1-D) by the mean over all ranks, or by this rank's own gradient: see ``ReplicaSync``."""
-        if self._options.sync.enabled:
+        """Replace ``output`` (1-D) by the mean over all ranks, or by this worker's gradient: see ``ReplicaSync``."""
+        options = self._options
+        if options.replica_mean is not None:
+            self.reduce(output)
+            if options.sync.enabled:
+                options.replica_mean(output)
+        elif options.sync.enabled:
             self.reduce(output)
         elif (scale := self.mean_scale(1)) != 1.0:
             output.mul_(scale)

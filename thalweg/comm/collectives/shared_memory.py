@@ -44,7 +44,10 @@ from torch import Tensor
 from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
 from thalweg.comm.comms_logger import CollectiveCall
 from thalweg.comm.topology import get_host_key
+from thalweg.utils.log import get_logger
 from thalweg.utils.processes import is_process_alive
+
+_log = get_logger(__name__)
 
 _CELLS_PER_CACHE_LINE = 8  # one cache line in 8-byte cells
 COUNTERS_PER_BANK = 16  # counters of one ring
@@ -91,7 +94,10 @@ class SharedMemoryArena:
 
     @classmethod
     def create(cls, group: dist.ProcessGroup, num_bytes: int, *, timeout: float = 1800.0) -> SharedMemoryArena | None:
-        """Map an arena with room for ``num_bytes`` of buffers; collective over ``group``."""
+        """Map an arena with room for ``num_bytes`` of buffers; collective over ``group``.
+
+        A rank that could have mapped it and did not says why in the log.
+        """
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         total_bytes = _control_bytes(world_size) + _round_up(num_bytes, _ALIGN) + _ALIGN
         token = secrets.token_bytes(24)
@@ -288,11 +294,26 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _create_memfd(total_bytes: int, token: bytes) -> int:
-    fd = os.memfd_create("thalweg", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, total_bytes)
-    os.pwrite(fd, token[:21], total_bytes - _ALIGN)
+    """A file of that size, or -1: the peers, who wait for its number, then learn that there is none."""
+    fd = -1
+    try:
+        fd = os.memfd_create("thalweg", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, total_bytes)
+        os.pwrite(fd, token[:21], total_bytes - _ALIGN)
+    except OSError as error:
+        _warn_of_wires(error)
+        if fd >= 0:
+            os.close(fd)
+        return -1
     return fd
+
+
+def _warn_of_wires(error: OSError | ValueError) -> None:
+    _log.warning(
+        "The ranks of this host cannot share memory (%s); their collectives go through gloo instead, which is slower.",
+        error,
+    )
 
 
 def _map_memfd(header: list[int], local_fd: int) -> tuple[mmap.mmap, mmap.mmap] | None:
@@ -303,14 +324,16 @@ def _map_memfd(header: list[int], local_fd: int) -> tuple[mmap.mmap, mmap.mmap] 
     token = b"".join(word.to_bytes(7, "little") for word in words)
     try:
         fd = os.dup(local_fd) if local_fd >= 0 else os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        _warn_of_wires(error)
         return None
     try:
         # Another host may have a process of the same number: the token settles it.
         if os.pread(fd, 21, total_bytes - _ALIGN) != token:
             return None
         return mmap.mmap(fd, total_bytes), mmap.mmap(fd, total_bytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        _warn_of_wires(error)
         return None
     finally:
         os.close(fd)

@@ -107,6 +107,7 @@ class SiteExchange:
         self._sum, self._within, self._device, self._ledger = sum_between, within_site, device, ledger
         self.num_sites = len(sum_between.topology.host_ids)
         self._num_parts = 1 if within_site is None else dist.get_world_size(within_site)
+        self._part = 0 if within_site is None else dist.get_rank(within_site)
 
     def mean_(self, tensors: Sequence[Tensor], name: str, transport: str = "wire") -> None:
         """Replace ``tensors`` (of one dtype) by their means over sites, with the same bits everywhere; collective."""
@@ -124,19 +125,31 @@ class SiteExchange:
 
     def gather(self, flat: Tensor, name: str, transport: str = "wire") -> Tensor:
         """What all sites have in ``flat`` (1-D): (sites, numel), on ``flat``'s device; collective."""
-        part = self._own_part(flat)
-        rows = part.new_empty(self.num_sites, part.numel())
-        with self._ledger.timed(
-            "all_gather", name, transport, full_bytes=rows.nbytes, world_size=self.num_sites
-        ) as call:
-            call.add_bytes(*self._sum.topology.ring_bytes(part.nbytes))
-            all_gather_flat(rows.view(-1), part, self._sum.group)
-        parts = self._join(rows.view(-1), name).view(self._num_parts, self.num_sites, -1)
-        return parts.transpose(0, 1).reshape(self.num_sites, -1)[:, : flat.numel()].to(flat.device)
+        part_bytes = -(-flat.numel() // self._num_parts) * flat.element_size()
+        sizes = {"full_bytes": self.num_sites * part_bytes, "world_size": self.num_sites}
+        with self._ledger.timed("all_gather", name, transport, **sizes) as call:
+            return self.send_rows(flat.to(self._device).unsqueeze(0), name, call).to(flat.device)
+
+    def send_rows(self, rows: Tensor, name: str, call: CollectiveCall) -> Tensor:
+        """Row ``i`` of ``rows`` goes to site ``i``, a single row to all; what all sites sent comes: (sites, length)."""
+        topology, length = self._sum.topology, rows.shape[1]
+        padded = torch.nn.functional.pad(rows, (0, -length % self._num_parts))
+        part = padded.view(len(rows), self._num_parts, -1)[:, self._part].contiguous()
+        if len(rows) > 1:
+            part = all_to_all_rows(part, self._sum.group)
+            call.add_bytes(*topology.all_to_all_bytes(part[0].nbytes))
+        else:
+            call.add_bytes(*topology.ring_bytes(part.nbytes))
+            own, part = part, part.new_empty(self.num_sites, part.shape[1])
+            all_gather_flat(part.view(-1), own.view(-1), self._sum.group)
+        if self._within is None:
+            return part
+        parts = self._join(part.view(-1), name).view(self._num_parts, self.num_sites, -1)
+        return parts.transpose(0, 1).reshape(self.num_sites, -1)[:, :length].contiguous()
 
     def _own_part(self, flat: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(flat.to(self._device), (0, -flat.numel() % self._num_parts))
-        return padded.view(self._num_parts, -1)[0 if self._within is None else dist.get_rank(self._within)]
+        return padded.view(self._num_parts, -1)[self._part]
 
     def _join(self, part: Tensor, name: str) -> Tensor:
         """The parts of this site's ranks, one after another."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from torch import Tensor
 
 from thalweg.compat.deepspeed.live_engines import live_engines
 from thalweg.zero.fsdp2.private_api import get_fsdp_groups
 from thalweg.zero.full_state_dict import write_to_shard
-from thalweg.zero.whole_parameter import get_shard
+from thalweg.zero.whole_parameter import WholeParameter, get_shard
 from thalweg.zero.whole_tensors import gather_master, gather_whole, set_master, to_local
 
 
@@ -46,9 +48,16 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: there is none to write to.
     """
-    if param.grad is None:
-        raise ValueError("this parameter has no gradient: set it between the backward pass and the step")
-    _scatter_into(param.grad, value)
+    _scatter_into(_require_grad(param), value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Make each whole gradient ``update_func(gradient, parameter)``, those without one left out; collective."""
+    for param in param_list:
+        if param.grad is not None:
+            safe_set_full_grad(param, update_func(gather_whole(param.grad).float(), param))
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -80,13 +89,30 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Write this rank's part of the master weight."""
+    """Write this rank's part of the master weight.
+
+    Raises:
+        ValueError: below stage 3, where the model's forward pass has whole weights.
+    """
+    if isinstance(param, WholeParameter):
+        raise ValueError("below stage 3 the model's parameters are whole: write with safe_set_full_fp32_param")
     to_local(get_shard(param).detach()).copy_(value)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Write this rank's part of the reduced gradient."""
+    to_local(_require_grad(get_shard(param))).copy_(value)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Write this rank's part of the state ``optim_state_key``."""
     to_local(_require(_find_state(param, optim_state_key), optim_state_key)).copy_(value)
+
+
+def _require_grad(param: Tensor) -> Tensor:
+    if param.grad is None:
+        raise ValueError("this parameter has no gradient: set it between the backward pass and the step")
+    return param.grad
 
 
 def _scatter_into(target: Tensor, value: Tensor) -> None:

@@ -70,6 +70,7 @@ class Config(UNREAD_BLOCKS):
     seq_parallel_communication_data_type: Dtype | None = ignored(
         "fp32", "attention is exchanged in the dtype of the activations"
     )
+    device: Literal["auto"] | str = "auto"
     seed: NonNegativeInt | None = None
     deterministic: bool = False
     cpu_kernels: Literal["auto", "torch"] = "auto"

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thalweg.device import widest_float
 from thalweg.infer.engine.scheduler import Sequence
 from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.runners.base import arrays_to_device
@@ -278,13 +279,9 @@ def _candidates(p: SamplingParams, vocab_size: int, with_all: bool) -> tuple[str
 
 def _draw_from(logits: Tensor, draws: Tensor) -> Tensor:
     """Return for each row of logits the token at its draw (rows,), of 2**56, of the cumulative distribution."""
-    cumulative = logits.softmax(dim=1).to(_widest_float(logits.device)).cumsum(dim=1)
+    cumulative = logits.softmax(dim=1).to(widest_float(logits.device)).cumsum(dim=1)
     targets = draws[:, None].to(cumulative.dtype) / 2**56 * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-
-
-def _widest_float(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _draw_from_top(

@@ -12,6 +12,7 @@ layer's bytes into numbers of the rows' dtype for the time of its product.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,7 @@ def _pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     outputs, inputs = weight.shape
     if inputs % _INT4_GROUP_SIZE or outputs % 32:
+        _log_int8_instead(outputs, inputs, "either number is no multiple of 32")
         return _pack_int8(weight, bias)
     nibbles, table = _quantize_int4(weight)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(nibbles, 1)
@@ -114,6 +116,11 @@ def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
     layer(weight.new_zeros(1, inputs))
     return PackedLinear("int4", layer)
+
+
+@functools.cache  # once for a shape: the layers of a model have a few
+def _log_int8_instead(outputs: int, inputs: int, reason: str) -> None:
+    log.warning("int4 weights of %d outputs and %d inputs are kept in int8: %s", outputs, inputs, reason)
 
 
 def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,6 +145,7 @@ def _pack_int8_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
     outputs, inputs = weight.shape
     if inputs % _INT4_GROUP_SIZE:
+        _log_int8_instead(outputs, inputs, f"the inputs do not go into groups of {_INT4_GROUP_SIZE}")
         return _pack_int8_on_device(weight, bias, dtype)
     nibbles, table = _quantize_int4(weight)
     pairs = nibbles.to(torch.uint8).view(outputs, -1, 2)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from thalweg.device import widest_float
 from thalweg.optim.dtensor_local import (
     ShardGroups,
     StepMixin,
@@ -110,7 +111,9 @@ class Adafactor(StepMixin, torch.optim.Adafactor):
         all_reduce_tensors_(sizes, everywhere)
         for item, update, weight, size in zip(items, updates, weights, sizes, strict=True):
             lr, step, group, count = float(item.group["lr"]), float(item.state["step"]), item.group, item.param.numel()
-            rms_weight, rms_update = (weight.double() / count).sqrt(), (size.double() / count).sqrt()
+            rms_weight, rms_update = (
+                (square.to(widest_float(square.device)) / count).sqrt() for square in (weight, size)
+            )
             alpha = rms_weight.clamp(min=group["eps"][1]) * min(lr, step**-0.5)
             if group["weight_decay"]:
                 item.work.mul_(1 - lr * group["weight_decay"])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.device import widest_float
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.dtensor_local import (
@@ -79,7 +80,8 @@ class Lamb(StepMixin, torch.optim.Optimizer):
             every_param = [p for group in self.param_groups for p in group["params"]]
             position = {id(p): i for i, p in enumerate(every_param)}
             # (|p|^2, |r|^2) of each parameter's piece, then the norms of the logical tensors.
-            rows = torch.zeros(len(every_param), 2, dtype=torch.float64, device=to_local(every_param[0]).device)
+            device = to_local(every_param[0]).device
+            rows = torch.zeros(len(every_param), 2, dtype=widest_float(device), device=device)
             for _, params, work, directions in stepped:
                 chosen = torch.tensor([position[id(p)] for p in params], device=rows.device)
                 sums = torch.stack([square_sums(work), square_sums(directions)], dim=1)

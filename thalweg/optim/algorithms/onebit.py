@@ -1,7 +1,7 @@
 """Optimisers that send one bit of momentum where others send a gradient: 1-bit Adam, 1-bit LAMB, 0/1 Adam.
 
-A *worker* holds all parameters: a rank at stage 0, the ranks of a host together at stages 1 and 2 (each a shard; what
-they exchange costs no link).  Workers agree on momentum, not on gradients::
+A *worker* holds all parameters: the ranks of a host together (each all of them at stage 0, a shard at stages 1 and 2;
+what they exchange costs no link).  Workers agree on momentum, not on gradients::
 
     1-bit Adam (arXiv 2102.02888)     T steps of Adam, gradients reduced as ever;  then, with the variance v fixed,
                                       m = mean over workers, in bits, of (b1 m + (1 - b1) g_i);  p -= lr m / sqrt(v)
@@ -38,7 +38,7 @@ from thalweg.comm import CommsLog
 from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
-from thalweg.device import takes_tensors_of
+from thalweg.device import takes_tensors_of, widest_float
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.fused_adam import AbstractAdam
@@ -108,8 +108,11 @@ class MomentumExchange:
         )
         from thalweg.ops.onebit import get_onebit_code  # LLVM is loaded for those who compress
 
-        numels, device = [p.numel() for p in pieces], pieces[0].device
-        self._reducer = OneBitAllReduce(numels, group, topology, self._ledger, device, get_onebit_code(device))
+        numels, device, first = [p.numel() for p in pieces], pieces[0].device, params[0]
+        assert isinstance(first, DTensor)
+        alike = first.device_mesh.ndim == 2 and first.placements[1].is_replicate()  # a host's: each sends a part
+        within = control_group(first.device_mesh.get_group(1), device) if alike else None
+        self._reducer = OneBitAllReduce(numels, group, topology, self._ledger, device, get_onebit_code(device), within)
         self._params = params
         owed = [_owed_errors(param, state[param], size) for param in params]
         self._reducer.load_errors([worker for worker, _ in owed], [server for _, server in owed])
@@ -222,7 +225,8 @@ class CompressedMixin:
 
     def _mean_variances(self, params: Sequence[Tensor]) -> list[float]:
         """The mean of ``exp_avg_sq`` of each logical parameter."""
-        sums = [to_local(self.state[p]["exp_avg_sq"]).sum(dtype=torch.float64).reshape(1) for p in params]
+        pieces = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
+        sums = [piece.sum(dtype=widest_float(piece.device)).reshape(1) for piece in pieces]
         if sums:
             all_reduce_tensors_(sums, get_shard_groups(params))
         return [

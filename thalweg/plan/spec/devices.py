@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from thalweg.device import pin
+
 _MIB = 2**20
 _TERA, _GIGA = 1e12, 1e9
 
@@ -125,7 +127,7 @@ def measure_device(device: torch.device, name: str = "", seconds: float = _MEASU
         flops[key] = _product_flops(dtype, device, share)
     count = int(min(64 * _MIB, free // 8))
     here, there = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
-    host = torch.zeros(count, dtype=torch.uint8, pin_memory=True)
+    host = pin(torch.zeros(count, dtype=torch.uint8))
     copy = 2 * count / _best_seconds(lambda: there.copy_(here), device, share)
     bus = count / _best_seconds(lambda: here.copy_(host, non_blocking=True), device, share)
     return Device(name or device.type, total, flops, copy, bus, bus, "measured")

@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
+from thalweg.device import pin
 from thalweg.ops._torch_private import ALLCLOSE_CALL, ITEM_CALL
 from thalweg.utils.versions import TRIED_TORCH
 from thalweg.zero.plain_copy import ShardedStateDict, check_whole, copy_plain, strip_training
@@ -48,12 +49,13 @@ _GRADS_STAY_IN_PLACE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 GROUP_NAMES = (
     "fsdp_params", "is_sharded", "reduce_grads", "all_reduce_grads", "reshard_after_backward", "comm_ctx",
     "_training_state", "_to_unsharded", "_to_sharded", "post_backward", "finalize_backward", "unshard",
-    "wait_for_unshard", "_all_gather_result", "device_handle",
+    "wait_for_unshard", "_all_gather_result", "device_handle", "device",
     "_set_unsharded_grad_dtypes" if _GRADS_STAY_IN_PLACE else "_init_mp_dtypes",
 )  # fmt: skip
 PARAM_NAMES = (
     "sharded_param", "_module_info", "padded_sharded_param_size", "sharded_size", "_sharding_spec",
-    "_sharded_param_data", "to_sharded_dtensor", "_setattr_on_modules", "all_gather_outputs", "reset_sharded_param",
+    "_sharded_param_data", "to_sharded_dtensor", "pin_memory", "_setattr_on_modules", "all_gather_outputs",
+    "reset_sharded_param",
     *(("_sharding_spec_by_dtype", "init_dtype_attrs") if _GRADS_STAY_IN_PLACE else ("unsharded_accumulated_grad",)),
 )  # fmt: skip
 
@@ -200,8 +202,11 @@ class FSDPGroupHandle:
         self, packed_shards: Sequence[Tensor], acquire: Callable[[], None], release: Callable[[], None] | None = None
     ) -> None:
         """Let FSDP2's gather read ``packed_shards`` (the group's padded shards in the compute dtype) in place of the
-        sharded parameters; they hold their values from ``acquire()`` to ``release()``, or for good."""
+        sharded parameters; they hold their values from ``acquire()`` to ``release()``, or for good.
+
+        What is released is read before it is copied to an accelerator: it goes there through page-locked memory."""
         inner, original_unshard = self._inner, self._inner.unshard
+        stages = release is not None and inner.device.type != "cpu"
 
         def unshard(async_op: bool = False) -> None:
             if inner.is_unsharded or inner._all_gather_result is not None:
@@ -210,7 +215,7 @@ class FSDPGroupHandle:
             saved_shards = [param._sharded_param_data for param in inner.fsdp_params]
             try:
                 for param, packed_shard in zip(inner.fsdp_params, packed_shards, strict=True):
-                    param._sharded_param_data = packed_shard.view(-1)
+                    param._sharded_param_data = pin(packed_shard.view(-1)) if stages else packed_shard.view(-1)
                 original_unshard(async_op)
                 if release is not None and inner._all_gather_process_group.size() == 1:
                     inner.wait_for_unshard()  # copies now, where a gather has copied already
@@ -438,7 +443,10 @@ class FSDPParamHandle:
 
         def reset_sharded_param() -> None:
             if isinstance(inner.sharded_param, DTensor):
+                # A shard in a swap file stays there; page-locked are the gradients alone.
+                pins, inner.pin_memory = inner.pin_memory, inner.pin_memory and padded_local.is_pinned()
                 original_reset()
+                inner.pin_memory = pins
 
         inner.reset_sharded_param = reset_sharded_param
 

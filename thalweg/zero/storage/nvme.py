@@ -64,6 +64,7 @@ from thalweg.comm.collectives.shared_memory import SharedMemoryArena
 from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config import Config
 from thalweg.config.schema.zero import OffloadParam, ZeroOptimization
+from thalweg.device import can_pin
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
@@ -80,10 +81,12 @@ def shards_on_host(zero: ZeroOptimization, on_cpu: bool) -> bool:
     return not on_cpu and (zero.offload_param.device != "none" or zero.offload_optimizer.device != "none")
 
 
-def pins_shards(zero: ZeroOptimization) -> bool:
-    """Whether shards on the host are page-locked; a mapped shard cannot be, and need not: it is not what is copied."""
+def pins_grads(zero: ZeroOptimization) -> bool:
+    """Whether gradients come to the host in page-locked memory, and shards lie in it.
+
+    Shards in a swap file cannot: what is read of them goes on through such memory."""
     section = zero.offload_optimizer if zero.offload_param.device == "none" else zero.offload_param
-    return section.pin_memory and zero.offload_param.device != "nvme"
+    return section.pin_memory and can_pin()
 
 
 def get_offload_messages(zero: ZeroOptimization, device: torch.device) -> dict[str, str]:

@@ -58,3 +58,25 @@ def config(**sections):
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": int(os.environ.get("STAGE", "1"))},
     } | sections
+
+
+def make_text_pipeline():
+    """A pipeline of transformers over a small GPT-2 whose words are w0 to w39."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, pipeline
+
+    words = Tokenizer(WordLevel({f"w{n}": n for n in range(40)}, unk_token="w1"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w1", bos_token="w0", eos_token="w39", pad_token="w2"
+    )
+    torch.manual_seed(0)
+    shape = GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=39)
+    model = GPT2LMHeadModel(shape).eval()
+    # Weights that tell one token from another: by the default ones, small as they are, words follow by chance.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.3)
+    return pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
