@@ -1,4 +1,4 @@
-"""What DeepSpeed-Chat's flags do in a run: each of PPO's models by its own options, rollouts joined, an early end, events."""
+"""What DeepSpeed-Chat's flags do in a run: PPO's models by their own options, joined rollouts, an early end, events."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_ppo_s_models_have_options_of_their_own(base: dict[str, Any], tmp_path: 
     found = run_ranks(_run, 2, "ppo", options)[0]
     actor, critic = found["actor"], found["critic"]
     assert [found[name]["stage"] for name in ("actor", "critic", "reference", "reward")] == [2, 1, 0, 3]
-    assert [found[name]["offload_param"] for name in ("reference", "reward")] == ["None", "cpu"]
+    assert [found[name]["offload_param"] for name in ("reference", "reward")] == ["none", "cpu"]
     assert actor["groups"] == [(1e-3, 0.1)]
     assert sorted(critic["groups"]) == [(2e-3, 0.2), (3e-3, 0.2)]  # its head, which is new, and its adapters
     assert actor["changed"] == actor["all"] and not any("lora" in name for name in actor["all"])
@@ -147,8 +147,8 @@ def test_sft_of_data_that_are_its_own_with_adapters_at_their_own_rate(base: dict
     """``data_split`` leaves SFT none of ``data_path``."""
     options = base | {
         "output_dir": str(tmp_path), "data_split": "0,1,1", "sft_only_data_path": base["data_path"], "lora_dim": 4,
-        "lora_learning_rate": 0.0, "enable_tensorboard": True, "tensorboard_path": str(tmp_path / "tb"), "zero_stage": 1,
-        "enable_test_mode": True, "test_stop_step": 1, "lr_scheduler_type": "constant", "weight_decay": 0.3,
+        "lora_learning_rate": 0.0, "enable_tensorboard": True, "tensorboard_path": str(tmp_path / "tb"),
+        "zero_stage": 1, "enable_test_mode": True, "test_stop_step": 1, "lr_scheduler_type": "constant", "weight_decay": 0.3,
     }  # fmt: skip
     found = run_ranks(_run, 1, "sft", options)[0]["sft"]
     assert found["groups"] == [(3e-3, 0.3), (0.0, 0.3)]
@@ -157,14 +157,16 @@ def test_sft_of_data_that_are_its_own_with_adapters_at_their_own_rate(base: dict
     assert len(rests) == 3 * 14 and found["changed"] == found["all"] - rests  # a rate of 0, and what is adapted
     assert "sft/loss" in _events(tmp_path / "tb" / "sft")
     with pytest.raises(Exception, match="leaves no example"):
-        run_ranks(_run, 1, "sft", options | {"sft_only_data_path": "", "output_dir": str(tmp_path / "none")})
+        run_ranks(_run, 1, "sft", options | {"sft_only_data_path": (), "output_dir": str(tmp_path / "none")})
 
 
 def _score_frozen(rank: int, world: int, offload: bool) -> tuple[int, int, Tensor]:
     model = tiny_decoder("llama")
     num_numbers = sum(param.numel() for param in model.parameters())
     engine = models.build_frozen_engine(model, RLHFConfig(zero_stage=1), offload=offload)
-    held = sum(param.to_local().numel() if hasattr(param, "to_local") else param.numel() for param in model.parameters())
+    held = sum(
+        param.to_local().numel() if hasattr(param, "to_local") else param.numel() for param in model.parameters()
+    )
     with torch.no_grad():
         logits = engine(torch.tensor([[5, 9, 100, 7]])).logits
     engine.close()

@@ -68,8 +68,8 @@ def test_deepspeed_chat_s_lines_are_taken_as_they_are(monkeypatch: pytest.Monkey
     assert steps._find_reward_model(ppo) == "C" and steps._find_model("ppo", ppo) == "A"
 
 
-# Every option of the parsers of its three steps and of its DPO (microsoft/DeepSpeedExamples, 83757d9c), and what it sets
-# here; nothing: it does not change what a step does; a text: the error, which names the way.
+# Every option of the parsers of its three steps and of its DPO (microsoft/DeepSpeedExamples, 83757d9c), and what it
+# sets here; nothing: it does not change what a step does; a text: the error, which names the way.
 EVERY: dict[str, Any] = {
     "--data_path a.jsonl b.jsonl": {"data_path": ("a.jsonl", "b.jsonl")},
     "--data_split 6,2,2": {"data_split": "6,2,2"},

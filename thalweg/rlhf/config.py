@@ -211,7 +211,7 @@ def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, 
     known = {each.name for each in fields(RLHFConfig)}
     options: dict[str, Any] = {}
     value: Any
-    for key, value in merged.items():
+    for key, value in sorted(merged.items(), key=lambda item: item[0] in ALIASES):  # after the name they are of
         name = ALIASES.get(key, key)
         if name in SWITCHES:
             name, value = name.removeprefix("disable_"), 0.0 if value else None
