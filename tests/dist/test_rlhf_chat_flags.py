@@ -148,7 +148,8 @@ def test_sft_of_data_that_are_its_own_with_adapters_at_their_own_rate(base: dict
     options = base | {
         "output_dir": str(tmp_path), "data_split": "0,1,1", "sft_only_data_path": base["data_path"], "lora_dim": 4,
         "lora_learning_rate": 0.0, "enable_tensorboard": True, "tensorboard_path": str(tmp_path / "tb"),
-        "zero_stage": 1, "enable_test_mode": True, "test_stop_step": 1, "lr_scheduler_type": "constant", "weight_decay": 0.3,
+        "zero_stage": 1, "enable_test_mode": True, "test_stop_step": 1, "lr_scheduler_type": "constant",
+        "weight_decay": 0.3,
     }  # fmt: skip
     found = run_ranks(_run, 1, "sft", options)[0]["sft"]
     assert found["groups"] == [(3e-3, 0.3), (0.0, 0.3)]
