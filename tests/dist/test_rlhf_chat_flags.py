@@ -95,12 +95,12 @@ def _run(rank: int, world: int, step: Any, options: dict[str, Any]) -> dict[str,
     return found
 
 
-def _events(folder: Path) -> set[str]:
+def _events(folder: Path, kind: str = "scalars") -> set[str]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    return set(events.Tags()["scalars"])
+    return set(events.Tags()[kind])
 
 
 def test_ppo_s_models_have_options_of_their_own(base: dict[str, Any], tmp_path: Path) -> None:
@@ -123,6 +123,8 @@ def test_ppo_s_models_have_options_of_their_own(base: dict[str, Any], tmp_path: 
     assert answers == [f"{s['prompt']}|{s['response']} (reward {s['reward']:.4g})" for s in rows[1]["samples"]]
     assert {"ppo/reward", "ppo/kl", "train/loss"} <= _events(tmp_path / "tensorboard" / "actor")
     assert "train/loss" in _events(tmp_path / "tensorboard" / "critic")
+    texts = {f"ppo/sample {number}/text_summary" for number in range(4)}
+    assert _events(tmp_path / "tensorboard" / "actor", "tensors") == texts
 
 
 def test_rollouts_are_joined_before_an_update(base: dict[str, Any], tmp_path: Path) -> None:

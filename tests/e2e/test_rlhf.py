@@ -215,7 +215,7 @@ def test_deepspeed_chat_s_three_commands_and_its_one(tmp_path: Path) -> None:
         "--max_seq_len", "48",
     )  # fmt: skip
     assert whole.returncode == 0, whole.stderr
-    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["ppo", "reward", "sft"]
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["ppo", "report.html", "reward", "sft"]
 
 
 def test_wrong_use_is_one_paragraph_with_its_cure(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from thalweg.engine import Engine, initialize
 from thalweg.parallel_dims import control_group
 from thalweg.parallelize import parallel_dims_from_config
 from thalweg.rlhf.bottleneck import add_bottleneck_adapters
-from thalweg.rlhf.config import RLHFConfig
+from thalweg.rlhf.config import RLHFConfig, read_mapping
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout
 from thalweg.rlhf.weight_sync import ActorWeights
@@ -184,7 +183,7 @@ def build_engine(
         return get_scheduler(config.lr_scheduler_type, optimizer, config.num_warmup_steps, num_updates)
 
     return initialize(
-        model=model, config=settings | _read_mapping(config.deepspeed_config), training_data=training_data,
+        model=model, config=settings | read_mapping(config.deepspeed_config), training_data=training_data,
         collate_fn=collate_fn, lr_scheduler=make_schedule, mesh=mesh, model_parameters=groups,
     )[0]  # fmt: skip
 
@@ -215,17 +214,11 @@ def num_data_ranks(config: RLHFConfig, num_ranks: int) -> int:
 
 def _layout(config: RLHFConfig) -> dict[str, Any]:
     """What the DeepSpeed config says of a layer's ranks: all models of a step see the same rows, so it is for all."""
-    return {key: value for key, value in _read_mapping(config.deepspeed_config).items() if key == "tensor_parallel"}
+    return {key: value for key, value in read_mapping(config.deepspeed_config).items() if key == "tensor_parallel"}
 
 
 def _precision(config: RLHFConfig) -> dict[str, Any]:
     return {} if config.dtype == "fp32" else {config.dtype: {"enabled": True}}
-
-
-def _read_mapping(source: Any) -> dict[str, Any]:
-    return (
-        json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else dict(source or {})
-    )
 
 
 @torch.no_grad()

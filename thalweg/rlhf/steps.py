@@ -41,7 +41,7 @@ from thalweg.rlhf.models import (
 )
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.policy import GRPOTrainer, PPOTrainer, RewardFn, reward_from_function, reward_from_model
-from thalweg.rlhf.report import RunLog
+from thalweg.rlhf.report import RunLog, write_report_of_steps
 from thalweg.rlhf.rollout_ranks import RolloutRanks
 from thalweg.utils.log import get_logger
 
@@ -94,6 +94,7 @@ def run_all(source: Any, algorithm: Step, only: Sequence[int] = (), **flags: Any
     for step in steps:
         begin = {option: value for option, value in begins.get(step, {}).items() if value not in ("", None)}
         model = run_step(step, load_rlhf_config(source, step, **flags | begin))
+    write_report_of_steps(Path(final.output_dir), numbers)
     return model
 
 
@@ -171,6 +172,9 @@ def _record(
 ) -> None:
     run_log.add(update, metrics, samples)
     engine.monitor.write_events([(f"{step}/{name}", value, update) for name, value in metrics.items()])
+    for number, sample in enumerate(samples):
+        text = f"**{sample['prompt']}** {sample['response']} ({sample['reward']:.4g})"
+        engine.monitor.text(f"{step}/sample {number}", text, update)
     log.info("%s %d: %s", step, update, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
