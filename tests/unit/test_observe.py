@@ -255,7 +255,7 @@ def test_a_text_goes_past_writers_that_show_none(tmp_path, caplog):
         recorder.text("eval/sample", "**a** b", 1)
         recorder.metric("eval/loss", 2.0, 1)
     assert "stopped recording" not in caplog.text
-    assert "sample" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert "eval/sample" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_services_are_not_imported_unless_enabled(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ class RunLog:
 def write_report_of_steps(directory: Path, steps: Iterable[str]) -> None:
     """Write ``DIR/report.html`` of all steps whose metrics are below it; rank 0 does."""
     files = {step: path for step in steps if (path := directory / step / _METRICS).is_file()}
-    if dist.get_rank() == 0:
+    if files and dist.get_rank() == 0:
         page = render_report({step: _read_rows(path) for step, path in files.items()})
         (directory / _REPORT).write_text(page, encoding="utf-8")
 
