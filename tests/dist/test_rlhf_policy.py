@@ -73,7 +73,7 @@ def _update(rank: int, world: int, kind: str) -> tuple[dict[str, Tensor], dict[s
     prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
     arguments = config, actor, reference, make_tokenizer(), prompts, lambda *_: torch.zeros(2)
     if kind == "ppo":
-        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=build_engine(_critic(), config, stage=3, **options))
+        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=build_engine(_critic(), config.of("critic"), **options))
     else:
         trainer = GRPOTrainer(*arguments)
     metrics = trainer.update(_experience(ROWS[rank], rank, kind == "grpo"))

@@ -96,7 +96,7 @@ def test_a_run_that_died_goes_on_to_the_same_end(
     ends = []
     for name, when in (("whole", []), ("died", deaths)):
         model = run_ranks(_run, 2, base, str(tmp_path / name), algorithm, when)[0]
-        ends.append({path.name: _rows(path) for path in (tmp_path / name).iterdir()})
+        ends.append({path.name: _rows(path) for path in (tmp_path / name).iterdir() if path.is_dir()})
         assert Path(model).is_dir()
     whole, died = ends
     assert all(len(rows) == 3 for rows in whole.values())
@@ -108,6 +108,11 @@ def test_a_run_that_died_goes_on_to_the_same_end(
     assert last[0] != last[1]
     report = (Path(model).parent / "report.html").read_text()
     assert report.count("<svg") == len(last[0].keys() - {"step", "samples"})
+    reports = {(tmp_path / run / "report.html").read_text() for run in ("whole", "died")}
+    assert len(reports) == 1  # of all steps
+    of_all, parts = reports.pop(), [(tmp_path / "whole" / step / "report.html").read_text() for step in whole]
+    assert of_all.count("<svg") == sum(part.count("<svg") for part in parts) > report.count("<svg")
+    assert all(f"<h1>{step}</h1>" in of_all for step in whole)
 
 
 def _step(rank: int, world: int, step: Any, options: dict[str, Any], out: str) -> None:
@@ -178,7 +183,7 @@ def test_every_step_over_tensor_and_data_ranks_equals_data_ranks_alone(
     run_ranks(_run, 4, options | TENSOR, str(tmp_path / "both"), algorithm, deaths, ends_on == 4)
     if ends_on == 2:
         run_ranks(_run, 2, alone, str(tmp_path / "both"), algorithm, [])
-    steps = {path.name for path in (tmp_path / "data").iterdir()}
+    steps = {path.name for path in (tmp_path / "data").iterdir() if path.is_dir()}
     assert steps >= {"sft", algorithm}
     for step in steps:
         gap, weights = _gaps(tmp_path / "data" / step, tmp_path / "both" / step)

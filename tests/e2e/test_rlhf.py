@@ -204,7 +204,8 @@ def test_deepspeed_chat_s_three_commands_and_its_one(tmp_path: Path) -> None:
         "--actor_gradient_checkpointing", "--critic_gradient_checkpointing", "--offload_reference_model",
         "--disable_actor_dropout", "--disable_critic_dropout", "--actor_zero_stage", "3", "--critic_zero_stage", "3",
         "--enable_hybrid_engine", "--inference_tp_size", "2", "--tp_gather_partition_size", "4",
-        "--actor_lora_dim", "4", "--actor_lora_module_name", "layers.", "--output_dir", out[2],
+        "--actor_lora_dim", "4", "--actor_lora_module_name", "layers.", "--critic_lora_dim", "4",
+        "--critic_lora_module_name", "layers.", "--enable_mixed_precision_lora", "--output_dir", out[2],
     )  # fmt: skip
     assert ppo.returncode == 0, ppo.stderr
     load_engine(ppo.stdout.split()[-1], EngineConfig(max_num_seqs=1, max_model_len=32)).close()
@@ -215,7 +216,7 @@ def test_deepspeed_chat_s_three_commands_and_its_one(tmp_path: Path) -> None:
         "--max_seq_len", "48",
     )  # fmt: skip
     assert whole.returncode == 0, whole.stderr
-    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["ppo", "reward", "sft"]
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["ppo", "report.html", "reward", "sft"]
 
 
 def test_wrong_use_is_one_paragraph_with_its_cure(tmp_path: Path) -> None:

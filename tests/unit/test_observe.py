@@ -221,7 +221,9 @@ def test_wandb_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
     with build_recorder(config(tmp_path, "wandb"), rank=0) as recorder:
         recorder.step(record(1))
         recorder.metric("eval/loss", 2.0, 1)
-    assert [call[0] for call in calls] == ["init", 1, 1, "finish"]
+        recorder.text("eval/sample", "**a** b", 1)
+    assert [call[0] for call in calls] == ["init", 1, 1, 1, "finish"]
+    assert calls[3][1] == {"eval/sample": "**a** b"}
     assert calls[1][1]["train/loss"] == 9.0
     assert calls[2][1] == {"eval/loss": 2.0}
 
@@ -232,6 +234,7 @@ def test_comet_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
         set_name=lambda name: calls.append(("name", name)),
         log_metrics=lambda row, step: calls.append((step, row)),
         log_metric=lambda name, value, step: calls.append((step, {name: value})),
+        log_text=lambda text, step, metadata: calls.append((step, {metadata["name"]: text})),
         end=lambda: calls.append(("end",)),
     )
     fake = SimpleNamespace(start=lambda **kw: calls.append(("start", kw)) or experiment, __spec__=object())
@@ -240,9 +243,19 @@ def test_comet_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
     with build_recorder(SimpleNamespace(comet=load({"comet": comet, "train_batch_size": 1}).comet), rank=0) as recorder:
         recorder.step(record(1))
         recorder.metric("eval/loss", 2.0, 1)
-    assert [call[0] for call in calls] == ["start", "name", 1, 1, "end"]
+        recorder.text("eval/sample", "**a** b", 1)
+    assert [call[0] for call in calls] == ["start", "name", 1, 1, 1, "end"]
+    assert calls[4][1] == {"eval/sample": "**a** b"}
     assert calls[0][1] == {"project": "rivers", "online": False} and calls[1] == ("name", "first")
     assert calls[2][1]["train/loss"] == 9.0 and calls[3][1] == {"eval/loss": 2.0}
+
+
+def test_a_text_goes_past_writers_that_show_none(tmp_path, caplog):
+    with build_recorder(config(tmp_path, "csv_monitor", "jsonl_monitor"), rank=0) as recorder:
+        recorder.text("eval/sample", "**a** b", 1)
+        recorder.metric("eval/loss", 2.0, 1)
+    assert "stopped recording" not in caplog.text
+    assert "eval/sample" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_services_are_not_imported_unless_enabled(tmp_path, monkeypatch):

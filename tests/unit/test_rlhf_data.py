@@ -61,6 +61,21 @@ def test_parts_are_apart_and_blends_hold_all(tmp_path: Path) -> None:
         load_examples(paths, "0,4,4", "sft", 0)
 
 
+def test_whole_datasets_go_to_one_step_and_a_name_says_which_of_a_hub_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [str(make_data(tmp_path / f"{n}.jsonl", count)) for n, count in enumerate((40, 10))]
+    part, blend = (load_examples(paths[:1], "2,4,4", "sft", 3, whole=whole) for whole in ((), paths[1:]))
+    own = load_examples((), "0,4,4", "sft", 3, whole=paths[1:])
+    assert [len(part), len(own), len(blend)] == [8, 10, 18]
+    assert sorted(map(json.dumps, blend)) == sorted(map(json.dumps, part + own))
+    asked: list[Any] = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *given, split: (asked.append(given), [{"text": "a"}])[1])
+    load_examples(("wikitext",), "1,0,0", "sft", 0, config_name="wikitext-2-raw-v1")
+    load_examples(("wikitext",), "1,0,0", "sft", 0)
+    assert asked == [("wikitext", "wikitext-2-raw-v1"), ("wikitext", None)]
+
+
 def test_long_answers_are_cut_and_long_prompts_left_out() -> None:
     examples = [{"prompt": "p" * 6, "chosen": "c" * 9}, {"prompt": "p" * 12, "chosen": "c"}]
     data = AnswerDataset(examples, TOKENIZER, 10)

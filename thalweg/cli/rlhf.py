@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithm", choices=("ppo", "dpo", "grpo"), default="ppo", help="what follows SFT in `all` (%(default)s)"
     )
+    parser.add_argument(
+        "--step", dest="only", nargs="+", type=int, choices=(1, 2, 3), default=(), help="of `all` these steps alone"
+    )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (%(default)s)")
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     options = {each.name: each for each in fields(RLHFConfig)}
@@ -37,19 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each = options[own]
         help_text = each.metadata["help"].replace("%", "%%") + f" ({each.default!r})"
         how: dict[str, Any] = {"help": help_text if name == own else argparse.SUPPRESS, **unset}
-        if own == "data_path":
-            how["nargs"] = "+"
-        elif isinstance(each.default, bool):
+        annotation = str(each.type)
+        if "tuple" in annotation:
+            how["nargs"] = "*"
+        elif "bool" in annotation:
             how["action"] = "store_true"
         else:
-            how["type"] = (
-                float if own in ("kl_target", "dropout") else str if each.default is None else type(each.default)
-            )
-            how["choices"] = each.metadata["choices"]
-        # Some of their scripts have dashes.
-        parser.add_argument(f"--{name}", *((f"--{name.replace('_', '-')}",) if name != own else ()), **how)
+            how["type"] = next((kind for kind in (int, float) if kind.__name__ in annotation), str)
+            how["choices"] = each.metadata["choices"] and [x for x in each.metadata["choices"] if x is not None]
+        parser.add_argument(f"--{name}", **how)
+        if "_" in name:  # some of their scripts have dashes
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **how | {"help": argparse.SUPPRESS})
     hidden: dict[str, Any] = {"nargs": "?", "const": True, "type": _parse_value, "help": argparse.SUPPRESS, **unset}
-    for name in sorted({*IGNORED, *REFUSED, *SWITCHES} - {"deepspeed_config"}):
+    for name in sorted({*IGNORED, *REFUSED, *SWITCHES}):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", **hidden)
 
 
@@ -62,15 +65,17 @@ def _parse_value(text: str) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Run the steps on this host's ranks; 0 when the model is there."""
-    own = {"step", "config", "algorithm", "nproc", "passthrough"}
+    own = {"step", "only", "config", "algorithm", "nproc", "passthrough"}
     flags = {key: value for key, value in vars(args).items() if key not in own}
+    if args.only and args.step != "all":
+        raise ValueError(f"--step chooses of `thalweg rlhf all`: leave it out of {args.step}")
     if args.nproc > 1 and "RANK" not in os.environ:
         return _launch(args.nproc)
     from thalweg.rlhf.config import load_rlhf_config
     from thalweg.rlhf.steps import run_all, run_step
 
     if args.step == "all":
-        model = run_all(args.config, args.algorithm, **flags)
+        model = run_all(args.config, args.algorithm, args.only, **flags)
     else:
         model = run_step(args.step, load_rlhf_config(args.config, args.step, **flags))
     if os.environ.get("RANK", "0") == "0":

@@ -74,6 +74,10 @@ class Recorder:
         for name, value, step in events:
             self.metric(name, value, step)
 
+    def text(self, name: str, text: str, step: int) -> None:
+        """Record a text of the user's own, in Markdown, at the writers that have a ``text``."""
+        self._dispatch(lambda writer: getattr(writer, "text", lambda *_: None)(name, text, step))
+
     def close(self) -> None:
         """Flush and close every writer; a second call does nothing."""
         self._dispatch(lambda writer: writer.close())

@@ -145,6 +145,9 @@ class TensorBoardWriter:
     def metric(self, name: str, value: float, step: int) -> None:
         self._summary.add_scalar(name, value, step)
 
+    def text(self, name: str, text: str, step: int) -> None:
+        self._summary.add_text(name, text, step)
+
     def close(self) -> None:
         self._summary.close()
 
@@ -162,6 +165,9 @@ class WandbWriter:
 
     def metric(self, name: str, value: float, step: int) -> None:
         self._run.log({name: value}, step=step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._run.log({name: text}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -182,6 +188,9 @@ class CometWriter:
 
     def metric(self, name: str, value: float, step: int) -> None:
         self._experiment.log_metric(name, value, step=step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._experiment.log_text(text, step=step, metadata={"name": name})
 
     def close(self) -> None:
         self._experiment.end()

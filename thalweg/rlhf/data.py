@@ -28,21 +28,32 @@ _OPEN_ROWS = 256  # packed rows that are looked through for room
 _PHASES = {"sft": 0, "reward": 1, "ppo": 2, "dpo": 2, "grpo": 2}
 
 
-def load_examples(data_path: Sequence[str], data_split: str, step: str, seed: int) -> list[Example]:
+def load_examples(
+    data_path: Sequence[str],
+    data_split: str,
+    step: str,
+    seed: int,
+    *,
+    whole: Sequence[str] = (),
+    config_name: str | None = None,
+) -> list[Example]:
     """Return a step's part of each dataset, blended: all together, in an order that ``seed`` gives.
 
     ``data_split``: "2,4,4" gives 20% to SFT, 40% to the reward model and 40% to what follows; no example is in two.
+    ``whole``: further datasets, which are all this step's.  ``config_name``: of the hub's datasets.
     Raises ValueError where nothing is left.
     """
-    if not data_path:
+    if not (data_path or whole):
         raise ValueError("data_path names no data: give files or names of datasets")
     weights = [float(part) for part in data_split.split(",")]
     total, phase = sum(weights), _PHASES[step]
     examples: list[Example] = []
-    for number, path in enumerate(data_path):
-        rows = _load_rows(path)
+    for number, path in enumerate((*data_path, *whole)):
+        rows = _load_rows(path, config_name)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + number)).tolist()
         first, last = (round(len(rows) * sum(weights[:stop]) / total) for stop in (phase, phase + 1))
+        if number >= len(data_path):
+            first, last = 0, len(rows)
         examples += [rows[i] for i in order[first:last]]
     if not examples:
         raise ValueError(f"data_split {data_split} leaves no example of {', '.join(data_path)} for {step}")
@@ -50,7 +61,7 @@ def load_examples(data_path: Sequence[str], data_split: str, step: str, seed: in
     return [examples[i] for i in shuffled]
 
 
-def _load_rows(path: str) -> list[Example]:
+def _load_rows(path: str, config_name: str | None) -> list[Example]:
     from datasets import load_dataset
 
     if Path(path).suffix in _FORMATS or Path(path).exists():
@@ -59,7 +70,7 @@ def _load_rows(path: str) -> list[Example]:
             raise ValueError(f"{path}: give a file that exists, in {', '.join(_FORMATS)}")
         found: Any = load_dataset(kind, data_files=str(path), split="train")
     else:
-        found = load_dataset(path, split="train")
+        found = load_dataset(path, config_name, split="train")
     return list(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from thalweg.engine import Engine, initialize
 from thalweg.parallel_dims import control_group
 from thalweg.parallelize import parallel_dims_from_config
 from thalweg.rlhf.bottleneck import add_bottleneck_adapters
-from thalweg.rlhf.config import RLHFConfig
+from thalweg.rlhf.config import RLHFConfig, read_mapping
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout
 from thalweg.rlhf.weight_sync import ActorWeights
@@ -121,14 +120,14 @@ def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
         raise ValueError(f"lora_module_name {config.lora_module_name!r} is in the name of no linear layer")
     transposed = any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in targets)
     lora = LoraConfig(
-        r=config.lora_dim, lora_alpha=config.lora_dim, target_modules=targets, task_type=task_type,
-        fan_in_fan_out=transposed,
+        r=config.lora_dim, lora_alpha=config.lora_alpha or config.lora_dim,
+        target_modules=targets, task_type=task_type, fan_in_fan_out=transposed,
+        use_rslora=config.lora_variant == "rslora", use_dora=config.lora_variant == "dora",
     )  # fmt: skip
     adapted = get_peft_model(model, lora)
-    if not config.only_optimize_lora:
-        adapted.requires_grad_(True)
     for name, param in adapted.named_parameters():
-        if ".value_head." in name:  # which is new, and part of the base model that is saved
+        # A value head is new, and part of the base model that is saved; an adapted weight rests, as DeepSpeed-Chat's.
+        if ".value_head." in name or not (config.only_optimize_lora or name.endswith(".base_layer.weight")):
             param.requires_grad_(True)
     if config.gradient_checkpointing and config.only_optimize_lora:
         model.enable_input_require_grads()
@@ -140,15 +139,16 @@ def build_engine(
     config: RLHFConfig,
     *,
     num_updates: int,
-    lr: float = 0.0,
-    stage: int = -1,
+    name: str = "model",
     accumulation: int = 1,
     training_data: Any = None,
     collate_fn: Any = None,
     mesh: DeviceMesh | None = None,
 ) -> Engine:
-    """An engine that trains a model for so many updates."""
-    zero: dict[str, Any] = {"stage": config.zero_stage if stage < 0 else stage}
+    """An engine that trains a model for so many updates; ``name``: of its events for TensorBoard."""
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.enable_mixed_precision_lora:
+        zero["zero_quantized_nontrainable_weights"] = True
     if config.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
         if zero["stage"] == 3:
@@ -164,10 +164,18 @@ def build_engine(
         "zero_optimization": zero,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": lr or config.learning_rate, "betas": [0.9, 0.95], "weight_decay": config.weight_decay},
+            "params": {"lr": config.learning_rate, "betas": [0.9, 0.95], "weight_decay": config.weight_decay},
         },
         **_precision(config),
     }
+    if config.enable_tensorboard:
+        path = config.tensorboard_path or f"{config.output_dir}/tensorboard"
+        settings["tensorboard"] = {"enabled": True, "output_path": path, "job_name": name}
+    groups = None
+    if config.lora_learning_rate is not None:
+        trained = [(each, param) for each, param in model.named_parameters() if param.requires_grad]
+        rest, lora = ([param for each, param in trained if (".lora_" in each) is own] for own in (False, True))
+        groups = [{"params": rest}] * bool(rest) + [{"params": lora, "lr": config.lora_learning_rate}] * bool(lora)
 
     def make_schedule(optimizer: Any) -> Any:
         from transformers import get_scheduler
@@ -175,19 +183,17 @@ def build_engine(
         return get_scheduler(config.lr_scheduler_type, optimizer, config.num_warmup_steps, num_updates)
 
     return initialize(
-        model=model, config=settings | _read_mapping(config.deepspeed_config), training_data=training_data,
-        collate_fn=collate_fn, lr_scheduler=make_schedule, mesh=mesh,
+        model=model, config=settings | read_mapping(config.deepspeed_config), training_data=training_data,
+        collate_fn=collate_fn, lr_scheduler=make_schedule, mesh=mesh, model_parameters=groups,
     )[0]  # fmt: skip
 
 
 def build_frozen_engine(
-    model: nn.Module, config: RLHFConfig, *, stage: int = -1, mesh: DeviceMesh | None = None
+    model: nn.Module, config: RLHFConfig, *, offload: bool = False, mesh: DeviceMesh | None = None
 ) -> Engine:
     """An engine of a model that only answers: a reference, or a reward model; its layers are divided as those that
-    train are."""
-    zero: dict[str, Any] = {"stage": config.zero_stage if stage < 0 else stage}
-    if config.offload_reference_model and zero["stage"] == 3:
-        zero["offload_param"] = {"device": "cpu"}
+    train are.  ``offload``: its parameters lie in the host's memory, which takes stage 3, whatever the config's is."""
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}} if offload else {"stage": config.zero_stage}
     model.requires_grad_(False)
     settings = {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size, "zero_optimization": zero,
@@ -208,24 +214,19 @@ def num_data_ranks(config: RLHFConfig, num_ranks: int) -> int:
 
 def _layout(config: RLHFConfig) -> dict[str, Any]:
     """What the DeepSpeed config says of a layer's ranks: all models of a step see the same rows, so it is for all."""
-    return {key: value for key, value in _read_mapping(config.deepspeed_config).items() if key == "tensor_parallel"}
+    return {key: value for key, value in read_mapping(config.deepspeed_config).items() if key == "tensor_parallel"}
 
 
 def _precision(config: RLHFConfig) -> dict[str, Any]:
     return {} if config.dtype == "fp32" else {config.dtype: {"enabled": True}}
 
 
-def _read_mapping(source: Any) -> dict[str, Any]:
-    return (
-        json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else dict(source or {})
-    )
-
-
 @torch.no_grad()
 def update_ema(ema: Engine, model: Engine, decay: float) -> None:
     """Move the average's shards towards a model's, rank by rank; collective."""
     for (_, average), (_, param) in zip(named_shards(ema.module), named_shards(model.module), strict=True):
-        to_local(average).lerp_(to_local(param).to(average.dtype), 1 - decay)
+        shard = to_local(average)
+        shard.lerp_(to_local(param).to(shard), 1 - decay)
     ema.sharded_model.publish_params()
 
 

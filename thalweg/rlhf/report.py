@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ class RunLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _METRICS
         if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            self.rows = [row for row in map(_parse, lines) if row is not None and row["step"] <= start]
+            self.rows = [row for row in _read_rows(path) if row["step"] <= start]
         kept = path.with_name(f".{_METRICS}")
         kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
         kept.replace(path)  # a run may die while it writes
@@ -46,7 +45,20 @@ class RunLog:
     def write_report(self, title: str) -> None:
         """Write ``DIR/report.html``: a curve for each metric, and the samples of the first and the last update."""
         if dist.get_rank() == 0 and self.rows:
-            (self.directory / _REPORT).write_text(render_report(title, self.rows), encoding="utf-8")
+            (self.directory / _REPORT).write_text(render_report({title: self.rows}), encoding="utf-8")
+
+
+def write_report_of_steps(directory: Path, steps: Iterable[str]) -> None:
+    """Write ``DIR/report.html`` of all steps whose metrics are below it; rank 0 does."""
+    files = {step: path for step in steps if (path := directory / step / _METRICS).is_file()}
+    if files and dist.get_rank() == 0:
+        page = render_report({step: _read_rows(path) for step, path in files.items()})
+        (directory / _REPORT).write_text(page, encoding="utf-8")
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [row for row in map(_parse, lines) if row is not None]
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -56,15 +68,19 @@ def _parse(line: str) -> dict[str, Any] | None:
         return None  # the last line of a run that died while it wrote
 
 
-def render_report(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page of a run's lines."""
+def render_report(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The page of the lines of one run or several, by title."""
+    size = {"width": _WIDTH, "height": _HEIGHT, "pad": _PAD}
+    return render_page("rlhf.html", runs=[_describe(title, rows) for title, rows in runs.items()], **size)
+
+
+def _describe(title: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = list(dict.fromkeys(key for row in rows for key in row if key not in ("step", "samples")))
     curves = [_curve(name, [(row["step"], row[name]) for row in rows if name in row]) for name in names]
     sampled = [row for row in rows if row.get("samples")]
     chosen = [sampled[0], sampled[-1]] if len(sampled) > 1 else sampled
     samples = [(row["step"], sample) for row in chosen for sample in row["samples"]]
-    size = {"width": _WIDTH, "height": _HEIGHT, "pad": _PAD}
-    return render_page("rlhf.html", title=title, curves=curves, samples=samples, **size)
+    return {"title": title, "curves": curves, "samples": samples}
 
 
 def _curve(name: str, points: Sequence[tuple[int, float]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from thalweg.rlhf.models import (
 )
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.policy import GRPOTrainer, PPOTrainer, RewardFn, reward_from_function, reward_from_model
-from thalweg.rlhf.report import RunLog
+from thalweg.rlhf.report import RunLog, write_report_of_steps
 from thalweg.rlhf.rollout_ranks import RolloutRanks
 from thalweg.utils.log import get_logger
 
@@ -71,22 +71,30 @@ def run_step(step: Step, config: RLHFConfig) -> Path:
     return model
 
 
-def run_all(source: Any, algorithm: Step, **flags: Any) -> Path:
+def run_all(source: Any, algorithm: Step, only: Sequence[int] = (), **flags: Any) -> Path:
     """Run SFT, the reward model where ``algorithm`` asks for one, and ``algorithm``; a run that died goes on.
 
-    ``actor_model`` and ``reward_model`` among the flags are DeepSpeed-Chat's: what SFT and the reward model begin with.
+    ``only``: the steps' numbers, 1 to 3, by default all.  ``actor_model``, ``reward_model`` and their ``_zero_stage``
+    among the flags are DeepSpeed-Chat's: what SFT and the reward model begin with, and train at.
     """
     begins = {
-        "sft": ("model_name_or_path", flags.pop("actor_model", "")),
-        "reward": ("reward_model_name_or_path", flags.pop("reward_model", "")),
-    }
+        "sft": {"model_name_or_path": flags.pop("actor_model", ""), "zero_stage": flags.get("actor_zero_stage")},
+        "reward": {
+            "reward_model_name_or_path": flags.pop("reward_model", ""), "zero_stage": flags.get("reward_zero_stage")
+        },
+    }  # fmt: skip
     final = load_rlhf_config(source, algorithm, **flags)
     has_reward = final.reward_function or final.reward_model_name_or_path or final.critic_model_name_or_path
     needs_reward_model = algorithm != "dpo" and not has_reward
     steps: list[Step] = ["sft", *(("reward",) if needs_reward_model else ()), algorithm]
+    numbers = {"sft": 1, "reward": 2, algorithm: 3}
+    steps = [step for step in steps if not only or numbers[step] in only]
+    if not steps:
+        raise ValueError(f"step {only[0]} has nothing to do: {algorithm} has no reward model to train")
     for step in steps:
-        config, (option, begin) = load_rlhf_config(source, step, **flags), begins.get(step, ("", ""))
-        model = run_step(step, replace(config, **{option: begin}) if begin else config)
+        begin = {option: value for option, value in begins.get(step, {}).items() if value not in ("", None)}
+        model = run_step(step, load_rlhf_config(source, step, **flags | begin))
+    write_report_of_steps(Path(final.output_dir), numbers)
     return model
 
 
@@ -109,7 +117,8 @@ def _find_model(step: Step, config: RLHFConfig) -> str:
 def _train_supervised(
     step: Step, config: RLHFConfig, tokenizer: Any, folder: Path, engines: ExitStack
 ) -> dict[str, Engine]:
-    examples = load_examples(config.data_path, config.data_split, step, config.seed)
+    whole = config.sft_only_data_path if step == "sft" else ()
+    examples = load_examples(config.data_path, config.data_split, step, config.seed, whole=whole)
     columns = ("chosen",) if step == "sft" else ("chosen", "rejected")
     data: Any = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
     if config.packing and step == "sft":
@@ -127,16 +136,16 @@ def _train_supervised(
     )
     reference = None
     if step == "dpo" and not _has_frozen_base(config):
-        reference = engines.enter_context(closing(build_frozen_engine(load_policy(path), config)))
+        reference = engines.enter_context(closing(_build_reference(path, config)))
     engine = build_engine(
         model, config, num_updates=num_updates, accumulation=config.gradient_accumulation_steps, training_data=data,
-        collate_fn=data.collate,
+        collate_fn=data.collate, name=step,
     )  # fmt: skip
     engines.enter_context(closing(engine))
     loss_fn: LossFn = {"sft": _sft, "reward": _reward, "dpo": DPOLoss(config, reference)}[step]  # type: ignore[assignment]
     start, _ = checkpoint.resume(folder / "checkpoint", {"model": engine})
     run_log, batches = RunLog(folder, start), cycle(engine.training_dataloader)
-    for update in range(start + 1, num_updates + 1):
+    for update in range(start + 1, config.stop(num_updates) + 1):
         totals: dict[str, float] = {}
         for _ in range(config.gradient_accumulation_steps):
             engine.train()
@@ -152,11 +161,20 @@ def _train_supervised(
     return {"model": engine}
 
 
+def _build_reference(path: str, config: RLHFConfig, mesh: DeviceMesh | None = None) -> Engine:
+    stage = config.zero_stage if config.reference_zero_stage is None else config.reference_zero_stage
+    options = replace(config, zero_stage=stage)
+    return build_frozen_engine(load_policy(path), options, offload=config.offload_reference_model, mesh=mesh)
+
+
 def _record(
     engine: Engine, run_log: RunLog, step: str, update: int, metrics: Mapping[str, float], samples: Any = ()
 ) -> None:
     run_log.add(update, metrics, samples)
     engine.monitor.write_events([(f"{step}/{name}", value, update) for name, value in metrics.items()])
+    for number, sample in enumerate(samples):
+        text = f"**{sample['prompt']}** {sample['response']} ({sample['reward']:.4g})"
+        engine.monitor.text(f"{step}/sample {number}", text, update)
     log.info("%s %d: %s", step, update, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
@@ -215,53 +233,61 @@ def _train_policy(
         load_examples(config.data_path, config.data_split, step, config.seed), tokenizer, config.max_prompt_seq_len,
         config.seed,
     )  # fmt: skip
+    options, critic_options, path = config.of("actor"), config.of("critic"), _find_model(step, config)
     if config.rollout_ranks and num_tensor_ranks(config) > 1:
         raise ValueError("rollout_ranks and tensor_parallel: ranks that train beside others divide no layers; give one")
     ranks = RolloutRanks(config.rollout_ranks, config.inference_tp_size) if config.rollout_ranks else None
     if ranks is not None and ranks.is_generating:
-        ranks.generate(load_policy(_find_model(step, config), config))
+        ranks.generate(load_policy(path, options))
         return {}
     mesh, world_size = (None, dist.get_world_size()) if ranks is None else (ranks.mesh, ranks.num_training)
-    num_prompts = num_data_ranks(config, world_size) * config.per_device_generation_batch_size
+    num_prompts = num_data_ranks(config, world_size) * config.num_prompts
     iterations = config.num_train_steps or -(-config.num_train_epochs * len(prompts.items) // num_prompts)
-    rows = config.per_device_generation_batch_size * config.num_generations // config.num_mini_batches
+    rows = config.num_prompts * config.num_generations // config.num_mini_batches
     window = rows // config.per_device_train_batch_size
-    num_updates, path = iterations * config.ppo_epochs * config.num_mini_batches, _find_model(step, config)
+    num_updates = iterations * config.ppo_epochs * config.num_mini_batches
     actor = build_engine(
-        load_policy(path, config), config, num_updates=num_updates, lr=config.actor_learning_rate,
-        stage=config.actor_zero_stage, accumulation=window, mesh=mesh,
-    )  # fmt: skip
+        load_policy(path, options), options, num_updates=num_updates, name="actor", accumulation=window, mesh=mesh
+    )
     engines.enter_context(closing(actor))
     reference = None
-    if not _has_frozen_base(config):
-        reference = build_frozen_engine(load_policy(path), config, stage=config.actor_zero_stage, mesh=mesh)
-        engines.enter_context(closing(reference))
+    if not _has_frozen_base(options):
+        reference = engines.enter_context(closing(_build_reference(path, options, mesh)))
     ema = pretraining = None
     if config.enable_ema:  # in fp32: a step of the average is smaller than bf16 can tell
-        average = load_policy(path, replace(config, gradient_checkpointing=False))
-        ema = build_frozen_engine(average, replace(config, dtype="fp32"), stage=config.actor_zero_stage, mesh=mesh)
+        averaged = replace(options, dtype="fp32", gradient_checkpointing=False)
+        # Its shards are the actor's.
+        offload = config.offload_reference_model and options.zero_stage == 3
+        ema = build_frozen_engine(load_policy(path, averaged), averaged, offload=offload, mesh=mesh)
         engines.enter_context(closing(ema))
     if config.unsup_coef:
-        texts = load_examples((config.unsupervised_dataset_name,), "1,0,0", "sft", config.seed)
+        texts = load_examples(
+            (config.unsupervised_dataset_name,), "1,0,0", "sft", config.seed,
+            config_name=config.unsupervised_dataset_config_name,
+        )  # fmt: skip
         pretraining = AnswerDataset(texts, tokenizer, config.max_seq_len)
     arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines, mesh)
-    options: dict[str, Any] = {"ema": ema, "pretraining": pretraining, "rollout_ranks": ranks}
+    more: dict[str, Any] = {"ema": ema, "pretraining": pretraining, "rollout_ranks": ranks}
     if step == "ppo":
         begin = config.critic_model_name_or_path or _find_reward_model(config) or path
         critic = build_engine(
-            adapt(ValueModel.from_pretrained(begin), replace(config, lora_dim=0)), config, num_updates=num_updates,
-            lr=config.critic_learning_rate, stage=config.critic_zero_stage, accumulation=window, mesh=mesh,
+            adapt(ValueModel.from_pretrained(begin), critic_options), critic_options, num_updates=num_updates,
+            name="critic", accumulation=window, mesh=mesh,
         )  # fmt: skip
         engines.enter_context(closing(critic))
-        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, **options)
+        trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, **more)
     else:
-        trainer = GRPOTrainer(*arguments, **options)
+        trainer = GRPOTrainer(*arguments, **more)
     engines.callback(trainer.close)
     start = trainer.resume(folder / "checkpoint")
     run_log = RunLog(folder, start)
+    iterations = config.stop(iterations)
     for iteration in range(start + 1, iterations + 1):
         metrics = trainer.step(last=iteration == iterations)
         _record(actor, run_log, step, iteration, metrics, trainer.samples)
+        if config.print_answers and iteration % config.print_answers_interval == 0:
+            for sample in trainer.samples:
+                log.info("%(prompt)s|%(response)s (reward %(reward).4g)", sample)
         if config.save_interval and iteration % config.save_interval == 0 and iteration < iterations:
             trainer.save(folder / "checkpoint")
     run_log.write_report(step)
@@ -280,7 +306,10 @@ def _load_reward(config: RLHFConfig, engines: ExitStack, mesh: DeviceMesh | None
     path = _find_reward_model(config)
     if not path:
         raise ValueError("there is nothing that scores: set reward_function or reward_model_name_or_path")
-    engine = engines.enter_context(closing(build_frozen_engine(ValueModel.from_pretrained(path), config, mesh=mesh)))
+    engine = build_frozen_engine(
+        ValueModel.from_pretrained(path), config.of("critic"), offload=config.offload_reward_model, mesh=mesh
+    )
+    engines.enter_context(closing(engine))
     return reward_from_model(engine, config.per_device_train_batch_size)
 
 
