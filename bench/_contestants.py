@@ -311,7 +311,6 @@ def build_contestant(name: str, job: Job, model: nn.Module, world: int) -> Step:
 
 def preload(name: str, job: Job) -> str:
     """Import what the contestant and the model stand on and return what has been imported, for the memory table."""
-    import torch.distributed
 
     if job.family == "gpt2":
         from transformers import GPT2LMHeadModel, __version__

@@ -243,7 +243,9 @@ def products_of(args: argparse.Namespace) -> int:
 
 def label_of(peer: str) -> str:
     """Return what a peer is called in rows: one that cannot be kept within an instruction set says so."""
-    return f"{peer} (no switch: all that the processor has)" if asked_isa() and peer.startswith(WITHOUT_SWITCH) else peer
+    return (
+        f"{peer} (no switch: all that the processor has)" if asked_isa() and peer.startswith(WITHOUT_SWITCH) else peer
+    )
 
 
 def missing_peers(forms: list[str], turns: dict[str, Turn]) -> list[str]:
