@@ -1,10 +1,11 @@
 """One training step: Thalweg's stages against DDP, ZeroRedundancyOptimizer, raw FSDP2 and DeepSpeed.
 
-All contestants train the same GPT, the reference one or Hugging Face's (`hf-`), from the same seed on the same batches with the same AdamW, on gloo
-ranks of this host.  They are alive at once, as many as fit into memory, and take turns of a few steps
-(`_interleaved.py`), so that their ratios hold on a machine that is not quiet.  Clock is the slowest rank's;
-CPU time is the mean over ranks; the peak is VmHWM of the rank's own process, which has imported nothing
-but torch and the contestant.  Steps before the timed ones, start and compilation are not counted.
+All contestants train the same GPT, the reference one or Hugging Face's (`hf-`), from the same seed on the
+same batches with the same AdamW, on gloo ranks of this host.  They are alive at once, as many as fit into
+memory, and take turns of a few steps (`_interleaved.py`), so that their ratios hold on a machine that is not
+quiet.  Clock is the slowest rank's; CPU time is the mean over ranks; the peak is VmHWM of the rank's own
+process, which has imported nothing but torch, the contestant and what the model comes from.  Steps before
+the timed ones, start and compilation are not counted.
 
     python bench/train_step.py --quick
     python bench/train_step.py --model small 69m --ranks 2 4 --write
@@ -158,12 +159,13 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
     """Return one run as Markdown: the contestants, the goals, then (optionally) all comparisons."""
     plan, job = run["plan"], run["job"]
     shape = f"{job['layers']} layers x {job['width']}, {job['heads']} heads, vocabulary {job['vocabulary']}"
+    model = "Hugging Face's GPT-2" if job.get("family") == "gpt2" else "GPT"
     turns = f"{plan['rounds']} rounds of {plan['steps']} steps for each, interleaved"
     text = [
         f"## {run['run']}",
         "",
         f"{run['date']}, commit {run['commit']}, {format_machine(run['machine'])}.",
-        f"{'GPT-2 of Hugging Face' if job.get('family') == 'gpt2' else 'GPT'} of {shape}, sequence {job['sequence']}, micro-batch {job['micro_batch']} a rank.",
+        f"{model} of {shape}, sequence {job['sequence']}, micro-batch {job['micro_batch']} a rank.",
         f"{turns}, {plan['threads']} thread a rank. Clock and CPU in ms a step; peak resident MiB of a rank.",
         "",
     ]
