@@ -17,18 +17,17 @@ Contestants are processes that take turns, round after round; a row compares med
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _memory_group import group_peak, memory_group, within_group
 from _peers import ROOT
 from _report import Row, compare, format_machine, make_result, publish_runs, rows_table
 
@@ -47,37 +46,10 @@ XL = {"vocab_size": 50257, "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_posit
 def run(group: Path | None = None, **case: Any) -> dict[str, Any]:
     """Run one case in a process (of a memory cgroup) and return what it printed."""
     command = [sys.executable, str(ROOT / "bench" / "_infer_offload_worker.py"), json.dumps(case)]
-    if group is not None:
-        command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(within_group(group, command), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{case}: exit code {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-@contextlib.contextmanager
-def memory_group(limit: int) -> Iterator[Path | None]:
-    """A cgroup with so much memory, page cache and all; None where this user cannot make one."""
-    old = Path("/sys/fs/cgroup/memory")
-    group = (old if old.is_dir() else old.parent) / f"thalweg-bench-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(str(limit))
-    except OSError:
-        yield None
-        return
-    try:
-        yield group
-    finally:
-        group.rmdir()
-
-
-def group_peak(group: Path) -> int:
-    """Return the most that a cgroup has had."""
-    for name in ("memory.max_usage_in_bytes", "memory.peak"):
-        if (group / name).exists():
-            return int((group / name).read_text())
-    return 0
 
 
 def fio(folder: Path, seconds: int) -> float | None:
