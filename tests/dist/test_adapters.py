@@ -156,9 +156,10 @@ def test_row45_lora_on_a_base_in_few_bits_over_tensor_ranks_trains_as_in_one_pro
 
         sizes = {"devices_per_node": world, "device": "cpu", "sequence_length": 12, "process_bytes": 0}
         planned = thalweg.plan(make_model(weight_format, WIDE), results[0]["config"], **sizes).per_rank
-        for found in results:
-            assert sum(found["held"].values()) == pytest.approx(planned.parameters, rel=0.02)
-            assert found["optimizer"] == pytest.approx(planned.optimizer, rel=0.05)
+        # The plan is of the rank that has most: three blocks of the MLP are two and one.
+        held = max(sum(found["held"].values()) for found in results)
+        assert held == pytest.approx(planned.parameters, rel=0.02)
+        assert max(found["optimizer"] for found in results) == pytest.approx(planned.optimizer, rel=0.05)
         plain = thalweg.plan(make_model(None, WIDE), results[0]["config"], **sizes).per_rank
         assert plain.parameters > 3 * planned.parameters  # the control: a base in numbers
     for found in results[1:]:
