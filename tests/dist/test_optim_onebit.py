@@ -161,7 +161,7 @@ class Workers:
 
 
 def regroup(old: Workers, count: int, pieces: int) -> Workers:
-    """Other workers with what ``old`` have, who meet first; each owes the mean of what all of these owed."""
+    """Other workers with what ``old`` have: as many go on with their errors, others owe the mean of all each."""
     new = Workers(old.model, count, old.hyper, old.feedback, pieces)
     kept = copy.deepcopy({key: value for key, value in old.__dict__.items() if key in ("kept", "keep")})
     if "keep" in kept:
@@ -175,7 +175,10 @@ def regroup(old: Workers, count: int, pieces: int) -> Workers:
         for name in old.names:
             new.params(i)[name].copy_(old.params(0)[name])
             new.m[i][name] = old.m[0][name].clone()
-            new.error[i][name] = sum(error[name] for error in old.error) / len(old.error) + old.server[name]
+            if count == len(old.error):
+                new.error[i][name], new.server[name] = old.error[i][name].clone(), old.server[name].clone()
+            else:
+                new.error[i][name] = sum(error[name] for error in old.error) / len(old.error) + old.server[name]
     return new
 
 
@@ -692,7 +695,7 @@ def test_other_workers_owe_what_these_owed(name: str, before: tuple[Any, ...], a
     go_on(old, name, range(1, AT + 1), ranks=ranks)
     count, ranks, pieces = _workers(*after)
     new, forgetful = regroup(old, count, pieces), regroup(old, count, pieces)
-    for errors in forgetful.error:
+    for errors in (*forgetful.error, forgetful.server):
         for error in errors.values():
             error.zero_()
     for workers in (new, forgetful):

@@ -229,9 +229,8 @@ class CompressedMixin:
         sums = [piece.sum(dtype=widest_float(piece.device)).reshape(1) for piece in pieces]
         if sums:
             all_reduce_tensors_(sums, get_shard_groups(params))
-        return [
-            total / max(1, p.numel()) for total, p in zip(torch.cat(sums).tolist() if sums else (), params, strict=True)
-        ]
+        totals = torch.cat([s.to(sums[0].device) for s in sums]).tolist() if sums else []  # see ``square_sums``
+        return [total / max(1, p.numel()) for total, p in zip(totals, params, strict=True)]
 
     def _fill_missing_grads(self) -> list[Tensor]:
         """All parameters that train; one that this step did not reach has a gradient of zero, as every rank exchanges
@@ -457,7 +456,7 @@ class OneBitLamb(WarmupMixin, Lamb):
             shard_groups = get_shard_groups(params)
             all_reduce_tensors_(sums.unbind(), shard_groups)
             all_reduce_tensors_(maxima, shard_groups, dist.ReduceOp.MAX)
-            norms, quotients = sums.sqrt().tolist(), torch.cat(maxima).tolist()
+            norms, quotients = sums.sqrt().tolist(), torch.cat([m.to(sums.device) for m in maxima]).tolist()
             for i, (state, group) in enumerate(zip(states, groups, strict=True)):
                 factor = self._next_factor(float(state["factor"]), quotients[i], *norms[i])
                 state["factor"] = torch.tensor(factor)
