@@ -22,6 +22,7 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.config import ConfigError, load_config
 from thalweg.optim import build_optimizer
+from thalweg.optim.dtensor_local import to_local
 
 REUSE_RANKS = True
 
@@ -71,7 +72,7 @@ class Slope(nn.Module):
 
     def forward(self, seed: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(int(seed))
-        slopes = [torch.randn(p.shape, generator=generator) + 0.3 for p in self.tensors]
+        slopes = [(torch.randn(p.shape, generator=generator) + 0.3).to(p.device) for p in self.tensors]
         return sum((p * slope).sum() for p, slope in zip(self.tensors, slopes, strict=True)) / 100
 
 
@@ -87,6 +88,7 @@ class Slopes(nn.Module):
         self.layers = nn.ModuleList([Slope(0, [(61, 40), (37,)]), Slope(1, [(700, 3), (), (5, 6, 7)])])
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        tokens = tokens.cpu()  # a seed is the host's
         seed = (tokens * torch.arange(1, tokens.numel() + 1).view_as(tokens)).sum()
         return self.layers[0](seed) + self.layers[1](seed + 1)
 
@@ -106,7 +108,7 @@ class Workers:
     """The models of all workers, and what the algorithms keep for them."""
 
     def __init__(self, model: str, count: int, hyper: dict[str, Any], feedback: bool = True, pieces: int = 1) -> None:
-        self.models, self.pieces = [MODELS[model]() for _ in range(count)], pieces
+        self.model, self.models, self.pieces = model, [MODELS[model]() for _ in range(count)], pieces
         self.hyper, self.feedback = {"betas": (0.9, 0.999), "eps": 1e-8, **hyper}, feedback
         self.names = [name for name, _ in self.models[0].named_parameters()]
         zeros = {name: torch.zeros_like(p) for name, p in self.models[0].named_parameters()}
@@ -119,8 +121,11 @@ class Workers:
         return {name: p.data for name, p in self.models[worker].named_parameters()}
 
     def mean_in_bits(self, name: str, values: list[Tensor]) -> Tensor:
-        if len(values) == 1 or values[0].dim() == 0:  # a scalar's gradient is reduced as it is
+        if values[0].dim() == 0:  # a scalar's gradient is reduced as it is
             return values[0]
+        if len(values) == 1:  # nothing is sent; what a job of several owed is paid
+            owed, self.error[0][name] = self.error[0][name], torch.zeros_like(values[0])
+            return values[0] + owed
         sent = []
         for value, error in zip(values, self.error, strict=True):
             owed = value + error[name] if self.feedback else value
@@ -153,6 +158,28 @@ class Workers:
                 for grad in grads.values():
                     grad *= min(1.0, clip / (norm + 1e-6))
         return result
+
+
+def regroup(old: Workers, count: int, pieces: int) -> Workers:
+    """Other workers with what ``old`` have: as many go on with their errors, others owe the mean of all each."""
+    new = Workers(old.model, count, old.hyper, old.feedback, pieces)
+    kept = copy.deepcopy({key: value for key, value in old.__dict__.items() if key in ("kept", "keep")})
+    if "keep" in kept:
+        keep = kept["keep"]
+        assert not any(bool(u[name].any()) for u in keep["u"] for name in old.names), "they are apart"
+        keep["u"] = [copy.deepcopy(keep["u"][0]) for _ in range(count)]
+        keep["anchor"] = [copy.deepcopy(old.params(0)) for _ in range(count)]
+    new.__dict__.update(kept)
+    new.v = copy.deepcopy(old.v)
+    for i in range(count):
+        for name in old.names:
+            new.params(i)[name].copy_(old.params(0)[name])
+            new.m[i][name] = old.m[0][name].clone()
+            if count == len(old.error):
+                new.error[i][name], new.server[name] = old.error[i][name].clone(), old.server[name].clone()
+            else:
+                new.error[i][name] = sum(error[name] for error in old.error) / len(old.error) + old.server[name]
+    return new
 
 
 def mean_grad(grads: list[dict[str, Tensor]], name: str) -> Tensor:
@@ -283,7 +310,13 @@ def simulate(
 ) -> list[Tensor]:
     """The parameters of worker 0 after ``steps``, each worker being so many ``ranks`` that have ``pieces`` of it."""
     all_workers = Workers(model, workers, {**HYPER[name], **changes}, feedback, pieces)
-    for step in range(1, steps + 1):
+    go_on(all_workers, name, range(1, steps + 1), micros, ranks, clip)
+    return list(all_workers.params(0).values())
+
+
+def go_on(all_workers: Workers, name: str, steps: range, micros: int = 1, ranks: int = 1, clip: float = 0.0) -> None:
+    """Make these steps, counted from 1."""
+    for step in steps:
         # Before the freeze gradients are means over all workers already, and so is their norm.
         grads = all_workers.grads(
             step - 1, micros, ranks, 0.0 if step <= all_workers.hyper.get("freeze_step", 0) else clip
@@ -294,7 +327,6 @@ def simulate(
             grads = [{key: g * min(1.0, clip / (norm + 1e-6)) for key, g in mean.items()} for _ in grads]
         with torch.no_grad():
             ALGORITHMS[name](all_workers, step, grads)
-    return list(all_workers.params(0).values())
 
 
 # ---- the engine ----
@@ -336,7 +368,7 @@ def _trajectory(
     engine = make_engine(name, stage, MODELS[model](), **options)
     train(engine, rank, world, 0, steps, micros)
     engine.optimizer.consolidate_state_dict()
-    params = [full_tensor(p).clone() for p in engine.module.parameters()]
+    params = [full_tensor(p).cpu() for p in engine.module.parameters()]
     engine.close()
     return params
 
@@ -350,11 +382,13 @@ def follow(
     steps: int,
     micros: int = 1,
     clip: float = 0.0,
+    device: str | None = None,
     **more: Any,
 ) -> float:
-    """How far the engine's ranks are from the simulation, at most."""
+    """How far the engine's ranks are from the simulation, at most; ``more``: of the config."""
     per_worker = 2 if hosts == IN_PAIRS else 1
-    ranks = run_ranks(_trajectory, world, model, name, stage, hosts, steps, micros, clip, more)
+    arguments = (model, name, stage, hosts, steps, micros, clip, more)
+    ranks = run_ranks(_trajectory, world, *arguments, device=device)
     pieces = per_worker if stage > 0 else 1
     expected = simulate(model, name, world // per_worker, steps, micros, per_worker, clip, pieces=pieces)
     return max(largest_difference(params, expected) for params in ranks)
@@ -392,6 +426,51 @@ def test_what_the_simulation_would_notice() -> None:
     assert (
         largest_difference(plain, simulate("Slopes", "OneBitAdam", 2, 30, lr=HYPER["OneBitAdam"]["lr"] * 1.001)) > 1e-5
     )
+
+
+def offloaded(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "world", "hosts"),
+    [("OneBitAdam", 1, 2, APART)]
+    + [nightly(name, stage, 2, APART) for name in HYPER for stage in (1, 2)]
+    + [nightly(name, stage, 4, IN_PAIRS) for name in HYPER for stage in (1, 2)],
+)
+def test_row44_offloaded_states_follow_the_papers_algorithm(name: str, stage: int, world: int, hosts: str) -> None:
+    assert follow("Slopes", name, world, stage, hosts, 50, **offloaded(stage)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "on_host"),
+    [("OneBitAdam", 0, False), nightly("OneBitAdam", 2, True)]
+    + [
+        nightly(name, stage, on_host)
+        for name in ("OneBitLamb", "ZeroOneAdam")
+        for stage, on_host in ((1, True), (2, False))
+    ],
+)
+def test_an_accelerator_follows_it_too(name: str, stage: int, on_host: bool) -> None:
+    """A simulated one, where bits are packed by torch's operators and states may rest on the host."""
+    options = offloaded(stage) if on_host else {}
+    assert follow("Slopes", name, 2, stage, APART, 30, device="sim", **options) < 1e-6
+
+
+def _bits_off(rank: int, world: int, stage: int) -> tuple[bool, bool]:
+    """Of 0/1 Adam whose variance takes every gradient: whether it is Adam, and whether it still is with bits."""
+    place(rank, APART)
+    shared = {"lr": 2e-3, "weight_decay": 0.05}
+    zero = {"stage": stage, **({"mics_shard_size": 1} if stage else {})}  # the same pieces: kernels round by them
+    theirs = train(make_engine("Adam", stage, hyper=shared, zero_optimization=zero), rank, world, 0, 12)
+    off, on = {"var_freeze_step": 100, "var_update_scaler": 100}, {"var_freeze_step": 100, "var_update_scaler": 8}
+    ours, bits = (train(make_engine("ZeroOneAdam", stage, hyper=shared | x), rank, world, 0, 12) for x in (off, on))
+    return all(map(torch.equal, ours, theirs)), all(map(torch.equal, bits, theirs))
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), nightly(2, 1), nightly(2, 2), nightly(4, 0)])
+def test_zero_one_adam_without_bits_is_adam_to_the_bit(world: int, stage: int) -> None:
+    assert run_ranks(_bits_off, world, stage) == [(True, False)] * world
 
 
 def _before_the_freeze(rank: int, world: int, name: str, plain: str, stage: int) -> tuple[bool, bool]:
@@ -434,11 +513,13 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
-def _bytes_of_a_step(rank: int, world: int, name: str, stage: int) -> tuple[int, set[str], int]:
+def _bytes_of_a_step(
+    rank: int, world: int, name: str, stage: int, more: dict[str, Any] | None = None
+) -> tuple[int, set[str], int]:
     """Bytes to other hosts, kinds and modules in the ledger, of a step after the freeze."""
     place(rank, APART)
     hyper = {"freeze_step": 2} if name.startswith("OneBit") else {"var_freeze_step": 2, "var_update_scaler": 4}
-    engine = make_engine(name, stage, Wide(), hyper=hyper if name != "AdamW" else {})
+    engine = make_engine(name, stage, Wide(), hyper=hyper if name != "AdamW" else {}, **(more or {}))
     train(engine, rank, world, 0, 3)
     engine.ledger.reset()
     train(engine, rank, world, 3, 4)
@@ -452,6 +533,26 @@ def test_after_the_freeze_only_bits_travel(name: str, stage: int) -> None:
     for sent, kinds, numel in run_ranks(_bytes_of_a_step, 2, name, stage):
         assert kinds == {"all_reduce onebit"}
         assert sent <= 4 * numel / 28  # two halves, there and back: fp32 sends 4 bytes a number
+
+
+def _bytes_of_errors(rank: int, world: int, name: str, stage: int) -> tuple[int, int, set[str]]:
+    """Bytes that this rank keeps of what it owes, the parameters that it has, and where the errors are."""
+    place(rank, IN_PAIRS if world == 4 else APART)
+    engine = make_engine(
+        name, stage, Wide(), hyper={"freeze_step": 2} if name.startswith("OneBit") else {}, **offloaded(stage)
+    )
+    train(engine, rank, world, 0, 12)
+    pairs = [(to_local(engine.optimizer.state[p]["worker_error"]), to_local(p)) for p in engine.module.parameters()]
+    return sum(e.nbytes for e, _ in pairs), sum(p.numel() for _, p in pairs), {e.device.type for e, _ in pairs}
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", nightly("OneBitLamb"), nightly("ZeroOneAdam")])
+def test_row44_offloaded_bytes_are_counted(name: str) -> None:
+    """On the wire as without offload; of errors 4 bytes for each number that a rank has."""
+    for sent, kinds, numel in run_ranks(_bytes_of_a_step, 2, name, 1, offloaded(1)):
+        assert kinds == {"all_reduce onebit"} and sent <= 4 * numel / 28
+    whole = sum(p.numel() for p in Wide().parameters())
+    assert run_ranks(_bytes_of_errors, 2, name, 1) == [(4 * whole, whole, {"cpu"})] * 2
 
 
 def test_without_compression_the_ledger_counts_fp32() -> None:
@@ -471,10 +572,14 @@ def _reductions_of_a_window(rank: int, world: int, name: str, stage: int) -> set
 
 @pytest.mark.parametrize(
     ("name", "stage", "calls"),
-    [nightly("AdamW", 0, 1), ("AdamW", 1, 1), ("AdamW", 2, 3), nightly("OneBitAdam", 0, 1), ("OneBitAdam", 2, 1)],
+    [
+        *(("AdamW", stage, calls) for stage, calls in enumerate((1, 1, 3, 3))),
+        ("OneBitAdam", 2, 1),
+        nightly("OneBitAdam", 0, 1),
+    ],
 )
 def test_a_window_reduces_once_where_the_stage_allows_it(name: str, stage: int, calls: int) -> None:
-    """Stage 2 keeps shards of gradients alone, so each micro-batch is reduced; momentum never is before the step."""
+    """Stages 2 and 3 keep gradients in shards, so each micro-batch is reduced; momentum never is before the step."""
     assert run_ranks(_reductions_of_a_window, 2, name, stage) == [{calls}] * 2
 
 
@@ -535,42 +640,71 @@ def _owed(engine: Any) -> dict[str, Tensor]:
     return owed
 
 
-def _save_owed(rank: int, world: int, hosts: str, stage: int, folder: str) -> dict[str, Tensor]:
+AT, UNTIL = 16, 36
+
+
+def _save_owed(rank: int, world: int, hosts: str, stage: int, name: str, folder: str) -> dict[str, Tensor]:
     place(rank, hosts)
-    engine = make_engine("OneBitAdam", stage)
-    train(engine, rank, world, 0, 14)
+    engine = make_engine(name, stage, Slopes())
+    train(engine, rank, world, 0, AT)
     engine.save_checkpoint(folder, tag="here")
     return _owed(engine)
 
 
-def _load_owed(rank: int, world: int, hosts: str, stage: int, folder: str) -> tuple[dict[str, Tensor], bool]:
+def _load_owed(
+    rank: int, world: int, hosts: str, stage: int, name: str, folder: str
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     place(rank, hosts)
-    engine = make_engine("OneBitAdam", stage)
+    engine = make_engine(name, stage, Slopes())
     engine.load_checkpoint(folder, tag="here")
     owed = _owed(engine)
-    params = train(engine, rank, world, 14, 18)
-    return owed, all(bool(p.isfinite().all()) for p in params)
+    train(engine, rank, world, AT, UNTIL)
+    engine.optimizer.consolidate_state_dict()
+    return owed, [full_tensor(p).clone() for p in engine.module.parameters()]
+
+
+def _workers(world: int, hosts: str, stage: int) -> tuple[int, int, int]:
+    """Workers of a job, ranks of each, and the pieces that they have."""
+    per_worker = 2 if hosts == IN_PAIRS else 1
+    return world // per_worker, per_worker, per_worker if stage else 1
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        nightly((2, APART, 0), (1, APART, 0)),
-        ((2, APART, 0), (3, APART, 1)),
-        nightly((4, APART, 0), (4, IN_PAIRS, 2)),
-        nightly((4, IN_PAIRS, 1), (2, APART, 0)),
+    ("name", "before", "after"),
+    [(name, (2, APART, 0), (3, APART, 1)) for name in HYPER]
+    + [
+        nightly(name, before, after)
+        for name in HYPER
+        for before, after in [
+            ((2, APART, 0), (1, APART, 0)),
+            ((4, APART, 0), (4, IN_PAIRS, 2)),
+            ((4, IN_PAIRS, 1), (2, APART, 0)),
+            ((4, IN_PAIRS, 0), (2, APART, 1)),
+        ]
     ],
 )
-def test_other_workers_owe_what_these_owed(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+def test_other_workers_owe_what_these_owed(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    """And they go on as the simulation does with it, through the freeze of 0/1 Adam's variance and its local steps."""
     with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(_save_owed, before[0], *before[1:], folder)[0]
-        loaded = run_ranks(_load_owed, after[0], *after[1:], folder)
-    assert len(saved) == 7 and all(
-        float(error.abs().max()) > 1e-5 for error in saved.values()
-    )  # there is something to lose
-    for owed, finite in loaded:
-        assert finite and owed.keys() == saved.keys()
-        assert max(float((owed[name] - saved[name]).abs().max()) for name in saved) < 1e-7
+        saved = run_ranks(_save_owed, before[0], *before[1:], name, folder)[0]
+        loaded = run_ranks(_load_owed, after[0], *after[1:], name, folder)
+    assert len(saved) == 4, "of all but the scalar"
+    assert all(float(error.abs().max()) > 1e-7 for error in saved.values()), "there is nothing to lose"
+    count, ranks, pieces = _workers(*before)
+    old = Workers("Slopes", count, HYPER[name], pieces=pieces)
+    go_on(old, name, range(1, AT + 1), ranks=ranks)
+    count, ranks, pieces = _workers(*after)
+    new, forgetful = regroup(old, count, pieces), regroup(old, count, pieces)
+    for errors in (*forgetful.error, forgetful.server):
+        for error in errors.values():
+            error.zero_()
+    for workers in (new, forgetful):
+        go_on(workers, name, range(AT + 1, UNTIL + 1), ranks=ranks)
+    expected, without = (list(workers.params(0).values()) for workers in (new, forgetful))
+    for owed, params in loaded:
+        assert owed.keys() == saved.keys()
+        assert max(float((owed[key] - saved[key]).abs().max()) for key in saved) < 1e-7
+        assert largest_difference(params, expected) < 1e-6 < largest_difference(params, without)
 
 
 # ---- precision, offload, refusals ----

@@ -50,6 +50,8 @@ ROWS = {
     42: "tests/unit/test_serve_engine.py::test_row42_overload_completes_and_a_broken_engine_fails_health",
     43: "tests/dist/test_rlhf_weight_sync.py::test_rows_06_43_greedy_tokens_and_logprobs_are_the_gathered_model_s",
     44: "tests/dist/test_engine_pain_points.py::test_row44_each_optimiser_at_each_stage",
+    "44, offloaded": "tests/dist/test_optim_onebit.py::test_row44_offloaded_states_follow_the_papers_algorithm",
+    "44, bytes": "tests/dist/test_optim_onebit.py::test_row44_offloaded_bytes_are_counted",
     45: "tests/dist/test_frozen.py::test_row45_a_frozen_base_in_few_bits_trains_its_adapters_and_thaws",
     46: "tests/dist/test_engine.py::test_row46_one_curve_for_any_world_and_accumulation",
     47: "tests/dist/test_expert_parallel.py::test_row47_experts_are_stored_under_global_ids",

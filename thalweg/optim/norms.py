@@ -90,10 +90,13 @@ def compute_partial_norm(piece: Tensor) -> PartialNorm:
 
 
 def square_sums(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each piece, in the widest dtype of their device: shape [len(pieces)]."""
-    if pieces[0].device.type != "cpu":
+    """Return the sum of squares of each piece, in the widest dtype of their device: shape [len(pieces)].
+
+    On the host if one is there: of offloaded states a parameter of 0 dims stays on the device.
+    """
+    if all(piece.device.type != "cpu" for piece in pieces):
         return _wide_norms(pieces).square()
-    return torch.stack([_fast_square_sum([piece], compute_row_norms) for piece in pieces])
+    return torch.stack([_fast_square_sum([piece.cpu()], compute_row_norms) for piece in pieces])
 
 
 def _accurate_square_sum(pieces: Sequence[NormInput], row_norms_fn: Callable[[Tensor], RowNorms]) -> Tensor:

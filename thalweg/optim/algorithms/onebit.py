@@ -41,7 +41,7 @@ from thalweg.comm.topology import HostTopology
 from thalweg.device import takes_tensors_of, widest_float
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
-from thalweg.optim.algorithms.fused_adam import AbstractAdam
+from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
 from thalweg.optim.algorithms.lamb import Lamb
 from thalweg.optim.dtensor_local import (
     all_reduce_tensors_,
@@ -229,9 +229,8 @@ class CompressedMixin:
         sums = [piece.sum(dtype=widest_float(piece.device)).reshape(1) for piece in pieces]
         if sums:
             all_reduce_tensors_(sums, get_shard_groups(params))
-        return [
-            total / max(1, p.numel()) for total, p in zip(torch.cat(sums).tolist() if sums else (), params, strict=True)
-        ]
+        totals = torch.cat([s.to(sums[0].device) for s in sums]).tolist() if sums else []  # see ``square_sums``
+        return [total / max(1, p.numel()) for total, p in zip(totals, params, strict=True)]
 
     def _fill_missing_grads(self) -> list[Tensor]:
         """All parameters that train; one that this step did not reach has a gradient of zero, as every rank exchanges
@@ -457,7 +456,7 @@ class OneBitLamb(WarmupMixin, Lamb):
             shard_groups = get_shard_groups(params)
             all_reduce_tensors_(sums.unbind(), shard_groups)
             all_reduce_tensors_(maxima, shard_groups, dist.ReduceOp.MAX)
-            norms, quotients = sums.sqrt().tolist(), torch.cat(maxima).tolist()
+            norms, quotients = sums.sqrt().tolist(), torch.cat([m.to(sums.device) for m in maxima]).tolist()
             for i, (state, group) in enumerate(zip(states, groups, strict=True)):
                 factor = self._next_factor(float(state["factor"]), quotients[i], *norms[i])
                 state["factor"] = torch.tensor(factor)
@@ -477,10 +476,10 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
 
     The exact mean gradient is taken for the variance at intervals that double after every ``var_update_scaler`` of
     them, until ``var_freeze_step``; momentum takes it, too, where it is there, as in the authors' program: a variance
-    of few gradients can be tiny where the bits are not.  From then on workers meet at intervals that double every
-    ``local_step_scaler`` steps, up to ``local_step_clipper`` steps.  In between their parameters differ; a save makes
-    them meet.  ``decoupled_weight_decay``: as AdamW's.  The bias corrections are Adam's, by the number of updates of
-    each moment.
+    of few gradients can be tiny where the bits are not.  As long as that is each step, a step is Adam's to the bit.
+    After ``var_freeze_step`` workers meet at intervals that double every ``local_step_scaler`` steps, up to
+    ``local_step_clipper`` steps.  In between their parameters differ; a save makes them meet.
+    ``decoupled_weight_decay``: as AdamW's.  The bias corrections are Adam's, by the number of updates of each moment.
 
     State: ``step``, ``exp_avg``, ``exp_avg_sq``, ``worker_error``; between two meetings ``local_update`` (what this
     worker has subtracted, times the denominator) and ``anchor`` (the parameter as they left it).
@@ -542,12 +541,19 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
             group["num_variance_updates"] += int(updates_variance)
             weight = float(group["lr"]) / _correction(group, 0, step)
             group["rate_sum"] += weight
+            is_adam = updates_variance and group["num_variance_updates"] == step  # no bits so far: to the bit
+            decoupled_decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
             with working_copies(members) as (work, grads):
                 grads = _effective_grads(group, work, grads)
                 for param, piece, own_grad in zip(members, work, grads, strict=True):
                     state, grad = self.state[param], mean_grads.get(param, own_grad)
                     _init_adam_state(state, param, step - 1)
                     state["step"] += 1
+                    if is_adam:
+                        moments = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
+                        changes = {"maximize": False, "weight_decay": decoupled_decay}  # the rest is in ``grad``
+                        fused_adam_step(group, piece, grad, *moments, step - 1, **changes)
+                        continue
                     if updates_variance:
                         beta2 = group["betas"][1]
                         to_local(state["exp_avg_sq"]).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -558,8 +564,8 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
                             if not meets_now:
                                 state["anchor"] = as_dtensor_like(piece.clone(), param)
                         to_local(state["local_update"]).add_(moment, alpha=weight)
-                    if group["weight_decay"] and group["decoupled_weight_decay"]:
-                        decay = 1 - float(group["lr"]) * group["weight_decay"]
+                    if decoupled_decay:
+                        decay = 1 - float(group["lr"]) * decoupled_decay
                         piece.mul_(decay)
                         if "anchor" in state:
                             to_local(state["anchor"]).mul_(decay)
@@ -567,7 +573,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
             self._plan_variance(step)
             for param, mean in zip(params, self._mean_variances(params), strict=True):
                 self.state[param]["mean_variance"] = torch.tensor(mean)
-        if updates_variance or not meets_now:
+        if (updates_variance and self.param_groups[0]["num_variance_updates"] < step) or not meets_now:
             self._step_by_own_momentum(step)
         if meets_now:
             self._meet(step)
