@@ -4,9 +4,12 @@
     python -m tests.compat.deepspeed_unit CHECKOUT --real      with the DeepSpeed of this environment
 
 The checkout is the user's own and is no part of this repository.  pytest must be older than 8.4, as those tests say;
-they want `hjson` too.  ``--results`` keeps a line of JSON for each test.  Beside this file, ``passing.txt`` lists the
-tests that pass on Thalweg and ``left_out.tsv`` has a reason for each that does not, of those that a real DeepSpeed
-passes on the machine where the lists were made; a test of the first list that fails now makes the exit status 1.
+they want `hjson` too.  ``--results`` keeps a line of JSON for each test.
+
+Three lists lie beside this file.  ``real_passing.txt`` has the tests that a real DeepSpeed passes on a CPU, of at most
+two sets of parameters of each test (``--real --sample 2 --passed FILE`` writes it; `make bench-peers` builds the
+environment).  ``passing.txt`` has those of them that pass on Thalweg, and ``left_out.tsv`` patterns for all others,
+each with its reason.  A test of ``passing.txt`` that fails now makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -50,8 +53,10 @@ FILES = [
 ]
 
 
-def run_file(checkout: Path, file: str, real: bool, sample: int, options: list[str]) -> list[dict[str, Any]]:
-    """What became of each test of one file."""
+def run_file(
+    checkout: Path, file: str, real: bool, sample: int, options: list[str], named: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """What became of each test of one file, or of those of it that are named."""
     with tempfile.TemporaryDirectory(prefix="thalweg-unit-") as folder:
         results = Path(folder) / "results"
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -61,6 +66,7 @@ def run_file(checkout: Path, file: str, real: bool, sample: int, options: list[s
             "THALWEG_UNIT_RESULTS": str(results),
             "THALWEG_UNIT_TESTS_OF": "deepspeed" if real else "thalweg",
             "THALWEG_UNIT_SAMPLE": str(sample),
+            "THALWEG_UNIT_NAMED": json.dumps(named),
             "LOCAL_SIZE": os.environ.get("LOCAL_SIZE", "2"),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
@@ -84,6 +90,11 @@ def run_file(checkout: Path, file: str, real: bool, sample: int, options: list[s
 def read_passing() -> set[str]:
     """The tests that pass."""
     return set((HERE / "passing.txt").read_text().splitlines())
+
+
+def read_real_passing() -> set[str]:
+    """The tests that DeepSpeed itself passes."""
+    return set((HERE / "real_passing.txt").read_text().splitlines())
 
 
 def read_left_out() -> list[tuple[str, str]]:
@@ -114,13 +125,23 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=FILES, help="test files below tests/unit")
     parser.add_argument("--real", action="store_true", help="use the DeepSpeed that is installed")
     parser.add_argument("--sample", type=int, default=0, help="sets of parameters of a test that are run; 0 for all")
+    parser.add_argument("--tests", type=Path, help="a file with the names of the tests to run, one a line")
     parser.add_argument("--results", type=Path, help="write a line of JSON for each test")
+    parser.add_argument("--resume", action="store_true", help="leave out the tests that --results has already")
+    parser.add_argument("--passed", type=Path, help="add the names of the tests that pass to this sorted list")
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="options for pytest")
     args = parser.parse_args()
     total: Counter[str] = Counter()
     status = 0
+    named = args.tests.read_text().split("\n") if args.tests else None
+    done = set()
+    if args.resume and args.results.exists():
+        done = {json.loads(line)["test"] for line in args.results.read_text().splitlines()}
     for file in args.files:
-        lines = run_file(args.checkout.resolve(), file, args.real, args.sample, args.pytest)
+        tests = named and [test for test in named if test.startswith(f"unit/{file}::") and test not in done]
+        if tests == []:
+            continue
+        lines = run_file(args.checkout.resolve(), file, args.real, args.sample, args.pytest, tests)
         counts = Counter(line["outcome"] for line in lines)
         total += counts
         print(file, dict(counts), flush=True)
@@ -129,6 +150,10 @@ def main() -> int:
         if args.results:
             with args.results.open("a") as out:
                 out.writelines(json.dumps(line) + "\n" for line in lines)
+        if args.passed:
+            names = set(args.passed.read_text().splitlines()) if args.passed.exists() else set()
+            names |= {line["test"] for line in lines if line["outcome"] == "passed"}
+            args.passed.write_text("".join(f"{name}\n" for name in sorted(names)))
     print("all", dict(total))
     return status
 

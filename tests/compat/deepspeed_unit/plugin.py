@@ -31,7 +31,11 @@ _context = multiprocessing.get_context("fork")
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """The tests are imported: their ranks start as here, and a test has at most so many sets of parameters."""
+    """The tests are imported: their ranks start as here, and a test has at most so many sets of parameters.  Those that
+    are named are taken as they are."""
+    named = json.loads(os.environ.get("THALWEG_UNIT_NAMED", "null"))
+    if named is not None:
+        items[:] = [item for item in items if item.nodeid in named]
     sample, by_function = int(os.environ.get("THALWEG_UNIT_SAMPLE", "0")), {}
     for item in items:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
