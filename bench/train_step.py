@@ -158,7 +158,6 @@ def render(run: dict[str, Any], with_rows: bool = True) -> str:
     """Return one run as Markdown: the contestants, the goals, then (optionally) all comparisons."""
     plan, job = run["plan"], run["job"]
     shape = f"{job['layers']} layers x {job['width']}, {job['heads']} heads, vocabulary {job['vocabulary']}"
-    model = "Hugging Face's GPT-2" if job.get("family") == "gpt2" else "GPT"
     turns = f"{plan['rounds']} rounds of {plan['steps']} steps for each, interleaved"
     text = [
         f"## {run['run']}",
