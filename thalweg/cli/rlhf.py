@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             how["choices"] = each.metadata["choices"] and [x for x in each.metadata["choices"] if x is not None]
         parser.add_argument(f"--{name}", **how)
         if "_" in name:  # some of their scripts have dashes
-            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **how | {"help": argparse.SUPPRESS})
+            how |= {"dest": name, "help": argparse.SUPPRESS}
+            parser.add_argument(f"--{name.replace('_', '-')}", **how)
     hidden: dict[str, Any] = {"nargs": "?", "const": True, "type": _parse_value, "help": argparse.SUPPRESS, **unset}
     for name in sorted({*IGNORED, *REFUSED, *SWITCHES}):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", **hidden)
