@@ -2,7 +2,8 @@
 
 Each host has its own network, host name, processes, IPC and /dev/shm, so that nothing but the cables join
 them: shared-memory collectives must find out by themselves that they end at the host.  The cable can be
-held to a rate by a token bucket on both ends.  Addresses exist inside the namespaces alone; no packet
+held to a rate by a token bucket on both ends, and made long: a round trip then takes a delay more, by the kernel's
+netem or, where that is missing, a relay (`_delay_relay.py`).  Addresses exist inside the namespaces alone; no packet
 leaves them.
 
 Names carry the driver's pid.  A driver that was killed outright leaves empty namespaces (their holders read
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import TracebackType
 
+from _delay_relay import MTU
 from _groups import RankPlacement
 
 _PREFIX = "thalweg-bench-"
@@ -37,6 +41,14 @@ def missing_reason() -> str | None:
     if os.geteuid() != 0:
         return "needs root, to make network namespaces: run it with sudo, or in a container with that right"
     return None
+
+
+def parse_delay(delay: str) -> float:
+    """Return the seconds of a delay as `tc` writes it: "20ms", "500us", "1s"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", delay)
+    if found is None:
+        raise ValueError(f'delay {delay!r} is none: write it as "20ms", "500us" or "1s"')
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
 
 def _run_command(*words: str) -> str:
@@ -59,10 +71,16 @@ def remove_stale() -> list[str]:
 
 
 class NamespaceHosts:
-    """Hosts and their cables; `rate` as `tc` writes it ("1gbit"), None for unlimited ones."""
+    """Hosts and their cables; `rate` as `tc` writes it ("1gbit"), None for unlimited ones.
 
-    def __init__(self, rate: str | None = None, num_hosts: int = 2) -> None:
-        self.rate = rate
+    `delay` ("20ms"): by how much a round trip between two hosts is longer, half of it in each direction; `delayed_by`
+    says by what then: "netem" or "relay".
+    """
+
+    def __init__(self, rate: str | None = None, num_hosts: int = 2, delay: str | None = None) -> None:
+        self.rate, self.delayed_by = rate, None
+        self._one_way = parse_delay(delay) / 2 if delay else 0.0
+        self._relay: subprocess.Popen[bytes] | None = None
         self.names = [f"{_PREFIX}{os.getpid()}-{host}" for host in range(num_hosts)]
         self.addresses = [f"10.77.0.{host + 1}" for host in range(num_hosts)]
         self._bridge = f"{_PREFIX}{os.getpid()}-switch"
@@ -88,7 +106,11 @@ class NamespaceHosts:
     def _build(self) -> None:
         for name in self.names:
             _run_command("ip", "netns", "add", name)
-        if len(self.names) == 2:
+        if self._one_way:
+            self.delayed_by = "netem" if self._has_netem() else "relay"
+        if self.delayed_by == "relay":
+            self._start_relay()
+        elif len(self.names) == 2:
             self._add_cable(self.names[0], _CABLE, self.names[1], _CABLE)
         else:
             _run_command("ip", "netns", "add", self._bridge)
@@ -101,10 +123,41 @@ class NamespaceHosts:
             _run_command("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", _CABLE)
             _run_command("ip", "-n", name, "link", "set", "lo", "up")
             _run_command("ip", "-n", name, "link", "set", _CABLE, "up")
+            place = ["root"]
+            if self.delayed_by == "netem":
+                delay = ("netem", "delay", f"{self._one_way * 1e6:.0f}us", "limit", "20000")
+                _run_command("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "handle", "1:", *delay)
+                place = ["parent", "1:1", "handle", "10:"]
             if self.rate:
                 bucket = ("rate", self.rate, "burst", "256kb", "latency", "50ms")
-                _run_command("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *bucket)
+                _run_command("tc", "-n", name, "qdisc", "add", "dev", _CABLE, *place, "tbf", *bucket)
             self._init_processes.append(self._start_init(name))
+
+    def _has_netem(self) -> bool:
+        """Whether the kernel delays packets by itself, tried on a host's loopback."""
+        words = ("tc", "-n", self.names[0], "qdisc", "{}", "dev", "lo", "root", "netem")
+        try:
+            _run_command(*(word.replace("{}", "add") for word in words), "delay", "1ms")
+        except NamespaceError:
+            return False
+        _run_command(*(word.replace("{}", "del") for word in words))
+        return True
+
+    def _start_relay(self) -> None:
+        """Join two hosts by devices whose packets a process hands on; it ends when we do, or close its pipe."""
+        if len(self.names) != 2:
+            raise NamespaceError("without netem in the kernel a delay is between two hosts alone")
+        program = str(Path(__file__).with_name("_delay_relay.py"))
+        self._relay = subprocess.Popen(
+            [sys.executable, program, *self.names, str(self._one_way), _CABLE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._relay.stdout is not None
+        if self._relay.stdout.readline() != b"ready\n":
+            raise NamespaceError("the kernel has no netem, and TUN devices (/dev/net/tun), for a relay, were refused")
+        for name in self.names:
+            _run_command("ip", "-n", name, "link", "set", _CABLE, "mtu", str(MTU))
 
     def _add_cable(self, first: str, first_device: str, second: str, second_device: str) -> None:
         peer = ("type", "veth", "peer", "name", second_device, "netns", second)
@@ -128,7 +181,7 @@ class NamespaceHosts:
         return holder
 
     def _remove(self) -> None:
-        for holder in self._init_processes:
+        for holder in (*self._init_processes, *([] if self._relay is None else [self._relay])):
             assert holder.stdin is not None and holder.stdout is not None
             holder.stdin.close()
             try:
@@ -137,7 +190,7 @@ class NamespaceHosts:
                 holder.kill()
                 holder.wait()
             holder.stdout.close()
-        self._init_processes = []
+        self._init_processes, self._relay = [], None
         present = _run_command("ip", "netns", "list")
         for name in (*self.names, self._bridge):
             if name in present:

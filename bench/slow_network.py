@@ -1,9 +1,9 @@
 """Two hosts on a slow link: Adam against those that send less or meet seldom, to the same loss.
 
-The hosts are network namespaces with one cable between them, held to a rate on both ends by a token bucket
-(`_namespaces.py`).  Each rank trains a GPT on the standard library's sources, byte by byte; every contestant sees the
-same batches and the same schedule of rates.  Bytes are what the first host's interface counts; the clock is that of
-the steps alone, loading left out.  Needs root and iproute2, and says so without.
+The hosts are network namespaces with one cable between them, held to a rate on both ends by a token bucket, and longer
+by `--delay` (`_namespaces.py`).  Each rank trains a GPT on the standard library's sources, byte by byte; every
+contestant sees the same batches and the same schedule of rates.  Bytes are what the first host's interface counts; the
+clock is that of the steps alone, loading left out.  Needs root and iproute2, and says so without.
 
     python bench/slow_network.py --write
     python bench/slow_network.py --quick --json
@@ -196,10 +196,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     head = f"GPT {args.model}, 2 hosts, {args.rate}, stage {args.stage}, {args.steps} steps" + (
         "" if args.lr == 1e-3 else f", rate {args.lr:g}"
     )
+    head += f", {args.delay} more a round trip" if args.delay else ""
     job = {"model": args.model, "steps": args.steps, "seed": args.seed, "lr": args.lr, "stage": args.stage}
     outcomes = {}
     load = os.getloadavg()[0]
-    with NamespaceHosts(None if args.rate == "none" else args.rate) as hosts:
+    with NamespaceHosts(None if args.rate == "none" else args.rate, delay=args.delay) as hosts:
+        head += f" ({hosts.delayed_by})" if args.delay else ""
         for number, name in enumerate(args.only or get_contestants(args.steps)):
             own = {**job, "contestant": name, "steps": count_steps(name, args.steps)}
             outcomes[name] = run_contestant(hosts, own, 29600 + number, args.limit)
@@ -283,6 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SIZES), default="10m")
     parser.add_argument("--rate", default="100mbit", help='of the cable: "none", or as tc writes it')
+    parser.add_argument("--delay", help='by how much a round trip takes longer: "20ms"')
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), default=0)
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -343,6 +344,53 @@ def _look_around(hosts: Any) -> None:
     assert [place.environment["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
     assert all(name in _namespaces() for name in hosts.names)
     raise RuntimeError("as planned")
+
+
+_SOCKET = "import socket, time; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(30)\n"
+_ANSWER = _SOCKET + (
+    "s.bind(('10.77.0.2', 7)); print('up', flush=True); said = b''\n"
+    "while said != b'end': said, sender = s.recvfrom(64); s.sendto(said, sender)"
+)
+_PING = _SOCKET + (
+    "s.connect(('10.77.0.2', 7))\n"
+    "for _ in range(20): start = time.perf_counter(); s.send(b'x'); s.recv(64); print(time.perf_counter() - start)\n"
+    "s.send(b'end'); s.recv(64)"
+)
+
+
+def _round_trip(hosts: Any) -> float:
+    """The shortest of twenty pings (of UDP, as there may be no `ping`), in seconds."""
+    answerer = subprocess.Popen(
+        [*hosts.command_prefix(1), sys.executable, "-c", _ANSWER], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert answerer.stdout is not None and answerer.stdout.readline() == "up\n"
+        pings = subprocess.run(
+            [*hosts.command_prefix(0), sys.executable, "-c", _PING], capture_output=True, text=True, check=True
+        )
+    finally:
+        answerer.communicate(timeout=60)
+    return min(map(float, pings.stdout.split()))
+
+
+def test_a_round_trip_takes_the_delay_longer() -> None:
+    """By the kernel or by a relay; the shortest of many, so that a busy machine does not matter."""
+    _make_hosts()
+    with namespaces.NamespaceHosts() as hosts:
+        plain = _round_trip(hosts)
+    delayed = namespaces.NamespaceHosts("100mbit", delay="20ms")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(delayed)
+        except namespaces.NamespaceError as error:
+            pytest.skip(f"a longer cable: {error}")
+        assert delayed.delayed_by in ("netem", "relay")
+        longer = _round_trip(delayed) - plain
+        assert delayed.sent_mib() > 0
+    assert 0.019 < longer < 0.030
+    assert not any(name in _namespaces() for name in delayed.names)
+    with pytest.raises(ValueError, match='write it as "20ms"'):
+        namespaces.NamespaceHosts(delay="20 parsecs")
 
 
 def test_hosts_of_a_dead_driver_are_swept() -> None:
