@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _fio import BLOCK, Fio
 from _peers import PEERS_PYTHON, ROOT, aio_missing_reason
 from _report import Row, compare, format_machine, make_result, rows_table, write_result
 
@@ -41,7 +41,6 @@ from thalweg.storage_io.io_threads import IoFuture
 from thalweg.storage_io.swap_file import SwapFile
 
 MIB = 1 << 20
-BLOCK = 8 * MIB
 AIO_SETTINGS = {
     "DeepSpeed aio, defaults": {"block": MIB, "depth": 8, "threads": 1},
     "DeepSpeed aio, 8 MiB x 2": {"block": BLOCK, "depth": 32, "threads": 2},
@@ -74,38 +73,6 @@ class Ours:
     def close(self) -> None:
         """Give the file back."""
         self.swap.close()
-
-
-class Fio:
-    """fio, which times itself, at the best of its settings."""
-
-    SETTINGS = ((1, 4), (1, 16), (4, 4), (4, 16))  # jobs, depth of each
-
-    def __init__(self, folder: Path, nbytes: int) -> None:
-        self.nbytes, self.folder = nbytes, folder
-        self.settings: dict[str, tuple[int, int]] = {}
-        for verb in ("write", "read"):
-            found = {setting: self._run(verb, *setting) for setting in self.SETTINGS}
-            self.settings[verb] = min(found, key=lambda setting: found[setting])
-
-    def _run(self, verb: str, jobs: int, depth: int) -> float:
-        command = [
-            "fio", f"--name=fio{jobs}", f"--directory={self.folder}", f"--size={self.nbytes // jobs}", f"--bs={BLOCK}",
-            f"--numjobs={jobs}", f"--iodepth={depth}", "--group_reporting", "--ioengine=io_uring", "--direct=1",
-            f"--rw={verb}", "--overwrite=1", "--output-format=json",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-        return self.nbytes / job[verb]["bw_bytes"]
-
-    def move(self, verb: str) -> float:
-        """Transfer the whole file; returns seconds."""
-        return self._run(verb, *self.settings[verb])
-
-    def close(self) -> None:
-        """Remove the files."""
-        for path in self.folder.glob("fio?.*.0"):
-            path.unlink()
 
 
 class Aio:
@@ -145,7 +112,7 @@ def transfers(folder: Path, nbytes: int, rounds: int) -> tuple[list[Row], dict[s
     """Measure all contestants in turns."""
     contestants: dict[str, Any] = {"thalweg": Ours(folder, nbytes)}
     absent: dict[str, str] = {}
-    if shutil.which("fio"):
+    if Fio.is_installed():
         contestants["fio"] = Fio(folder, nbytes)
     else:
         absent["fio"] = "fio is not installed"
@@ -252,7 +219,7 @@ def streamed_step(
     step = Step(folder, num_parameters, buffers)
     nbytes = 512 * MIB
     bounds: dict[str, Any] = {"own transfers": Ours(folder, nbytes)}
-    if shutil.which("fio"):
+    if Fio.is_installed():
         bounds["fio"] = Fio(folder, nbytes)
 
     def rates() -> dict[str, dict[str, float]]:

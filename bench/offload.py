@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _fio import Fio
 from _memory_group import group_peak, memory_group, within_group
 from _peers import ROOT, deepspeed_env, deepspeed_missing_reason, python_for, remove_deepspeed_shm
 from _report import Row, compare, format_machine, make_result, publish_runs, rows_table
@@ -103,21 +104,12 @@ def bandwidth(folder: str, megabytes: int) -> tuple[float, float]:
 
 
 def fio(folder: str, megabytes: int) -> tuple[float, float] | None:
-    """The same by fio, if it is there, at the best of four settings."""
-    if shutil.which("fio") is None:
+    """The same by fio, if it is there."""
+    if not Fio.is_installed():
         return None
-    best = {}
-    for how in ("write", "read"):
-        for jobs, depth in ((1, 4), (1, 16), (4, 4), (4, 16)):
-            command = ["fio", "--name=x", f"--directory={folder}", f"--rw={how}", "--bs=8m", "--direct=1"]
-            command += [f"--size={megabytes // jobs}m", f"--numjobs={jobs}", "--group_reporting"]
-            command += ["--ioengine=io_uring", f"--iodepth={depth}", "--output-format=json"]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            rate = float(json.loads(done.stdout)["jobs"][0][how]["bw_bytes"])
-            best[how] = max(best.get(how, 0.0), rate)
-    for left in Path(folder).glob("x.*.0"):
-        left.unlink()
-    return best["read"], best["write"]
+    found = Fio(Path(folder), megabytes << 20)
+    found.close()
+    return found.rates["read"], found.rates["write"]
 
 
 def equality(folder: str, quick: bool) -> list[Row]:
