@@ -53,3 +53,20 @@ def make_batch(step: int, size: int, length: int = SEQ_LEN) -> tuple[Tensor, Ten
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, VOCAB_SIZE, (size, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def token_rows(count: int, end: int, vocab_size: int) -> list[dict[str, torch.Tensor]]:
+    """So many rows of token ids, of lengths 4 to ``end`` - 1, as a data set."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.randint(4, end, (count,), generator=generator).tolist()
+    ids = [torch.randint(1, vocab_size, (size,), generator=generator) for size in sizes]
+    return [{"tokens_BT": one, "labels_BT": one} for one in ids]
+
+
+def write_length_index(rows: list[dict[str, torch.Tensor]], folder: str) -> str:
+    """Write the data analyser's index of :func:`token_rows` by length, as "seqlen"; returns ``folder``."""
+    from thalweg.data import DataAnalyzer
+
+    names = {"metric_names": ["seqlen"], "metric_functions": [lambda batch: torch.tensor([len(batch[0]["tokens_BT"])])]}
+    DataAnalyzer(rows, save_path=folder, collate_fn=list, **names).run_map_reduce()  # type: ignore[arg-type]
+    return folder

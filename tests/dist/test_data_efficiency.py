@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.models import token_rows, write_length_index
 from tests.harness import run_ranks
-from thalweg.data import DataAnalyzer
 
 REUSE_RANKS = True
 T, VOCAB, SIZE = 16, 64, 48
@@ -73,10 +73,7 @@ def test_routed_tokens_sharded_recomputed_and_resumed(tmp_path: Path) -> None:
 
 
 def _rows() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    sizes = torch.randint(4, T, (SIZE,), generator=generator).tolist()
-    ids = [torch.randint(1, VOCAB, (size,), generator=generator) for size in sizes]
-    return [{"tokens_BT": one, "labels_BT": one} for one in ids]
+    return token_rows(SIZE, T, VOCAB)
 
 
 def _sampling(kind: str, index: str) -> dict[str, Any]:
@@ -114,10 +111,7 @@ def _sampled(
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("index"))
-    names = {"metric_names": ["seqlen"], "metric_functions": [lambda batch: torch.tensor([len(batch[0]["tokens_BT"])])]}
-    DataAnalyzer(_rows(), save_path=folder, collate_fn=list, **names).run_map_reduce()  # type: ignore[arg-type]
-    return folder
+    return write_length_index(_rows(), str(tmp_path_factory.mktemp("index")))
 
 
 @pytest.mark.parametrize("kind", ["curriculum", "dynamic"])

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.models import SEQ_LEN, VOCAB_SIZE, make_batch, tiny_gpt
+from tests.dist.models import SEQ_LEN, VOCAB_SIZE, make_batch, tiny_gpt, token_rows, write_length_index
 from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.test_compression import technique
 from thalweg.compression import redundancy_clean
 from thalweg.compression.layers import iter_compressed
-from thalweg.data import DataAnalyzer
 
 REUSE_RANKS = True
 STEPS = 8
@@ -148,10 +147,7 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 def _rows() -> list[dict[str, torch.Tensor]]:
     """Token ids of lengths 4 to 12."""
-    generator = torch.Generator().manual_seed(3)
-    sizes = torch.randint(4, SEQ_LEN + 1, (48,), generator=generator).tolist()
-    ids = [torch.randint(1, VOCAB_SIZE, (size,), generator=generator) for size in sizes]
-    return [{"tokens_BT": one, "labels_BT": one} for one in ids]
+    return token_rows(48, SEQ_LEN + 1, VOCAB_SIZE)
 
 
 def _train(rank: int, world: int, feature: dict[str, Any], on_rows: bool) -> tuple[list[float], dict[str, Any]]:
@@ -226,10 +222,7 @@ def _acts(case: str, seen: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("index"))
-    names = {"metric_names": ["seqlen"], "metric_functions": [lambda batch: torch.tensor([len(batch[0]["tokens_BT"])])]}
-    DataAnalyzer(_rows(), save_path=folder, collate_fn=list, **names).run_map_reduce()  # type: ignore[arg-type]
-    return folder
+    return write_length_index(_rows(), str(tmp_path_factory.mktemp("index")))
 
 
 @pytest.mark.parametrize("case", [nightly(case) if case == "MoQ with eigenvalue" else case for case in CASES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_the_worst_row_decides(goals, tmp_path, monkeypatch):
         {"case": f"case {n}", "peer": "peer", "metric": "s", "ours": 1.0, "theirs": ratio, "ratio": ratio}
         for n, ratio in enumerate([3.0, 1.4, 2.0, None])
     ]
-    (tmp_path / "some.json").write_text(f'{{"rows": {str(rows).replace("None", "null").replace(chr(39), chr(34))}}}')
+    (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(goals, "RESULTS", tmp_path)
     goal = {"promise": "fast", "result": "some", "case": r"case \d", "peer": "peer", "metric": "s"}
     line = goals.make_line({**goal, "least": 1.5})
