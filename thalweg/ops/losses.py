@@ -45,7 +45,7 @@ class LossCall:
         return self._func(arguments.pop("input"), arguments.pop("target"), **arguments)
 
     def num_targets(self) -> Tensor:
-        """By what the mean divides (0-dim, fp64): targets not ignored, weighted where classes are."""
+        """By what the mean divides (0-dim, the widest dtype there): targets not ignored, weighted where classes are."""
         target, weight = self._arguments["target"], self._arguments["weight"]
         dtype = widest_float(target.device)
         if target.is_floating_point():  # probabilities of classes, in dim 1, or 0 without a batch

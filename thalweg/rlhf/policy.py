@@ -129,8 +129,7 @@ class GRPOTrainer:
         if num_rows % (config.per_device_train_batch_size * config.num_mini_batches):
             raise ValueError(
                 f"per_device_generation_batch_size x generation_batches x num_generations is {num_rows} responses, no "
-                "whole number of "
-                f"num_mini_batches x per_device_train_batch_size ({config.num_mini_batches} x "
+                f"whole number of num_mini_batches x per_device_train_batch_size ({config.num_mini_batches} x "
                 f"{config.per_device_train_batch_size})"
             )
         self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer

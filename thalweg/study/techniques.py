@@ -209,7 +209,7 @@ class ThalwegEngine:
         # What is packed anyhow is mapped from its files, in their dtype.
         options = {"dtype": "auto" if options.get("quantization") else "fp32", **options}
         engine_config = EngineConfig(**{
-             "device": spec["hardware"]["device"], "max_num_seqs": dataset["batch_size"],
+            "device": spec["hardware"]["device"], "max_num_seqs": dataset["batch_size"],
             "max_model_len": dataset["max_prompt_tokens"] + dataset["new_tokens"], "enable_prefix_caching": False,
             **({"weight_offload_dir": spec["scratch"]} if options.get("weight_offload") else {}), **options,
         })  # fmt: skip

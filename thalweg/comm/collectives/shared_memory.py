@@ -311,7 +311,8 @@ def _create_memfd(total_bytes: int, token: bytes) -> int:
 
 def _warn_of_wires(error: OSError | ValueError) -> None:
     _log.warning(
-        "The ranks of this host cannot share memory (%s); their collectives go through gloo instead, which is slower.",
+        "The ranks of this host cannot share memory (%s): on processors their collectives go through gloo, which is "
+        "slower.",
         error,
     )
 

@@ -114,7 +114,7 @@ class SiteExchange:
         if not any(tensor.numel() for tensor in tensors):
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        part = self._own_part(flat)
+        part = self._own_parts(flat.unsqueeze(0))[0]
         sizes = {"full_bytes": part.nbytes, "world_size": self.num_sites}
         with self._ledger.timed("all_reduce", name, transport, **sizes) as call:
             self._sum(part, call)
@@ -128,13 +128,11 @@ class SiteExchange:
         part_bytes = -(-flat.numel() // self._num_parts) * flat.element_size()
         sizes = {"full_bytes": self.num_sites * part_bytes, "world_size": self.num_sites}
         with self._ledger.timed("all_gather", name, transport, **sizes) as call:
-            return self.send_rows(flat.to(self._device).unsqueeze(0), name, call).to(flat.device)
+            return self.send_rows(flat.unsqueeze(0), name, call).to(flat.device)
 
     def send_rows(self, rows: Tensor, name: str, call: CollectiveCall) -> Tensor:
         """Row ``i`` of ``rows`` goes to site ``i``, a single row to all; what all sites sent comes: (sites, length)."""
-        topology, length = self._sum.topology, rows.shape[1]
-        padded = torch.nn.functional.pad(rows, (0, -length % self._num_parts))
-        part = padded.view(len(rows), self._num_parts, -1)[:, self._part].contiguous()
+        topology, length, part = self._sum.topology, rows.shape[1], self._own_parts(rows)
         if len(rows) > 1:
             part = all_to_all_rows(part, self._sum.group)
             call.add_bytes(*topology.all_to_all_bytes(part[0].nbytes))
@@ -147,9 +145,10 @@ class SiteExchange:
         parts = self._join(part.view(-1), name).view(self._num_parts, self.num_sites, -1)
         return parts.transpose(0, 1).reshape(self.num_sites, -1)[:, :length].contiguous()
 
-    def _own_part(self, flat: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(flat.to(self._device), (0, -flat.numel() % self._num_parts))
-        return padded.view(self._num_parts, -1)[self._part]
+    def _own_parts(self, rows: Tensor) -> Tensor:
+        """This rank's part of each row, where they travel."""
+        padded = torch.nn.functional.pad(rows.to(self._device), (0, -rows.shape[1] % self._num_parts))
+        return padded.view(len(rows), self._num_parts, -1)[:, self._part].contiguous()
 
     def _join(self, part: Tensor, name: str) -> Tensor:
         """The parts of this site's ranks, one after another."""
