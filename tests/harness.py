@@ -13,7 +13,7 @@ cannot put back needs ranks of its own (``run_ranks(..., reuse=False)``): ranks 
 memory, count their threads, open files or warnings.  Ranks of which one failed or hung are not used again.
 
 ``run_ranks(..., device="sim")`` gives ranks whose accelerator is simulated (``tests/simdevice``), a device for each;
-``pytest --device cuda`` gives those tests real ones, which ranks share through gloo where there are too few, and the
+``pytest --device cuda`` gives those tests real ones, which ranks share where there are too few, and the
 name "cuda" for an argument that says "sim".  Rank functions ask ``simdevice.accelerator()`` for the device's name.
 Tests that look into the simulated device itself say ``device="simulated"`` and are left out there.
 """
@@ -108,7 +108,7 @@ def device_backends(world_size: int, *backends: str | None) -> tuple[str | None,
     """Of ``backends`` those that so many ranks can have here; None, which all can have, where there is none."""
     import torch
 
-    shares = is_device_real() and torch.cuda.device_count() < world_size
+    shares = is_device_real() and torch.cuda.device_count() < world_size and _SHARED_BACKEND != "nccl"
     return tuple(backend for backend in backends if backend is None or not shares) or (None,)
 
 
@@ -117,7 +117,7 @@ def _choose_backend(device: str, world_size: int, backend: str | None) -> str:
         return backend or ("gloo" if device == "cpu" else f"cpu:gloo,{device}:simccl")
     import torch
 
-    enough = torch.cuda.device_count() >= world_size
+    enough = torch.cuda.device_count() >= world_size or _SHARED_BACKEND == "nccl"
     if backend == "simccl" and not enough:
         import pytest
 
@@ -154,13 +154,31 @@ def _enter_rank(rank: int, world_size: int, device: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if device == "sim":
+    if device == "cpu":  # where there is a GPU, the numbers that a device is held to are the processor's all the same
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif device == "sim":
         from tests import simdevice
 
         simdevice.register(num_devices=world_size)
         torch.accelerator.set_device_index(rank)
     elif device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        if count < world_size:
+            _share_device(rank, rank % count)
+            count = 1
+        torch.cuda.set_device(rank % count)
+
+
+# What ranks that share a GPU talk through: "nccl" (see _share_device), or "gloo", which has no messages between two
+# ranks for a device's tensors.
+_SHARED_BACKEND = os.environ.get("THALWEG_TEST_SHARED_BACKEND", "nccl")
+
+
+def _share_device(rank: int, index: int) -> None:
+    """NCCL takes two ranks on one device where they say that they are on two hosts; then it talks through sockets."""
+    os.environ.update(CUDA_VISIBLE_DEVICES=str(index), NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo")
+    # Kernels of two processes take turns on a device, and those that wait for another's bytes are better few.
+    os.environ.update(NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="1", NCCL_NVLS_ENABLE="0")
 
 
 def _run_on_rank(
@@ -368,6 +386,8 @@ def enter_module(reuse_ranks: bool) -> None:
 def set_default_device(device: str) -> None:
     """What ``run_ranks`` gives a test that does not say where it runs."""
     _pools.default_device = device
+    if device == "cuda":  # the fork server must not begin to use the device that its ranks are to use
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def _end(processes: list[Any]) -> None:

@@ -306,7 +306,7 @@ def serve(device: torch.device, small: bool) -> dict[str, Any]:
         shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, **shape}
         config = LlamaConfig(**shape, num_attention_heads=8, vocab_size=512, max_position_embeddings=512)
         LlamaForCausalLM(config).save_pretrained(folder)
-        path = str(ROOT)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         if small:  # the server's processes must know the device before they do anything else
             site = Path(folder, "site")
             site.mkdir()

@@ -1,12 +1,13 @@
 """Twenty checks of a machine with a GPU, the most telling first, in about ten minutes.
 
 Each check is a process of its own with a limit and leaves one JSON line in `results/gpu/<machine>.jsonl`, whatever
-becomes of it; the next one starts all the same.  A run that was cut off goes on where it was: what passed at this
-commit is not run again.  At the end one table, `results/gpu/<machine>.md`, tells what held, what did not and the
-figures; `docs/devices.md` is made from these files.
+becomes of it; the next one starts all the same.  What one that did not pass has printed is in `results/gpu/logs`.
+A run that was cut off goes on where it was: what passed at this commit is not run again.  At the end one table,
+`results/gpu/<machine>.md`, tells what held, what did not and the figures; `docs/devices.md` is made from these files.
 
 Some checks are the project's own tests, which hold a device to what the CPU computes (`pytest --device cuda`); the
-others are functions of `figures.py`.  Two ranks share one GPU through gloo, as NCCL takes no two ranks on a device.
+others are functions of `figures.py`.  Two ranks share one GPU, as if each were a host of its own: NCCL
+takes no two ranks of a host on a device.
 
     make gpu                                  # all that has not passed at this commit
     python bench/gpu/run.py --only 3,14       # these two, again
@@ -102,6 +103,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--only", metavar="N,N", help="numbers of checks; they run even if they have passed")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="start no check after this (600)")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="of each check's own limit (1)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the lines and the table go")
     args = parser.parse_args()
     chosen = {int(number) for number in args.only.split(",")} if args.only else None
@@ -153,7 +155,7 @@ def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, 
     with tempfile.TemporaryFile("w+", errors="replace") as log:  # what a check leaves running holds no pipe of ours
         process = subprocess.Popen(names, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            outcome = "passed" if process.wait(min(check.seconds, left)) == 0 else "failed"
+            outcome = "passed" if process.wait(min(check.seconds * args.patience, left)) == 0 else "failed"
         except subprocess.TimeoutExpired:
             outcome = "timeout"
         # The check's own group: ranks that outlive it would hold the device's memory from the next.
@@ -173,6 +175,9 @@ def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, 
         found = ", ".join(f"{key} {_short(value)}" for key, value in figures.items() if not isinstance(value, dict))
     if outcome == "passed" and "left_out" in figures:
         outcome = "left out"
+    if outcome != "passed":  # on a machine that is soon given back, the whole of what a check printed is worth a file
+        (kept := args.out / "logs").mkdir(exist_ok=True)
+        (kept / f"{check.number}.log").write_text(output)
     errors = [row for row in output.splitlines() if row.startswith(("FAILED", "E  ", "Traceback")) or "Error" in row]
     if outcome != "passed":
         found = found or "; ".join(errors[-3:]) or (output.splitlines() or ["no output"])[-1]

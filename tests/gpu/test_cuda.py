@@ -66,6 +66,4 @@ def test_stages_equal_a_plain_loop(stage, dtype, tolerance):
 
 def test_a_model_without_memory_trains_as_another():
     """Built under ``zero.Init``, materialised on the device shard by shard."""
-    losses = _losses(3, "fp32", deferred=True)
-    assert losses[0] == pytest.approx(_losses(3, "fp32")[0], rel=0.05)  # drawn by the device's generator, maybe
-    assert losses[-1] < losses[0] - 0.05
+    assert _losses(3, "fp32", deferred=True) == pytest.approx(_losses(3, "fp32"), abs=1e-4)

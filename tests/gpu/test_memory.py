@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from thalweg.nn import tiled, tiled_cross_entropy
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
-from thalweg.storage_io.swap_file import SwapFile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +51,7 @@ def test_offloaded_inputs_keep_their_bits(where, monkeypatch):
         saver = (
             CpuActivationOffloader(torch.device("cuda"))
             if where == "host"
-            else NvmeActivationOffloader(partial(SwapFile, folder))
+            else NvmeActivationOffloader(folder)
         )
         assert all(torch.equal(a, b) for a, b in zip(_train(saver), want, strict=True))
 

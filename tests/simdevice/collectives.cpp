@@ -300,7 +300,8 @@ class SimBackend final : public c10d::Backend {
     return op.op_ == ReduceOp::AVG || op.op_ == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : op;
   }
   static double factor_of(const ReduceOp& op) {
-    auto* supplement = dynamic_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+    // The older of its two names, which torch 2.13 keeps.
+    auto* supplement = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
     return supplement->tensor_factor.defined() ? supplement->tensor_factor.cpu().item<double>() : supplement->double_factor;
   }
 };

@@ -43,7 +43,11 @@ DECODER_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", _LLAMA),
     "qwen3": ("Qwen3", _LLAMA | {"head_dim": 32}),
     "gemma": ("Gemma", _LLAMA | {"head_dim": 32}),
-    "gemma2": ("Gemma2", _LLAMA | {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma2": (  # SDPA has no cap on scores, and transformers of before 5.23 takes it all the same
+        "Gemma2",
+        _LLAMA
+        | {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_implementation": "eager"},
+    ),
     "gemma3": ("Gemma3Text", _LLAMA | {"head_dim": 32, "sliding_window": 7, "query_pre_attn_scalar": 24}),
     "phi": ("Phi", _LLAMA | {"num_key_value_heads": 4}),
     "phi3": ("Phi3", _LLAMA | {"pad_token_id": 0}),
