@@ -53,7 +53,12 @@ def _may_share(kind: str, count: int) -> bool:
     given = next((os.environ[name] for name in names if os.environ.get(name)), "")
     if count == 1 and given and "," not in given:
         return True
-    return dist.is_initialized() and f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
+    return dist.is_initialized() and goes_through_host(kind)
+
+
+def goes_through_host(kind: str) -> bool:
+    """Whether the job's group carries tensors of this kind of device by gloo: sums and gathers, no messages."""
+    return f"{kind}:gloo" in str(dist.get_backend_config()).split(",")
 
 
 class _OnlyStream:

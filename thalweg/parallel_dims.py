@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thalweg.device import communication_backend, current_accelerator, pick_device, takes_tensors_of
+from thalweg.device import communication_backend, current_accelerator, goes_through_host, pick_device, takes_tensors_of
 from thalweg.utils.env import RankInfo, read_rank_info
 from thalweg.utils.log import get_logger
 from thalweg.utils.rendezvous import rendezvous
@@ -172,9 +172,14 @@ def build_meshes(
     """The job's axes: from the degrees, or those of the given mesh after a check; collective.
 
     Raises:
-        ValueError: the degrees do not divide the world, or contradict the given mesh.
+        ValueError: the degrees do not divide the world, contradict the given mesh, or the group cannot carry them.
     """
     dims = dims or ParallelDims()
+    if max(dims.pp, dims.cp) > 1 and device.type != "cpu" and goes_through_host(device.type):
+        raise ValueError(  # gloo would write from the device's addresses, which ends the process
+            "stages of a pipeline and rings send messages between ranks, for which gloo takes no tensors of "
+            f"{device.type}: call init_process_group() without a backend"
+        )
     from torch.distributed.tensor import debug  # which loads DTensor; not every import of ours needs it
 
     # Meshes of the same ranks are equal to DTensor's caches, whatever groups they have: those of a job that this

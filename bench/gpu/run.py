@@ -271,7 +271,12 @@ def _short(value: Any) -> Any:
 
 
 def source_version() -> str:
-    """The commit; where the sources are not a commit's, or git knows nothing of them, with a hash of theirs."""
+    """The commit; where the sources are not a commit's, or git knows nothing of them, with a hash of theirs.
+
+    ``SOURCE_COMMIT`` says it of a copy of a commit's tree that has another history, or none.
+    """
+    if named := os.environ.get("SOURCE_COMMIT"):
+        return named
     commit, rooms = _git("rev-parse", "--short", "HEAD"), ("thalweg", "tests", "bench")
     if commit and not _git("status", "--porcelain", "--", *rooms):
         return commit

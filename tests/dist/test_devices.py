@@ -609,6 +609,26 @@ def test_a_rank_without_a_device_of_its_own_is_refused_with_the_cure():
     assert f"local rank 99 has no {kind} device of its own" in message and f"Start at most {count} ranks" in message
 
 
+def _refused_degrees(rank: int, world: int) -> list[str]:
+    from thalweg.parallel_dims import ParallelDims, build_meshes
+
+    found = []
+    for degrees in ({"pp": 2}, {"cp": 2}, {"tp": 2}):
+        try:
+            build_meshes(torch.device("sim", rank), dims=ParallelDims(**degrees))
+            found.append("taken")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_messages_over_gloo_are_refused_on_a_device():
+    """On a GPU gloo hands a device's address to the system, and the process ends with "Bad address"."""
+    for *refused, taken in run_ranks(_refused_degrees, 2, device="simulated", backend="cpu:gloo,sim:gloo"):
+        assert all("gloo takes no tensors of sim: call init_process_group() without" in said for said in refused)
+        assert taken == "taken"
+
+
 def _train_on(rank: int, world: int, device: str, in_environment: bool = False) -> tuple[str, list[float]]:
     """Where an engine of this device trains, and its losses; or the error that refuses it."""
     import os

@@ -48,11 +48,7 @@ def test_offloaded_inputs_keep_their_bits(where, monkeypatch):
     monkeypatch.setattr(offloaded_forward, "MIN_OFFLOAD_BYTES", 1)
     want = _train(None)
     with tempfile.TemporaryDirectory() as folder:
-        saver = (
-            CpuActivationOffloader(torch.device("cuda"))
-            if where == "host"
-            else NvmeActivationOffloader(folder)
-        )
+        saver = CpuActivationOffloader(torch.device("cuda")) if where == "host" else NvmeActivationOffloader(folder)
         assert all(torch.equal(a, b) for a, b in zip(_train(saver), want, strict=True))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from thalweg.infer import Request, SamplingParams
 from thalweg.infer.engine.engine import LLMEngine
@@ -112,6 +114,15 @@ DECODER_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", _LLAMA),
     "mamba": ("Mamba", {"vocab_size": 131, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
 }  # fmt: skip
+
+
+_OLD = Version(transformers.__version__) < Version("5.23")
+_REASON = "before transformers 5.23 its generate reads a part of the prompt where phi3's rotation changes (5.17 seen)"
+
+
+def in_generate(name: str) -> Any:
+    """A parameter of tests that hold a decoder to its own ``generate``, which must be right itself."""
+    return pytest.param(name, marks=pytest.mark.skipif(_OLD and name == "phi3_longer", reason=_REASON))
 
 
 def tiny_decoder(name: str, seed: int = 0, **changes: Any) -> Any:

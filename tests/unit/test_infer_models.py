@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.marks import nightly
-from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, tiny_decoder
+from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, in_generate, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.ops import cpu_kernels
 
@@ -69,7 +69,7 @@ def test_eager_tokens_equal_hugging_face(name: str) -> None:
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
-@pytest.mark.parametrize("name", sorted(FOREIGN))
+@pytest.mark.parametrize("name", [in_generate(name) for name in sorted(FOREIGN)])
 def test_any_other_model_runs_through_its_own_code(name: str) -> None:
     model = tiny_decoder(name)
     engine = load_engine(model, OPTIONS)
