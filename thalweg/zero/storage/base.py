@@ -237,10 +237,9 @@ def max_unit_grad_bytes(param_specs: Mapping[str, ParamSpec], units: Iterable[st
 
 def refresh_unsharded(storages: Iterable[ShardStorage]) -> None:
     """Cast this rank's rows into the unsharded tensors; those over the shard itself need nothing."""
-    with torch.no_grad():
-        for storage in storages:
-            if (copy_pair := storage.refresh_copy) is not None:
-                copy_pair[0].copy_(copy_pair[1])
+    if pairs := [pair for storage in storages if (pair := storage.refresh_copy) is not None]:
+        with torch.no_grad():
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # on a GPU few launches, with the cast in them
 
 
 class ParameterStorage(Protocol):
