@@ -6,6 +6,7 @@ import json
 import mmap
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 from weakref import WeakSet
 
@@ -244,7 +245,7 @@ def test_rows_21_22_sizes_around_a_limit_none_exceeds_it(tmp_path, tier, num_siz
 class _Mapping(mmap.mmap):
     """Anonymous memory or a file's, known while it is mapped."""
 
-    known: WeakSet[_Mapping] = WeakSet()
+    known: ClassVar[WeakSet[_Mapping]] = WeakSet()
 
     def __init__(self, *args, **kwargs):
         super().__init__()
@@ -359,9 +360,9 @@ def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
     for name, (peak, planned, _) in found.items():
         assert peak <= 1.05 * planned, name
         assert peak >= 0.85 * planned, name  # a bound that is never reached would say nothing
-    # On the host nothing but gradients that leave early is saved.  Peaks say that roughly, as a heap in which gradients
-    # stay has 37 to 66 MiB of holes in equal runs; what is alive says it in each run alike: 35.4 MiB where the plan says
-    # 34.7 (docs/decisions/2026-11-24-what-bf16-rounds.md).
+    # On the host nothing but gradients that leave early is saved.  Peaks say that roughly, as a heap in which
+    # gradients stay has 37 to 66 MiB of holes in equal runs; what is alive says it in each run alike: 35.4 MiB where
+    # the plan says 34.7 (docs/decisions/2026-11-24-what-bf16-rounds.md).
     saved, said, alive = (found["none"][i] - found["early"][i] for i in range(3))
     assert saved >= 0.65 * said
     assert 0.9 * said <= alive <= 1.1 * said
