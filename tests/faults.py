@@ -195,6 +195,12 @@ FAULTS = {
         _forgets("optimizer"),
         ("tests/dist/test_plan.py::test_row21_offload_stays_within_the_plan_and_saves_what_it_says",),
     ),
+    "gradients that leave keep a block for each unit (row 21)": Fault(
+        "thalweg.comm.collectives.reducer",
+        "GradientMemory.share",
+        _returns(None),
+        ("tests/dist/test_plan.py::test_row21_offload_stays_within_the_plan_and_saves_what_it_says",),
+    ),
     "a plan without activations (row 22)": Fault(
         "thalweg.plan.memory.rank_memory",
         "RankMemory._adjust",
