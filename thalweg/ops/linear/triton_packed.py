@@ -37,10 +37,12 @@ class Blocks(NamedTuple):
     split_k: int = 1
 
 
-# By HALVES, then by rows.  fp32 rows end with the first line: its tensor cores would round them.
+# By HALVES, then by rows.  fp32 rows end with the first line: tensor cores would round them.
+# One row: with 256 bytes for each warp, and for int4 fewer than four outputs, what is loaded needs to change no threads
+# (in Triton 3.6's code for sm_90; others are right, and slower).
 BLOCKS = {
     1: (Blocks(4, 1, 4, 1024, 4, 1), Blocks(16, 16, 32, 128, 4, 4, 4), Blocks(64, 64, 32, 128, 4, 3, 4)),
-    2: (Blocks(4, 1, 4, 1024, 4, 1), Blocks(16, 16, 32, 64, 4, 4, 4), Blocks(64, 64, 32, 64, 4, 3, 4)),
+    2: (Blocks(4, 1, 2, 1024, 4, 1), Blocks(16, 16, 32, 64, 4, 4, 4), Blocks(64, 64, 32, 64, 4, 3, 4)),
 }
 MIN_PROGRAMS = 256  # below this, inputs are shared: two for each of 132 processors
 
@@ -84,7 +86,10 @@ def _linear_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_K if BLOCK_M == 1 else BLOCK_M), tl.float32)
     for start in range(split * BLOCK_K, row_bytes, tl.num_programs(2) * BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)[None, :]
-        codes = tl.load(packed + n_64 * row_bytes + k, mask=(n < num_outputs) & (k < row_bytes), other=0)
+        codes_at = packed + n_64 * row_bytes + k
+        if BLOCK_M == 1:  # a thread has as many neighbours as of x: else all weights change threads
+            codes_at = tl.max_contiguous(codes_at, [1, 128 // x.dtype.element_ty.primitive_bitwidth])
+        codes = tl.load(codes_at, mask=(n < num_outputs) & (k < row_bytes), other=0)
         for half in tl.static_range(HALVES):
             x_at = x + m * (HALVES * row_bytes) + half * row_bytes + k
             rows = tl.load(x_at, mask=(m < num_rows) & (k < row_bytes), other=0)
