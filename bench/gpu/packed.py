@@ -123,7 +123,7 @@ def plain_of(kind: str, weight: torch.Tensor) -> tuple[Callable, torch.Tensor, t
     seen: dict = {}
     original = packed_linear._triton_product
 
-    def keep(packed: torch.Tensor, table: torch.Tensor, inputs: int) -> tuple[None, tuple[int, ...]]:
+    def keep(packed: torch.Tensor, table: torch.Tensor, *_: object) -> tuple[None, tuple[int, ...]]:
         seen.update(packed=packed, table=table)
         return None, ()
 

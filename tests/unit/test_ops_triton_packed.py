@@ -51,7 +51,7 @@ def _errors(form: str, shape: tuple[int, int], rows: int, dtype: torch.dtype) ->
 
     seen: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "_triton_product", lambda codes, table, _: (seen.extend((codes, table)), (None, ()))[1])
+        patch.setattr(packed, "_triton_product", lambda codes, table, *_: (seen.extend((codes, table)), (None, ()))[1])
         patch.setattr(packed, "_take_fused", lambda *_: None)  # torch's own product is not asked for
         packed._DEVICE_PACKERS[form](torch.randn(shape) * 0.05, None, dtype)
     codes, table = seen

@@ -121,9 +121,13 @@ def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("int4", layer)
 
 
-@functools.cache  # once for a shape: the layers of a model have a few
+@functools.cache  # the layers of a model have a few shapes
+def _log_once(message: str, *args: object) -> None:
+    log.warning(message, *args)
+
+
 def _log_int8_instead(outputs: int, inputs: int, reason: str) -> None:
-    log.warning("int4 weights of %d outputs and %d inputs are kept in int8: %s", outputs, inputs, reason)
+    _log_once("int4 weights of %d outputs and %d inputs are kept in int8: %s", outputs, inputs, reason)
 
 
 def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +147,7 @@ def _pack_int8_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     packed = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     # Scaled before the product: one launch less than after it, and sums of whole numbers do not overflow fp16.
     plain = lambda x: F.linear(x, packed * scale[:, None])
-    fused, row_counts = _triton_product(packed, scale, weight.shape[1])
+    fused, row_counts = _triton_product(packed, scale, weight.shape[1], plain)
     if weight.device.type != "cuda":  # CUDA's kernel computes one result at a time, slower than the plain form
         fused = lambda x: torch.ops.aten._weight_int8pack_mm.default(x, packed, scale)
     return _take_fused("int8", fused, row_counts, plain, weight.new_empty(0, weight.shape[1], dtype=dtype), bias)
@@ -164,7 +168,7 @@ def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
         scale, offset = scales[..., None]
         return F.linear(x, torch.addcmul(offset, numbers, scale).flatten(1))
 
-    fused, row_counts = _triton_product(packed, scales, inputs)
+    fused, row_counts = _triton_product(packed, scales, inputs, plain)
     tiles = next((tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0), 0)
     if fused is None and dtype == torch.bfloat16 and tiles:
         # For all rows, though many are slow: with the plain form's bytes beside the tiles there would be twice as many.
@@ -175,17 +179,21 @@ def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     return _take_fused("int4", fused, row_counts, plain, weight.new_empty(0, inputs, dtype=dtype), bias)
 
 
-def _triton_product(packed: Tensor, table: Tensor, inputs: int) -> tuple[LinearFn | None, tuple[int, ...]]:
-    """Return Triton's product and the numbers of rows that it computes in different ways, up to its largest.
+def _triton_product(
+    packed: Tensor, table: Tensor, inputs: int, plain: LinearFn
+) -> tuple[LinearFn | None, tuple[int, ...]]:
+    """Return a product of few rows by Triton and of more by the plain form, with the numbers of rows to try it with.
 
-    None and () where there is no CUDA, ROCm or Triton, or it does not take the weights.
+    None without CUDA or ROCm, or Triton, or for weights that the kernel does not take.
     """
     if packed.device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None, ()
+        return None, (4,)
     from thalweg.ops.linear import triton_packed
 
-    row_counts = triton_packed.row_counts(packed, table.dtype, inputs)
-    return (lambda x: triton_packed.linear(x, packed, table)) if row_counts else None, row_counts
+    counts = triton_packed.row_counts(packed, table.dtype, inputs)
+    if not counts:
+        return None, (4,)
+    return lambda x: triton_packed.linear(x, packed, table) if 0 < len(x) <= counts[-1] else plain(x), counts
 
 
 def _take_fused(
@@ -194,33 +202,21 @@ def _take_fused(
     """Return the device's own product if there is one that gives what the plain form gives, else that.
 
     ``like``: rows of the kind that will come.  A wrong layout of the weights is far off, rounding is not.
-    ``row_counts``: what it is tried with, which also compiles it; more rows than the last take the plain form.  Empty:
-    it takes all.
+    ``row_counts``: how many it is tried with: one for each way in which Triton compiles it.
     """
     layer = plain
     if fused is not None:
         generator = torch.Generator().manual_seed(0)
         try:
-            for rows in row_counts or (4,):
-                x = torch.randn(rows, like.shape[1], generator=generator).to(like)
-                expected = plain(x).float()
-                if not (fused(x).float() - expected).norm() < 0.02 * expected.norm():
-                    break
-            else:
+            samples = [torch.randn(rows, like.shape[1], generator=generator).to(like) for rows in row_counts]
+            errors = [(fused(x).float() - plain(x).float()).norm() / plain(x).float().norm() for x in samples]
+            if all(error < 0.02 for error in errors):
                 layer = fused
-        except Exception as error:  # Triton's are of many kinds: no C compiler, a device that it does not know
-            if row_counts:
-                _log_plain_form(name, str(error).partition("\n")[0])
+        except Exception as error:  # no operator; Triton's are of many kinds: no C compiler, an unknown device
+            if like.device.type == "cuda":
+                _log_once("%s weights become numbers for each product, which is slow: %s", name, str(error))
     kernel_name = name if layer is fused else "torch"
-    if layer is fused and row_counts:
-        few, most = fused, row_counts[-1]
-        layer = lambda x: few(x) if 0 < len(x) <= most else plain(x)
     return PackedLinear(kernel_name, layer if bias is None else lambda x: layer(x) + bias)
-
-
-@functools.cache
-def _log_plain_form(name: str, reason: str) -> None:
-    log.warning("%s weights become numbers of the rows' dtype for each product, which is slow: %s", name, reason)
 
 
 _DEVICE_PACKERS = {"int8": _pack_int8_on_device, "int4": _pack_int4_on_device}

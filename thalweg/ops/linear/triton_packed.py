@@ -18,8 +18,8 @@ Not differentiable.  This module alone imports Triton: import it where that is k
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 GROUP_SIZE = 32
@@ -41,9 +41,15 @@ class Blocks(NamedTuple):
 # One row: with 256 bytes for each warp, and for int4 fewer than four outputs, what is loaded needs to change no threads
 # (in Triton 3.6's code for sm_90; others are right, and slower).
 BLOCKS = {
-    1: (Blocks(4, 1, 4, 1024, 4, 1), Blocks(16, 16, 32, 128, 4, 4, 4), Blocks(64, 64, 32, 128, 4, 3, 4)),
-    2: (Blocks(4, 1, 2, 1024, 4, 1), Blocks(16, 16, 32, 64, 4, 4, 4), Blocks(64, 64, 32, 64, 4, 3, 4)),
-}
+    1: (
+        Blocks(4, 1, 4, 1024, 4, 1), Blocks(16, 16, 32, 128, 4, 4, 4),
+        Blocks(32, 32, 32, 128, 4, 4, 4), Blocks(64, 64, 32, 128, 4, 3, 4),
+    ),
+    2: (
+        Blocks(4, 1, 2, 1024, 4, 1), Blocks(16, 16, 32, 64, 4, 4, 4),
+        Blocks(32, 32, 32, 64, 4, 4, 4), Blocks(64, 64, 32, 64, 4, 3, 4),
+    ),
+}  # fmt: skip
 MIN_PROGRAMS = 256  # below this, inputs are shared: two for each of 132 processors
 
 
