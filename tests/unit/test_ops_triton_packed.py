@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +19,7 @@ def _mend_interpreter() -> None:
 
     It has bf16 as 16 bits of an integer, which its products and its casts from int8 take for a number.
     """
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
+    tl, interpreter = (pytest.importorskip(name) for name in ("triton.language", "triton.runtime.interpreter"))
     patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
     dot, cast = builder.create_dot, builder.cast_impl
 
