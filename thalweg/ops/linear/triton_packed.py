@@ -80,6 +80,12 @@ def linear(x: Tensor, packed: Tensor, table: Tensor, blocks: Blocks | None = Non
     return y[0] if split_k == 1 else y.sum(0).to(x.dtype)
 
 
+@triton.jit
+def _to_fp32(numbers):
+    """Small int32 as the last bits of 1.5 * 2 ** 23: an H100 converts integers at a fourth of the speed of this."""
+    return (numbers + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # it changes from step to step
 def _linear_kernel(
     x, packed, table, y, num_rows, num_outputs, row_bytes,
@@ -108,11 +114,13 @@ def _linear_kernel(
                 scale = tl.load(table_at, mask=there, other=0).to(tl.float32)[:, :, None]
                 offset = tl.load(table_at + num_outputs * groups, mask=there, other=0).to(tl.float32)[:, :, None]
                 numbers = codes.to(tl.int32)
-                numbers = numbers >> 4 if half == 0 else (numbers << 28) >> 28
-                numbers = numbers.to(tl.float32).reshape(BLOCK_N, BLOCK_K // 32, 32)
+                numbers = _to_fp32(numbers >> 4 if half == 0 else (numbers << 28) >> 28)
+                numbers = numbers.reshape(BLOCK_N, BLOCK_K // 32, 32)
                 weights = (numbers * scale + offset).reshape(BLOCK_N, BLOCK_K)
             if BLOCK_M == 1:
-                total += weights.to(tl.float32) * rows.to(tl.float32)
+                if HALVES == 1:
+                    weights = _to_fp32(codes.to(tl.int32))
+                total += weights * rows.to(tl.float32)
             else:
                 total = tl.dot(weights.to(rows.dtype), tl.trans(rows), total)
     if BLOCK_M == 1:
