@@ -159,7 +159,7 @@ def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
         _log_int8_instead(outputs, inputs, f"the inputs do not go into groups of {_INT4_GROUP_SIZE}")
         return _pack_int8_on_device(weight, bias, dtype)
     nibbles, table = _quantize_int4(weight)
-    first, last = (nibbles - 8).to(torch.int8).view(outputs, 2, -1).unbind(1)
+    first, last = (nibbles - 8).to(torch.int8).chunk(2, 1)
     packed = first << 4 | last & 15
     scales = table.permute(2, 1, 0).to(dtype).contiguous()
 
@@ -186,14 +186,12 @@ def _triton_product(
 
     None without CUDA or ROCm, or Triton, or for weights that the kernel does not take.
     """
-    if packed.device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None, (4,)
-    from thalweg.ops.linear import triton_packed
+    if packed.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from thalweg.ops.linear import triton_packed
 
-    counts = triton_packed.row_counts(packed, table.dtype, inputs)
-    if not counts:
-        return None, (4,)
-    return lambda x: triton_packed.linear(x, packed, table) if 0 < len(x) <= counts[-1] else plain(x), counts
+        if counts := triton_packed.row_counts(packed, table.dtype, inputs):
+            return lambda x: triton_packed.linear(x, packed, table) if 0 < len(x) <= counts[-1] else plain(x), counts
+    return None, (4,)
 
 
 def _take_fused(
@@ -209,8 +207,8 @@ def _take_fused(
         generator = torch.Generator().manual_seed(0)
         try:
             samples = [torch.randn(rows, like.shape[1], generator=generator).to(like) for rows in row_counts]
-            errors = [(fused(x).float() - plain(x).float()).norm() / plain(x).float().norm() for x in samples]
-            if all(error < 0.02 for error in errors):
+            pairs = [(fused(x).float(), plain(x).float()) for x in samples]
+            if all((y - expected).norm() < 0.02 * expected.norm() for y, expected in pairs):
                 layer = fused
         except Exception as error:  # no operator; Triton's are of many kinds: no C compiler, an unknown device
             if like.device.type == "cuda":
