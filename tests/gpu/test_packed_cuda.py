@@ -36,7 +36,7 @@ def test_products_are_those_of_the_numbers(
 ):
     """With fp64, and with the plain form; every way of cutting the rows, and more rows than the kernel takes."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     weight, bias = torch.randn(shape) * 0.05, torch.randn(shape[0])
     layer = pack_linear(weight.cuda(), bias.cuda(), form, dtype)
