@@ -289,7 +289,7 @@ def test_int4_that_becomes_int8_is_said_once_for_a_shape(caplog: pytest.LogCaptu
     weight, device = torch.randn(64, 96), partial(packed._DEVICE_PACKERS["int4"], bias=None, dtype=torch.float32)
     assert device(weight[:33]).kernel_name == "torch" and not caplog.records
     narrow = torch.randn(40, 90)
-    packed._log_int8_instead.cache_clear()
+    packed._log_once.cache_clear()
     for _ in range(2):
         layer = device(narrow)
     said = [record.getMessage() for record in caplog.records]

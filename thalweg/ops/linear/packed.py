@@ -4,15 +4,18 @@ fp32 and bf16 by oneDNN's own layout, int8 with a scale per output and rows quan
 groups of 32 with a scale and an offset in bf16.  Where a build of torch lacks an operator, or a shape does
 not suit it, the layer computes the same with plain operators.
 
-On an accelerator int8 and int4 have the same numbers, and rows stay as they are.  torch's products for packed weights
-(those that torchao calls) are taken where the device has them and they agree with the plain form, which turns a
-layer's bytes into numbers of the rows' dtype for the time of its product.
+On an accelerator int8 and int4 have the same numbers, and rows stay as they are.  The plain form turns a layer's bytes
+into numbers of the rows' dtype for the time of its product, which is then the device's own: a byte read, two written
+and two read again for each int8 weight, however many rows there are.  A few rows take a product that reads the bytes
+alone: on CUDA and ROCm a Triton kernel (``triton_packed``), elsewhere torch's for packed weights, where the device has
+them.  Either is taken if it agrees with the plain form.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -118,9 +121,13 @@ def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("int4", layer)
 
 
-@functools.cache  # once for a shape: the layers of a model have a few
+@functools.cache  # the layers of a model have a few shapes
+def _log_once(message: str, *args: object) -> None:
+    log.warning(message, *args)
+
+
 def _log_int8_instead(outputs: int, inputs: int, reason: str) -> None:
-    log.warning("int4 weights of %d outputs and %d inputs are kept in int8: %s", outputs, inputs, reason)
+    _log_once("int4 weights of %d outputs and %d inputs are kept in int8: %s", outputs, inputs, reason)
 
 
 def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,12 +141,16 @@ def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_int8_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
-    scale = weight.abs().amax(1).div(127).clamp(min=1e-12)
-    packed = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    scale = scale.to(dtype)
-    plain = lambda x: F.linear(x, packed.to(dtype)) * scale
-    fused = lambda x: torch.ops.aten._weight_int8pack_mm.default(x, packed, scale)
-    return _take_fused("int8", fused, plain, weight.new_empty(0, weight.shape[1], dtype=dtype), bias)
+    # The scale is rounded first: the numbers are made for the one that they are multiplied by.
+    smallest = 1e-7 if dtype == torch.float16 else 1e-12
+    scale = weight.abs().amax(1).div(127).clamp(min=smallest).to(dtype)
+    packed = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    # Scaled before the product: one launch less than after it, and sums of whole numbers do not overflow fp16.
+    plain = lambda x: F.linear(x, packed * scale[:, None])
+    fused, row_counts = _triton_product(packed, scale, weight.shape[1], plain)
+    if weight.device.type != "cuda":  # CUDA's kernel computes one result at a time, slower than the plain form
+        fused = lambda x: torch.ops.aten._weight_int8pack_mm.default(x, packed, scale)
+    return _take_fused("int8", fused, row_counts, plain, weight.new_empty(0, weight.shape[1], dtype=dtype), bias)
 
 
 def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
@@ -148,36 +159,60 @@ def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
         _log_int8_instead(outputs, inputs, f"the inputs do not go into groups of {_INT4_GROUP_SIZE}")
         return _pack_int8_on_device(weight, bias, dtype)
     nibbles, table = _quantize_int4(weight)
-    pairs = nibbles.to(torch.uint8).view(outputs, -1, 2)
-    packed = pairs[..., 0] << 4 | pairs[..., 1]
+    first, last = (nibbles - 8).to(torch.int8).chunk(2, 1)
+    packed = first << 4 | last & 15
+    scales = table.permute(2, 1, 0).to(dtype).contiguous()
 
     def plain(x: Tensor) -> Tensor:
-        numbers = torch.stack([packed >> 4, packed & 15], -1).view(outputs, -1, _INT4_GROUP_SIZE).to(dtype) - 8
-        scale, offset = table.to(dtype).transpose(0, 1)[..., None].unbind(2)
-        return F.linear(x, (numbers * scale + offset).flatten(1))
+        numbers = torch.stack([packed >> 4, packed << 4 >> 4], 1).view(outputs, -1, _INT4_GROUP_SIZE)
+        scale, offset = scales[..., None]
+        return F.linear(x, torch.addcmul(offset, numbers, scale).flatten(1))
 
-    fused = None
+    fused, row_counts = _triton_product(packed, scales, inputs, plain)
     tiles = next((tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0), 0)
-    if dtype == torch.bfloat16 and tiles:
+    if fused is None and dtype == torch.bfloat16 and tiles:
+        # For all rows, though many are slow: with the plain form's bytes beside the tiles there would be twice as many.
+        pairs = nibbles.to(torch.uint8).view(outputs, -1, 2)
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-            tiled = torch.ops.aten._convert_weight_to_int4pack.default(packed, tiles)
+            tiled = torch.ops.aten._convert_weight_to_int4pack.default(pairs[..., 0] << 4 | pairs[..., 1], tiles)
             fused = lambda x: torch.ops.aten._weight_int4pack_mm.default(x, tiled, _INT4_GROUP_SIZE, table)
-    return _take_fused("int4", fused, plain, weight.new_empty(0, inputs, dtype=dtype), bias)
+    return _take_fused("int4", fused, row_counts, plain, weight.new_empty(0, inputs, dtype=dtype), bias)
 
 
-def _take_fused(name: str, fused: LinearFn | None, plain: LinearFn, like: Tensor, bias: Tensor | None) -> PackedLinear:
+def _triton_product(
+    packed: Tensor, table: Tensor, inputs: int, plain: LinearFn
+) -> tuple[LinearFn | None, tuple[int, ...]]:
+    """Return a product of few rows by Triton and of more by the plain form, with the numbers of rows to try it with.
+
+    None without CUDA or ROCm, or Triton, or for weights that the kernel does not take.
+    """
+    if packed.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from thalweg.ops.linear import triton_packed
+
+        if counts := triton_packed.row_counts(packed, table.dtype, inputs):
+            return lambda x: triton_packed.linear(x, packed, table) if 0 < len(x) <= counts[-1] else plain(x), counts
+    return None, (4,)
+
+
+def _take_fused(
+    name: str, fused: LinearFn | None, row_counts: tuple[int, ...], plain: LinearFn, like: Tensor, bias: Tensor | None
+) -> PackedLinear:
     """Return the device's own product if there is one that gives what the plain form gives, else that.
 
     ``like``: rows of the kind that will come.  A wrong layout of the weights is far off, rounding is not.
+    ``row_counts``: how many it is tried with: one for each way in which Triton compiles it.
     """
     layer = plain
     if fused is not None:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(4, like.shape[1], generator=generator).to(like)
-        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-            expected = plain(x).float()
-            if (fused(x).float() - expected).norm() < 0.02 * expected.norm():
+        try:
+            samples = [torch.randn(rows, like.shape[1], generator=generator).to(like) for rows in row_counts]
+            pairs = [(fused(x).float(), plain(x).float()) for x in samples]
+            if all((y - expected).norm() < 0.02 * expected.norm() for y, expected in pairs):
                 layer = fused
+        except Exception as error:  # no operator; Triton's are of many kinds: no C compiler, an unknown device
+            if like.device.type == "cuda":
+                _log_once("%s weights become numbers for each product, which is slow: %s", name, str(error))
     kernel_name = name if layer is fused else "torch"
     return PackedLinear(kernel_name, layer if bias is None else lambda x: layer(x) + bias)
 
