@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p")
-_RMS_NORM_ARGS = ("input", "normalized_shape", "weight", "eps")
-_DROPOUT_ARGS = ("input", "p", "training", "inplace")
+_NORM_ARGS = ("input", "normalized_shape", "weight", "eps")
+_ARGS: dict[Any, tuple[str, ...]] = {
+    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+    F.rms_norm: _NORM_ARGS,
+    torch.rms_norm: _NORM_ARGS,
+    F.dropout: ("input", "p", "training", "inplace"),
+}
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -42,21 +46,16 @@ class GpuKernelMode(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        if func not in _ARGS:
+            return func(*args, **kwargs)
+        given = dict(zip(_ARGS[func], args, strict=False)) | kwargs
         if func is F.scaled_dot_product_attention:
-            kwargs = dict(zip(_SDPA_ARGS, args, strict=False)) | kwargs
-            rest = args[len(_SDPA_ARGS) :]
-            kwargs["dropout_p"] = 0.0
-            if rest:
-                kwargs["is_causal"] = rest[0]
-            args = ()
-        elif func is F.rms_norm or func is torch.rms_norm:
-            given = dict(zip(_RMS_NORM_ARGS, args, strict=False)) | kwargs
-            input, weight = given["input"], given.get("weight")
-            if weight is None or weight.dtype == input.dtype:
-                return _FusedRmsNorm.apply(input, weight, len(given["normalized_shape"]))
-        elif func is F.dropout:
-            given = {"p": 0.5, "training": True, "inplace": False} | dict(zip(_DROPOUT_ARGS, args, strict=False)) | kwargs
-            if given["training"] and 0.0 < given["p"] < 1.0 and not given["inplace"]:
-                return torch.native_dropout(given["input"], given["p"], True)[0]
-        return func(*args, **kwargs)
+            return func(**given | {"dropout_p": 0.0})
+        if func is F.dropout:
+            p, is_kernel = given.get("p", 0.5), given.get("training", True) and not given.get("inplace")
+            return torch.native_dropout(given["input"], p, True)[0] if is_kernel and 0 < p < 1 else func(**given)
+        input, weight = given["input"], given.get("weight")
+        if weight is not None and weight.dtype != input.dtype:
+            return func(**given)
+        return _FusedRmsNorm.apply(input, weight, len(given["normalized_shape"]))
