@@ -243,11 +243,97 @@ def compiled(device: torch.device, small: bool) -> dict[str, Any]:
     return found
 
 
+def _smi_used_mib() -> float | None:
+    """What the driver says is in use on this process' first device, by all programs; None without its tool."""
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    command = ["nvidia-smi", "-i", index, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return float(found.stdout.split()[0]) if found.returncode == 0 else None
+    except (OSError, ValueError, IndexError):  # no such tool, or it knows no number
+        return None
+
+
+def _library_mib(device: torch.device, used_before: float | None) -> dict[str, Any]:
+    """The context's bytes, and the workspaces of products: the plan's constants of ``spec/devices.py``.
+
+    ``context_mib``: what the driver has given since ``used_before``, read before CUDA began, less what torch's
+    allocator holds: wrong where another program comes or goes meanwhile.  ``cublas_mib``, ``cublas_backward_mib``: what
+    the first product of this thread takes, and the first of autograd's, which has a handle of its own.
+    """
+    here = torch.accelerator
+    found: dict[str, Any] = {}
+    a, b = (torch.ones(512, 512, dtype=torch.bfloat16, device=device) for _ in range(2))
+    result = a + b
+    here.synchronize()
+    if used_before is not None and (used := _smi_used_mib()) is not None:
+        found["context_mib"] = used - used_before - here.memory_reserved() / 2**20
+    alive = here.memory_allocated()
+    torch.mm(a, b, out=result)
+    found["cublas_mib"] = (here.memory_allocated() - alive) / 2**20
+    a.requires_grad_(True)
+    a.grad = torch.zeros_like(a)
+    result = a @ b
+    alive = here.memory_allocated()
+    result.backward(torch.ones_like(result))
+    here.synchronize()
+    found["cublas_backward_mib"] = (here.memory_allocated() - alive) / 2**20
+    return found
+
+
+def _kernel_bytes(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[float]:
+    """Bytes for each element of the first input: kept for the backward pass beside the result, and the peaks of the two
+    passes over what was there before each."""
+    here, count = torch.accelerator, inputs[0].numel()
+    for leaf in inputs:
+        leaf.requires_grad_(leaf.is_floating_point())
+    here.reset_peak_memory_stats()
+    before = here.memory_allocated()
+    out = run(*inputs)
+    kept, forward = here.memory_allocated() - before - out.nbytes, here.max_memory_allocated() - before
+    grad = torch.ones_like(out)
+    here.reset_peak_memory_stats()
+    before = here.memory_allocated()
+    out.backward(grad)
+    here.synchronize()
+    return [round(value / count, 3) for value in (kept, forward, here.max_memory_allocated() - before)]
+
+
+def _kernels(device: torch.device, small: bool) -> dict[str, list[float]]:
+    """:func:`_kernel_bytes` of what processors and GPUs have different kernels for."""
+    rows, width, heads, vocabulary = (64, 64, 2, 512) if small else (4096, 768, 12, 32000)
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    split = (4, heads, rows // 4, width // heads)
+    labels = torch.randint(0, vocabulary, (rows,), device=device)
+    return {
+        "rms_norm": _kernel_bytes(
+            lambda x, w: F.rms_norm(x, (width,), w, 1e-5), torch.randn(rows, width, **bf16), torch.ones(width, **bf16)
+        ),
+        "layer_norm": _kernel_bytes(
+            lambda x, w: F.layer_norm(x, (width,), w), torch.randn(rows, width, **bf16), torch.ones(width, **bf16)
+        ),
+        "sdpa": _kernel_bytes(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            *(torch.randn(split, **bf16) for _ in range(3)),
+        ),
+        "cross_entropy": _kernel_bytes(
+            lambda x: F.cross_entropy(x.float(), labels), torch.randn(rows, vocabulary, **bf16)
+        ),
+        "silu": _kernel_bytes(F.silu, torch.randn(rows, width, **bf16)),
+        "dropout": _kernel_bytes(lambda x: F.dropout(x, 0.1), torch.randn(rows, width, **bf16)),
+        "embedding": _kernel_bytes(lambda w: F.embedding(labels, w), torch.randn(vocabulary, width, **bf16)),
+        "linear": _kernel_bytes(F.linear, torch.randn(rows, width, **bf16), torch.randn(width, width, **bf16)),
+    }
+
+
 def memory(device: torch.device, small: bool) -> dict[str, Any]:
-    """The peak against the plan's, and the phases' times against the whole step's."""
+    """The peak against the plan's, whole and by phase; the bytes of libraries, and of kernels by themselves."""
+    used_before = None if small else _smi_used_mib()
     import thalweg
 
-    found: dict[str, Any] = {}
+    found = _library_mib(device, used_before)
+    found["kernel_bytes"] = _kernels(device, small)
+    here, mib = torch.accelerator, 2.0**20
     for stage in (0, 3):
         model, tokens = _model(small), _tokens(small, device)
         config = {
@@ -257,19 +343,52 @@ def memory(device: torch.device, small: bool) -> dict[str, Any]:
             "zero_optimization": {"stage": stage},
         }
         planned = thalweg.plan(copy.deepcopy(model), config, device="auto", batch=(tokens.cpu(), tokens.cpu()))
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
+        by_phase: dict[str, int] = {}
+        for sample in planned.timeline:
+            alive = sample.resident_bytes - planned.per_rank.process
+            by_phase[sample.phase] = max(by_phase.get(sample.phase, 0), alive)
+        here.reset_peak_memory_stats()
+        before = here.memory_allocated()
         engine = _engine(model, stage)
+        here.synchronize()
+        peaks: dict[str, float] = {"initialize": here.max_memory_allocated() - before}
+        loss: Any = None
+
+        def run_forward(engine: Any = engine, tokens: torch.Tensor = tokens) -> None:
+            nonlocal loss
+            loss = engine(tokens, tokens)
+
+        def run_backward(engine: Any = engine) -> None:
+            nonlocal loss
+            engine.backward(loss)
+            loss = None
+
+        phases = {"forward": run_forward, "backward": run_backward, "update": engine.step}
         for _ in range(4):
-            _step(engine, tokens)
-        torch.accelerator.synchronize()
-        peak = torch.accelerator.max_memory_allocated() - before
-        expected = planned.per_rank.total - planned.per_rank.process - planned.per_rank.fragmentation
-        found[f"stage_{stage}_peak_mib"], found[f"stage_{stage}_planned_mib"] = peak / 2**20, expected / 2**20
+            rest = here.memory_allocated() - before
+            for phase, run in phases.items():
+                here.reset_peak_memory_stats()
+                run()
+                here.synchronize()
+                peaks[phase] = max(peaks.get(phase, 0), here.max_memory_allocated() - before)
+                if phase == "forward":
+                    saved = here.memory_allocated() - before - rest
+        peak = max(peaks.values())
+        per_rank = planned.per_rank
+        expected = per_rank.total - per_rank.process - per_rank.fragmentation
+        figures = {"peak": peak, "planned": expected}
+        figures |= {phase: peaks[phase] for phase in peaks}
+        figures |= {f"planned_{phase}": by_phase[phase] for phase in phases}
+        # At rest nothing but states is there: gradients that stay would be seen here, and the plan's are not there.
+        states = per_rank.parameters + per_rank.gathered + per_rank.optimizer
+        figures |= {"rest": rest, "planned_rest": states, "saved": saved}
+        found |= {f"stage_{stage}_{name}_mib": value / mib for name, value in figures.items()}
         found[f"stage_{stage}_planned_of_peak"] = expected / peak
         engine.close()
-        del engine, model
-    assert small or all(0.8 < found[f"stage_{stage}_planned_of_peak"] < 1.25 for stage in (0, 3)), found
+        del engine, model, phases, run, run_forward, run_backward
+    if used_before is not None and (used := _smi_used_mib()) is not None:
+        found["context_after_training_mib"] = used - used_before - here.memory_reserved() / mib
+    assert small or all(0.95 < found[f"stage_{stage}_planned_of_peak"] < 1.08 for stage in (0, 3)), found
     return found
 
 

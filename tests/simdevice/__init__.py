@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 DEVICE = "sim"
-_SOURCES = ("device.cpp", "collectives.cpp", "autocast.cpp", "attention.cpp")
+_SOURCES = ("device.cpp", "collectives.cpp", "autocast.cpp", "attention.cpp", "fused.cpp")
 _HERE = Path(__file__).parent
 
 

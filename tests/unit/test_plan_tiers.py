@@ -218,7 +218,8 @@ def test_sequence_ranks_share_the_tokens():
     whole, halves = (planned(config_of(1, sequence_parallel_size=size), GPUS, sequence_length=128) for size in (1, 2))
     assert whole.not_counted == halves.not_counted == []
     assert halves.per_rank.optimizer == whole.per_rank.optimizer  # states are sharded over all of them
-    assert halves.per_rank.logits == pytest.approx(whole.per_rank.logits / 2, rel=0.1)
+    most_of_whole, most_of_halves = (max(s.live_bytes.get("logits", 0) for s in p.timeline) for p in (whole, halves))
+    assert most_of_halves == pytest.approx(most_of_whole / 2, rel=0.1) and most_of_whole > 0
     assert halves.per_rank.activations < 0.8 * whole.per_rank.activations
     assert halves.tokens_per_step == whole.tokens_per_step // 2
     # q, k, v and the output of each of 8 layers, forward and backward: half of a rank's part leaves.
@@ -251,7 +252,9 @@ def test_row45_frozen_parameters_have_neither_gradients_nor_state():
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     assert 0 < trained < frozen
     found = thalweg.plan(model, config_of(3), cluster=GPUS, sequence_length=64)
-    assert found.per_rank.gradients == pytest.approx(4 * trained / 4, rel=0.01)
+    gradients = {s.phase: s.live_bytes.get("gradients", 0) for s in found.timeline}
+    assert gradients["update"] == pytest.approx(4 * trained / 4, rel=0.01)
+    assert gradients["forward"] == 0  # a device's go with the update
     assert found.per_rank.optimizer == pytest.approx(8 * trained / 4, rel=0.01)
     assert found.per_rank.parameters == pytest.approx((trained + frozen), rel=0.01)
     assert found.traffic["reduce_scatter"] == pytest.approx(4 * trained * 3 / 4, rel=0.01)

@@ -1,8 +1,9 @@
 """Memory that reductions touch and keep: slots of shared memory, and the blocks of reduced gradients.
 
-Where gradients stay for the step, each unit has a block of its own (``comm/buffer.py: ReusableBuffer``), and a second
-one if a later backward of the window adds to it.  Where they leave (updates within the backward pass,
-gradients that rest on a disk) all units share a pool, and as many blocks exist as are in use at once.
+Where gradients stay for the step, each unit has a block of its own (``comm/collectives/reducer.py: ReusableBuffer``),
+and a second one if a later backward of the window adds to it.  Where they leave (updates within the backward pass,
+gradients that rest on a disk) all units share a pool, and as many blocks exist as are in use at once.  On a device
+they are blocks of torch's allocator from a unit's reduction to the end of the update.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class GradientBuffers:
         self._rank_memory, self._run_spec = rank_memory, run_spec
         self._max_pending = 0 if disk_keeps_up else MAX_PENDING_UPDATES
         self._units = {unit.name: unit for unit in units}
+        self._device_ids = {unit.name: -(1 << 40) - index for index, unit in enumerate(units, start=1)}
         self._touched_bytes = [0] * run_spec.num_reduction_slots
         self._read_ranges: list[set[tuple[int, int]]] = [set() for _ in self._touched_bytes]
         self._gather_slot_bytes = [0] * 4
@@ -88,6 +90,9 @@ class GradientBuffers:
         if self.grads_leave_early:
             self._release_early(unit, last)
             return
+        if not self._run_spec.on_cpu:
+            self._reduce_on_device(unit)
+            return
         needed = 2 if name in self._units_with_grads else 1
         if needed > self._num_blocks[name]:
             self._rank_memory.adjust_mmapped("gradients", unit.sharded_grad_bytes)
@@ -108,7 +113,9 @@ class GradientBuffers:
             pool.release_memory()
 
     def end_window(self) -> None:
-        """Gradients are forgotten; a unit's own block stays."""
+        """Gradients are forgotten; a unit's own block stays on a processor."""
+        for name in self._units_with_grads if not self._run_spec.on_cpu else ():
+            self._rank_memory.free(self._device_ids[name])
         self._units_with_grads.clear()
         self._pending_updates.clear()
         for block in self._output_pool.buffers + self._input_pool.buffers:
@@ -120,6 +127,15 @@ class GradientBuffers:
         local = self._run_spec.shard_topology.ranks_per_node
         read = sum(_union_length(rows) for rows in self._read_ranges) * (local - 1)
         return read * local + sum(self._gather_slot_bytes) * (local - 1)
+
+    def _reduce_on_device(self, unit: UnitInfo) -> None:
+        """A block of its own for what is reduced first; what comes later is added to that, and its block free again."""
+        is_first = unit.name not in self._units_with_grads
+        storage_id = self._device_ids[unit.name] if is_first else -(1 << 40)
+        self._rank_memory.allocate(storage_id, unit.sharded_grad_bytes, "gradients")
+        if not is_first:
+            self._rank_memory.free(storage_id)
+        self._units_with_grads.add(unit.name)
 
     def _touch_slot(self, unit: UnitInfo) -> None:
         """This rank writes its whole slot and reads its rows of the others'.

@@ -169,12 +169,13 @@ def _best_seconds(run: Callable[[], Tensor], device: torch.device, seconds: floa
 CONTEXT_BYTES = 512 * _MIB
 # NCCL's buffers of one group, as seen on four A100 with NVLink (NVIDIA/nccl#964): of two ranks, and of more.
 _NCCL_PAIR_BYTES, _NCCL_GROUP_BYTES = 544 * _MIB, 688 * _MIB
-# torch's workspace of cuBLAS on one stream: 32 MiB since Hopper (CUBLAS_WORKSPACE_CONFIG's default in torch), 8 before.
-_CUBLAS_BYTES = 32 * _MIB
+# torch's workspaces of cuBLAS: 32 MiB since Hopper (CUBLAS_WORKSPACE_CONFIG's default in torch), 8 before, for the
+# handle of the forward pass' thread, and as much for that of autograd's.
+_CUBLAS_BYTES = 2 * 32 * _MIB
 
 
 def library_bytes(group_sizes: list[int]) -> int:
     """Bytes that the libraries of a training process take of its device: communicators of groups of these sizes (those
-    of one rank have none) and the workspace of products."""
+    of one rank have none) and the workspaces of products."""
     groups = (_NCCL_PAIR_BYTES if size == 2 else _NCCL_GROUP_BYTES for size in group_sizes if size > 1)
     return sum(groups) + _CUBLAS_BYTES

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 
 from thalweg.activation_checkpointing import apply_activation_checkpointing
 from thalweg.comm import CommsLog
@@ -35,7 +36,7 @@ from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder, TraceEvent
 from thalweg.plan.trace.fake_groups import apply_fake_sp, apply_fake_tp
 from thalweg.plan.trace.fsdp_events import FsdpEventSource, FsdpUnitEvents, UnitInfo
-from thalweg.plan.trace.gpu_attention import GpuAttentionMode
+from thalweg.plan.trace.gpu_kernels import GpuKernelMode
 from thalweg.plan.trace.offload_recorder import OffloadRecorder
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.trees import get_loss, iter_tensors
@@ -104,7 +105,7 @@ def trace_step(
         if tiling is not None:
             tiling.trust_current_hooks()
         del fake
-        with _autocast_context(run_spec), _attention_context(run_spec):
+        with _autocast_context(run_spec), nullcontext() if run_spec.on_cpu else GpuKernelMode():
             if input_spec is None:
                 _record_reductions_only(source)
             else:
@@ -261,12 +262,6 @@ def _autocast_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=parse_dtype(run_spec.autocast_dtype))
 
 
-def _attention_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
-    """A GPU's, where blocks keep what it saves: what runs again in the backward pass is outside of modes."""
-    keeps_saved = run_spec.activation_checkpointing.policy == "none"
-    return GpuAttentionMode() if not run_spec.on_cpu and keeps_saved else nullcontext()
-
-
 def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource) -> None:
     recorder, run_spec = source.recorder, source.run_spec
     model.train()
@@ -283,7 +278,8 @@ def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource
             recorder.record_mark("backward")
             if run_spec.accumulation_steps > 1:
                 loss = loss / run_spec.accumulation_steps
-            loss.backward()
+            # Not loss.backward(), which a mode of functions handles and is off within: what runs again must see it too.
+            torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
             del loss
             recorder.record_mark("end of backward")
             source.finish_backward()
