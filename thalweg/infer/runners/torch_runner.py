@@ -103,34 +103,30 @@ class _GroupLayout:
 
 
 def _lay_out_groups(
-    starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], tables: Sequence[np.ndarray]
+    starts: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, table_rows: np.ndarray
 ) -> tuple[list[_GroupLayout], np.ndarray]:
     """Put spans together whose numbers of queries and of keys lie between the same powers of two.
 
-    Span i has ``counts[i]`` queries, the first at position ``starts[i]``, and ``lengths[i]`` keys.  Returns the groups
-    and each token's place in their results.
+    Span i has ``counts[i]`` queries, the first at position ``starts[i]``, and ``lengths[i]`` keys in the blocks of
+    ``tables[table_rows[i]]``.  Returns the groups and each token's place in their results.
     """
-    members: dict[Any, list[int]] = {}
-    for number, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=True)):
-        size = (count - 1).bit_length(), max(length, _MIN_KEY_BUCKET).bit_length()
-        members.setdefault((start == 0 and count == length, *size), []).append(number)
-    offsets, layouts = np.concatenate([[0], np.cumsum(counts)]), []
-    places, base_place = np.empty(int(offsets[-1]), np.int64), 0
-    for spans in members.values():
-        own_counts = np.array([counts[x] for x in spans])
-        most = int(own_counts.max())
+    # The exponents that frexp gives of whole numbers are their numbers of bits.
+    key_bits = np.frexp(np.maximum(lengths, _MIN_KEY_BUCKET))[1]
+    kinds = ((starts == 0) & (counts == lengths)) + 2 * np.frexp(counts - 1)[1] + 128 * key_bits
+    ends, layouts = np.cumsum(counts), []
+    places, base_place = np.empty(int(ends[-1]), np.int64), 0
+    for kind in dict.fromkeys(kinds.tolist()):
+        spans = np.flatnonzero(kinds == kind)
+        own_counts, own_lengths = counts[spans], lengths[spans]
+        most, num_keys = int(own_counts.max()), int(own_lengths.max())
         # A span's queries, then its last one again and again.
         steps = np.minimum(np.arange(most), own_counts[:, None] - 1)
-        first = np.array([starts[x] for x in spans])[:, None]
-        own_lengths = np.array([lengths[x] for x in spans])
-        num_blocks = max(len(tables[x]) for x in spans)
-        padded = np.zeros((len(spans), num_blocks), np.int64)
-        for row, x in enumerate(spans):
-            padded[row, : len(tables[x])] = tables[x]
-            places[offsets[x] : offsets[x + 1]] = base_place + row * most + np.arange(counts[x])
-        rows = offsets[spans][:, None] + steps
-        layouts.append(_GroupLayout(int(own_lengths.max()), own_lengths, rows, first + steps, padded))
-        base_place += len(spans) * most
+        rows = (ends - counts)[spans][:, None] + steps
+        is_own = np.arange(most) < own_counts[:, None]
+        places[rows[is_own]] = base_place + np.flatnonzero(is_own)
+        own_tables = tables[:, : -(-num_keys // base.BLOCK_SIZE)][table_rows[spans]]
+        layouts.append(_GroupLayout(num_keys, own_lengths, rows, starts[spans][:, None] + steps, own_tables))
+        base_place += rows.size
     return layouts, places
 
 
@@ -458,10 +454,11 @@ class TorchLayers:
 
     def encode(self, e: EncoderSpec, prompts: Sequence[Sequence[int]], lora_ids: Sequence[int] = ()) -> Tensor:
         """Return an encoder's last states (tokens, width), prompt after prompt."""
-        counts = [len(prompt) for prompt in prompts]
+        counts = np.array([len(prompt) for prompt in prompts])
         tokens = np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts])
         position_ids = [e.position_ids(torch.from_numpy(t)).numpy() for t in np.split(tokens, np.cumsum(counts)[:-1])]
-        layouts, places = _lay_out_groups([0] * len(counts), counts, counts, [np.empty(0, np.int64)] * len(counts))
+        no_tables, firsts = np.empty((len(counts), 0), np.int64), np.zeros_like(counts)
+        layouts, places = _lay_out_groups(firsts, counts, counts, no_tables, firsts)
         arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts), places]
         lora_rows = _rows_by_adapter(np.repeat(lora_ids, counts)) if lora_ids else {}
         ids, positions, *on_device = arrays_to_device([*arrays, *lora_rows.values()], self.device)
@@ -638,32 +635,34 @@ class TorchRunner(TorchLayers, ModelRunner):
 
     def _prepare(self, batch: ModelInput) -> _Step:
         """Lay out a step on the host and copy it to the device."""
-        slots, starts, counts = (list(x) for x in zip(*batch.spans, strict=True))
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        size, tables = self.block_size, []
-        for number, (slot, start, count) in enumerate(batch.spans):
-            table = self._block_tables[slot, : -(-lengths[number] // size)]
-            if count > 1 or start % size == 0:
-                table[:] = batch.block_tables[number][: len(table)]
-            tables.append(table)
-        if max(counts) == 1:
-            positions, table_of_token = np.array(starts, np.int64), range(len(starts))
-        else:
-            positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, lengths, strict=True)])
-            table_of_token = np.repeat(np.arange(len(starts)), counts)
-        blocks = self._block_tables[np.array(slots)[table_of_token], positions // size]
-        layouts, places = _lay_out_groups(starts, counts, lengths, tables)
+        slots, starts, counts = np.array(batch.spans, np.int64).T.copy()
+        lengths, size, tables = starts + counts, self.block_size, self._block_tables
+        for number in np.flatnonzero((counts > 1) | (starts % size == 0)).tolist():
+            num_blocks = -(-int(lengths[number]) // size)
+            tables[slots[number], :num_blocks] = batch.block_tables[number][:num_blocks]
+        positions, slot_of_token = starts, slots
+        if len(batch.tokens) > len(starts):
+            firsts, slot_of_token = np.repeat([starts - (np.cumsum(counts) - counts), slots], counts, axis=1)
+            positions = firsts + np.arange(len(firsts))
+        blocks = tables[slot_of_token, positions // size]
+        layouts, places = _lay_out_groups(starts, counts, lengths, tables, slots)
         arrays = [np.array(batch.tokens, np.int64), positions, blocks * size + positions % size]
         arrays += [*_arrays_of(layouts), places]
         indices = np.array(batch.logit_indices, np.int64)
-        lora_ids = np.repeat(batch.lora_ids, counts) if batch.lora_ids else np.empty(0, np.int64)
-        lora_rows = _rows_by_adapter(lora_ids)
-        logit_lora_rows = _rows_by_adapter(lora_ids[indices]) if lora_rows else {}
+        lora_rows, logit_lora_rows = {}, {}
+        if batch.lora_ids:
+            lora_ids = np.repeat(batch.lora_ids, counts)
+            lora_rows, logit_lora_rows = _rows_by_adapter(lora_ids), _rows_by_adapter(lora_ids[indices])
         arrays += [indices, *lora_rows.values(), *logit_lora_rows.values()]
         cross_layouts, cross_places = [], places
         if batch.encoder_seq_lens:
-            encoder_tables = [np.array(table, np.int64) for table in batch.encoder_block_tables]
-            cross_layouts, cross_places = _lay_out_groups(starts, counts, batch.encoder_seq_lens, encoder_tables)
+            encoder_tables = np.zeros((len(slots), max(map(len, batch.encoder_block_tables))), np.int64)
+            for row, blocks in zip(encoder_tables, batch.encoder_block_tables, strict=True):
+                row[: len(blocks)] = blocks
+            lengths = np.array(batch.encoder_seq_lens)
+            cross_layouts, cross_places = _lay_out_groups(
+                starts, counts, lengths, encoder_tables, np.arange(len(slots))
+            )
             arrays += [*_arrays_of(cross_layouts), cross_places]
         tokens, on_device_positions, slot_mapping, *rest = arrays_to_device(arrays, self.device)
         metadata = self._attention_metadata(layouts, places, rest, size)
