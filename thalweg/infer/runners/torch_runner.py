@@ -4,10 +4,10 @@ The picture of a step, for N tokens in spans of sequences:
 
     host     one array of integers: tokens, positions, slots, block tables -> one copy to the device, not waited for
     linear   all N tokens together
-    cache    all N keys and values are written by one index_copy_ to their slots
+    cache    all N keys and values are written by one index_copy_ to their slots, and read by one index_select
     attend   spans of like sizes are a padded batch: (B, T) queries gather (B, S) keys, one SDPA for all of them
 
-Keys and values of a layer lie in a tensor (position in the cache, kv head, dim); position p of a sequence is at
+Keys and values of a layer lie in a tensor (position in the cache, 2 * kv heads, dim); position p of a sequence is at
 ``16 * table[p // 16] + p % 16``.  Sizes are alike where their next powers of two are, so that padding at most doubles
 the work, and most steps have one group.  A padding repeats its span's last query or key: nothing is read that the
 span's own sequence has not written, whatever lies in the other blocks.  Nothing in a step waits for the device; the
@@ -187,7 +187,8 @@ class TorchLayers:
 
             def linear(x: Tensor) -> Tensor:
                 y = torch.cat([F.linear(x, part) for part in parts], -1)
-                y = (y if order is None else y.index_select(-1, order)) * layer.output_scale
+                y = y if order is None else y.index_select(-1, order)
+                y = y if layer.output_scale == 1 else y * layer.output_scale
                 return y if bias is None else y + bias
 
             return linear
@@ -237,21 +238,21 @@ class TorchLayers:
             found = self._device_tensors[id(tensor)] = tensor, moved
         return found[1]
 
-    def _apply_rope(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> Tensor:
+    def _rotate(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> None:
+        """Rotate x (N, heads, dim) in place."""
         if id(r) not in self._rotations:
             tables = (self._on_device(t, torch.float32) for t in (r.cos, r.sin))
             cos, sin = (t.index_select(0, positions)[:, None].to(x.dtype) for t in tables)
-            self._rotations[id(r)] = cos, sin
+            pairs = ((cos, cos), (-sin, sin))
+            whole = [torch.stack(p, -1).flatten(-2) if r.interleaved else torch.cat(p, -1) for p in pairs]
+            self._rotations[id(r)] = whole[0], whole[1]
         cos, sin = self._rotations[id(r)]
-        pairs = cos.shape[-1]
-        rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-        if r.interleaved:
-            a, b = rotated[..., ::2], rotated[..., 1::2]
-            rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        else:
-            a, b = rotated[..., :pairs], rotated[..., pairs:]
-            rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+        x = x[..., : cos.shape[-1]]
+        # (a, b) becomes (a cos - b sin, b cos + a sin).
+        swapped = (
+            x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if r.interleaved else torch.cat(x.chunk(2, -1)[::-1], -1)
+        )
+        x.mul_(cos).addcmul_(swapped, sin)
 
     def _attention_metadata(
         self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Sequence[Tensor], block_size: int
@@ -288,12 +289,12 @@ class TorchLayers:
         self,
         a: AttentionSpec,
         q: Tensor,
-        fetch: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+        fetch: Callable[[Tensor | None], Tensor],
         metadata: _AttentionMetadata,
         *,
         causal: bool = True,
     ) -> Tensor:
-        """Attend q (N, heads, dim) to keys and values (places, kv heads, dim), which ``fetch`` gives of their places.
+        """Attend q (N, heads, dim) to keys and values (places, 2 * kv heads, dim), which ``fetch`` gives.
 
         ``causal``: each query sees the positions up to its own.
         """
@@ -301,7 +302,7 @@ class TorchLayers:
         for group in metadata.groups:
             num_spans, num_queries, num_keys = group.shape
             own = q if group.rows is None else q.index_select(0, group.rows)
-            k, v = (t.view(num_spans, num_keys, *t.shape[1:]) for t in fetch(group.keys))
+            k, v = fetch(group.keys).view(num_spans, num_keys, -1, a.head_dim).chunk(2, 2)
             own = own.view(num_spans, num_queries, *q.shape[1:])
             results.append(self._attend_group(a, own, k, v, group, causal).flatten(0, 1))
         y = results[0] if len(results) == 1 else torch.cat(results)
@@ -421,27 +422,34 @@ class TorchLayers:
     def _norm(self, n: NormSpec | None, x: Tensor) -> Tensor:
         if n is None:
             return x
-        weight = self._on_device(n.weight, torch.float32)
-        y = x.float()
-        if n.norm_type == "rms":
-            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + n.eps) * weight
+        # A device's own kernels sum in fp32 and round once, as is done here, where weights are of the same dtype.
+        is_fused = self.device.type != "cpu" and n.weight.dtype == x.dtype
+        weight, *bias = (
+            self._on_device(t, t.dtype if is_fused else torch.float32) for t in (n.weight, n.bias) if t is not None
+        )
+        y = x if is_fused else x.float()
+        if n.norm_type == "layer":
+            y = F.layer_norm(y, weight.shape, weight, bias[0], n.eps)
+        elif is_fused:
+            y = F.rms_norm(y, weight.shape, weight, n.eps)
         else:
-            assert n.bias is not None
-            y = F.layer_norm(y, weight.shape, weight, self._on_device(n.bias, torch.float32), n.eps)
+            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + n.eps) * weight
         return y.to(x.dtype)
 
     def _add_branch(self, x: Tensor, branch: Tensor, post_norm: NormSpec | None, norm: NormSpec | None) -> Tensor:
         """Add what attention or MLP gave, behind its own norm, to x; then normalise x where the layer does."""
         return self._norm(norm, x + self._norm(post_norm, branch))
 
-    def _project_qkv(self, a: AttentionSpec, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (T, heads, dim), normalised and rotated."""
+    def _project_qkv(self, a: AttentionSpec, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries (N, heads, dim), and keys and then values (N, 2 * kv heads, dim), normalised and rotated."""
         qkv = self._linear(a.qkv, x).view(len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
-        q, k, v = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
-        q, k = self._norm(a.q_norm, q), self._norm(a.k_norm, k)
+        q, k, _ = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
+        for norm, part in ((a.q_norm, q), (a.k_norm, k)):
+            if norm is not None:
+                part.copy_(self._norm(norm, part))
         if a.rope is not None:
-            q, k = self._apply_rope(a.rope, q, positions), self._apply_rope(a.rope, k, positions)
-        return q, k, v
+            self._rotate(a.rope, qkv[:, : a.num_heads + a.num_kv_heads], positions)
+        return q, qkv[:, a.num_heads :]
 
     def _embed(self, d: DecoderSpec | EncoderSpec, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the stack's input."""
@@ -467,10 +475,10 @@ class TorchLayers:
         self._rotations = {}
         x = self._embed(e, ids, positions)
         for layer in e.layers:
-            q, k, v = self._project_qkv(layer.attention, self._norm(layer.attn_norm, x), positions)
+            q, kv = self._project_qkv(layer.attention, self._norm(layer.attn_norm, x), positions)
 
-            def fetch(at: Tensor | None, k: Tensor = k, v: Tensor = v) -> tuple[Tensor, Tensor]:
-                return (k, v) if at is None else (k.index_select(0, at), v.index_select(0, at))
+            def fetch(at: Tensor | None, kv: Tensor = kv) -> Tensor:
+                return kv if at is None else kv.index_select(0, at)
 
             attended = self._attend(layer.attention, q, fetch, metadata, causal=False).flatten(1)
             attended = self._linear(layer.attention.out, attended)
@@ -516,8 +524,9 @@ class KVCacheTensor:
             return
         self._rows.index_copy_(0, indices, rows.to(self._rows.dtype))
 
-    def gather(self, indices: Tensor) -> Tensor:
+    def gather(self, indices: Tensor | None) -> Tensor:
         """Return the rows (T, heads, dim) at positions (T,)."""
+        assert indices is not None, "a cache is never in the order of the queries"
         if self._kv_cache_dtype == "int8":
             rows, scales = self._rows.index_select(0, indices), self._scales.index_select(0, indices)
             return (rows.float() * scales).to(self._dtype)
@@ -578,14 +587,14 @@ class TorchRunner(TorchLayers, ModelRunner):
         self.decoder = quantize_experts(spec, self._weight_format, self.device, self.dtype) if packs else spec
 
     def _allocate_cache(self, num_blocks: int) -> None:
-        self._keys, self._values = [], []
+        self._kv_cache: list[KVCacheTensor] = []
         self.num_blocks = num_blocks
         store: dict[str, Any] = {
             "dtype": self.dtype, "kv_cache_dtype": self._kv_cache_dtype, "device": self.device
         }  # fmt: skip
         num_positions = num_blocks * self.block_size
-        shapes = [(num_positions, x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
-        self._keys, self._values = ([KVCacheTensor(*shape, **store) for shape in shapes] for _ in range(2))
+        shapes = [(2 * x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
+        self._kv_cache += [KVCacheTensor(num_positions, *shape, **store) for shape in shapes]
 
     def _warm_up(self, num_tokens: int) -> None:
         """Run a step of so many tokens: weights come to the device, and what activations take is known after it."""
@@ -709,14 +718,8 @@ class TorchRunner(TorchLayers, ModelRunner):
         for index, layer in enumerate(d.layers):
             if layer.cross_attention is not None:
                 a = layer.attention
-                kv = self._linear(layer.cross_attention.kv, states).view(len(states), 2, a.num_kv_heads, a.head_dim)
-                self._keys[index].write(slot_mapping, kv[:, 0])
-                self._values[index].write(slot_mapping, kv[:, 1])
-
-    def _fetch(self, index: int, at: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values at places in the cache."""
-        assert at is not None, "a cache is never in the order of the queries"
-        return self._keys[index].gather(at), self._values[index].gather(at)
+                kv = self._linear(layer.cross_attention.kv, states).view(len(states), 2 * a.num_kv_heads, a.head_dim)
+                self._kv_cache[index].write(slot_mapping, kv)
 
     def _cross_attention(
         self, cross: specs.CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, step: _Step
@@ -724,22 +727,21 @@ class TorchRunner(TorchLayers, ModelRunner):
         assert step.cross_metadata is not None, "a step of a model with cross attention has encoder prompts"
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
         cross_spec = replace(a, scale=cross.scale, sliding_window=0, softcap=0.0, alibi_slopes=None, relative_bias=None)
-        out = self._attend(cross_spec, q, partial(self._fetch, index), step.cross_metadata, causal=False)
+        out = self._attend(cross_spec, q, self._kv_cache[index].gather, step.cross_metadata, causal=False)
         return self._norm(cross.residual_norm, x + self._linear(cross.out, out.flatten(1)))
 
     def _attention(self, a: AttentionSpec, index: int, x: Tensor, step: _Step) -> Tensor:
         if a.num_heads == 0:  # a rank that has experts alone
             return torch.zeros_like(x)
-        q, k, v = self._project_qkv(a, x, step.positions)
-        self._keys[index].write(step.slot_mapping, k)
-        self._values[index].write(step.slot_mapping, v)
-        out = self._attend(a, q, partial(self._fetch, index), step.metadata)
+        q, kv = self._project_qkv(a, x, step.positions)
+        self._kv_cache[index].write(step.slot_mapping, kv)
+        out = self._attend(a, q, self._kv_cache[index].gather, step.metadata)
         return self._linear(a.out, out.flatten(1))
 
     def close(self) -> None:
         """Drop the weights and the cache."""
         super().close()
-        self._keys, self._values = [], []
+        self._kv_cache = []
 
     def sleep(self) -> None:
         """Drop the weights and the cache."""
