@@ -12,6 +12,11 @@ Keys and values of a layer lie in a tensor (position in the cache, 2 * kv heads,
 the work, and most steps have one group.  A padding repeats its span's last query or key: nothing is read that the
 span's own sequence has not written, whatever lies in the other blocks.  Nothing in a step waits for the device; the
 sampler's one copy of the tokens to the host does.
+
+Where the device has graphs (CUDA), a step in which each sequence has one token is one launch and not hundreds: for each
+number of sequences and of keys, both rounded up to powers of two, the kernels are captured when it first comes.  A
+graph reads memory of its own for tokens, positions and block tables; rows without a sequence write to a block of the
+cache that no sequence has.  All graphs share one pool of memory, as no two run at the same time.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.device import copy_to_device, graph_module
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
@@ -41,6 +47,9 @@ from thalweg.infer.runners.base import (
     RunnerRequest,
     arrays_to_device,
 )
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
 
 _STORAGE_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
@@ -59,6 +68,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _MAX_DENSE_ROWS = 64
 # Contexts up to this length are attended together: what padding costs there is less than another launch.
 _MIN_KEY_BUCKET = 256
+# Graphs that are kept, of those used last: each takes some MB of the device's memory.
+_MAX_GRAPHS = 32
+# What a graph computes is at most so many times what there is to compute.
+_MAX_GRAPH_PADDING = 4
 
 
 @dataclass
@@ -78,7 +91,7 @@ class _AttentionGroup:
     is_full: bool
     # Whether all spans are whole sequences: query t sees keys 0 to t, paddings see what they like.
     is_prefill: bool
-    # What is added to scores, or which may be seen, by kind: layers share it.
+    # What is added to scores, by kind: layers share it.
     masks: dict[Any, Tensor] = field(default_factory=dict)
 
 
@@ -326,15 +339,15 @@ class TorchLayers:
         if a.softcap:
             scores = a.softcap * torch.tanh((q @ k.transpose(2, 3)) * a.scale / a.softcap)
             if mask is not None:
-                scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+                scores = scores + mask
             y = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale)
         return y.unflatten(2, (heads_per_group, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _mask(self, a: AttentionSpec, group: _AttentionGroup, causal: bool) -> Tensor:
-        """Return which keys are seen, bool (B, 1, heads of a group * T, S), or what is added to scores, the same with
-        kv heads; made once a step for all layers of a kind."""
+        """Return what is added to scores (B, 1, heads of a group * T, S), with a bias the same for each kv head; made
+        once a step for all layers of a kind."""
         kind = causal, a.sliding_window, id(a.alibi_slopes), id(a.relative_bias), a.num_heads, a.num_kv_heads
         if kind in group.masks:
             return group.masks[kind]
@@ -348,8 +361,9 @@ class TorchLayers:
         if a.sliding_window:
             seen = seen & (key_positions > query_positions - a.sliding_window)
         bias, heads_per_group = self._position_bias(a, key_positions - query_positions), a.num_heads // a.num_kv_heads
-        if bias is None:
-            mask = seen[:, None, None].expand(-1, 1, heads_per_group, -1, -1)
+        if bias is None:  # of the scores' dtype: SDPA would make one out of each layer's booleans
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
+            mask = mask[:, None, None].expand(-1, 1, heads_per_group, -1, -1)
         else:
             mask = bias.masked_fill(~seen[:, None], -torch.inf).unflatten(1, (a.num_kv_heads, heads_per_group))
         group.masks[kind] = mask = mask.flatten(2, 3)
@@ -553,10 +567,20 @@ class _Step:
     logit_lora_rows: dict[int, Tensor]
 
 
+@dataclass
+class _DecodeGraph:
+    """A captured step of B sequences with up to S keys, and what it reads: see :meth:`TorchRunner._decode`."""
+
+    graph: Any
+    inputs: Tensor
+
+
 class TorchRunner(TorchLayers, ModelRunner):
     """Runs a :class:`DecoderSpec`, or with a ``comm`` a shard of one."""
 
     block_size = base.BLOCK_SIZE
+    # None: no graphs.
+    _graph_module: Any = None
 
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
@@ -574,6 +598,11 @@ class TorchRunner(TorchLayers, ModelRunner):
         self._take_decoder(request.spec)
         self.comm, self.num_slots = request.comm, request.num_slots
         self._kv_cache_dtype = request.kv_cache_dtype if dtype is None else "auto"
+        config = request.config
+        has_fixed_work = self.comm is None and self._cache_weights and self.decoder.encoder is None
+        # A token that is batch invariant takes the same kernels with and without logits.
+        if has_fixed_work and dtype is None and not (config.enforce_eager or config.batch_invariant):
+            self._graph_module = graph_module(self.device)
         # As of the last step that changed them: a token in the middle of a block goes on in the last one.
         self._block_tables = np.zeros((self.num_slots, -(-self.max_length // self.block_size)), np.int64)
         if isinstance(request.num_blocks, int):
@@ -588,11 +617,14 @@ class TorchRunner(TorchLayers, ModelRunner):
 
     def _allocate_cache(self, num_blocks: int) -> None:
         self._kv_cache: list[KVCacheTensor] = []
+        # By numbers of sequences and keys, the one used last at the end.
+        self._graphs: dict[tuple[int, int], _DecodeGraph] = {}
+        self._graph_logits: Tensor | None = None
         self.num_blocks = num_blocks
         store: dict[str, Any] = {
             "dtype": self.dtype, "kv_cache_dtype": self._kv_cache_dtype, "device": self.device
         }  # fmt: skip
-        num_positions = num_blocks * self.block_size
+        num_positions = (num_blocks + (self._graph_module is not None)) * self.block_size
         shapes = [(2 * x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
         self._kv_cache += [KVCacheTensor(num_positions, *shape, **store) for shape in shapes]
 
@@ -611,26 +643,96 @@ class TorchRunner(TorchLayers, ModelRunner):
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
         """Return fp32 logits (len(batch.logit_indices), vocab)."""
+        if (logits := self._run_graph(batch)) is not None:
+            return logits
         d, comm, step = self.decoder, self.comm, self._prepare(batch)
         x = self._forward(step)
         if comm is None or comm.is_last_stage:
-            logits = self._logits(x, batch, step)
+            logits = self._logits(x, step)
         else:
             comm.send_activations(x)
             logits = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
-        if comm is not None:
-            logits = comm.return_result(logits)
-        if d.logit_softcap:
-            logits = d.logit_softcap * torch.tanh(logits / d.logit_softcap)
-        return logits
+        return logits if comm is None else comm.return_result(logits)
 
-    def _logits(self, x: Tensor, batch: ModelInput, step: _Step) -> Tensor:
-        if len(batch.logit_indices) == 0:
-            return torch.empty(0, self.decoder.vocab_size, device=self.device)
+    def _run_graph(self, batch: ModelInput) -> Tensor | None:
+        """Compute a step by one launch, or None: not each sequence has one token, or padding would cost too much."""
+        count = len(batch.spans)
+        if self._graph_module is None or len(batch.tokens) > count or list(batch.logit_indices) != [*range(count)]:
+            return None
+        if max(batch.lora_ids, default=-1) >= 0:
+            return None
+        slots, starts, _ = self._take_spans(batch)
+        size, tables, longest = self.block_size, self._block_tables, int(starts.max()) + 1
+        num_rows = min(1 << (count - 1).bit_length(), self.num_slots)
+        num_keys = min(max(1 << (longest - 1).bit_length(), _MIN_KEY_BUCKET), tables.shape[1] * size)
+        least = int(np.maximum(starts, _MIN_KEY_BUCKET).sum())
+        if num_rows * num_keys > min(_MAX_GRAPH_PADDING * least, self.num_blocks * size):
+            return None
+        if num_rows > _MAX_DENSE_ROWS and any(isinstance(x.mlp, MoESpec) for x in self.decoder.layers):
+            return None  # which experts compute what would be asked of the device
+        inputs = np.zeros(num_rows * (2 + num_keys // size), np.int64)
+        inputs[:count], inputs[num_rows : num_rows + count] = batch.tokens, starts
+        own_tables = inputs[2 * num_rows :].reshape(num_rows, -1)
+        own_tables[:count] = tables[:, : num_keys // size][slots]
+        own_tables[count:, 0] = self.num_blocks
+        on_device, key = copy_to_device(torch.from_numpy(inputs), self.device), (num_rows, num_keys)
+        found = self._graphs.pop(key, None) or self._capture(key, on_device)
+        if found is None:
+            return None
+        self._graphs[key] = found
+        found.inputs.copy_(on_device)
+        found.graph.replay()
+        assert self._graph_logits is not None, "the first capture makes them"
+        return self._graph_logits[:count]
+
+    def _capture(self, key: tuple[int, int], inputs: Tensor) -> _DecodeGraph | None:
+        """Capture a step; where that fails there are no graphs from then on."""
+        stream = torch.accelerator.current_stream(self.device) if self.device.type != "cpu" else None
+        others = list(self._graphs.values())
+        try:
+            # Once without a graph: what is made once and kept must not lie in the graphs' memory.
+            logits = self._decode(inputs, *key)
+            if self._graph_logits is None:
+                self._graph_logits = logits.new_empty(self.num_slots, logits.shape[1])
+            graph, pool = self._graph_module.CUDAGraph(), others[0].graph.pool() if others else None
+            with self._graph_module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._graph_logits[: key[0]].copy_(self._decode(inputs, *key))
+        except Exception as error:
+            log.warning("no CUDA graphs, decoding steps launch their kernels one by one: %s", error)
+            self._graph_module = None
+            self._graphs.clear()
+            if stream is not None:  # a capture that fails leaves its own
+                torch.accelerator.set_stream(stream)
+            return None
+        if len(others) == _MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        return _DecodeGraph(graph, inputs)
+
+    def _decode(self, inputs: Tensor, num_rows: int, num_keys: int) -> Tensor:
+        """Return logits (B, vocab) of B sequences with a token each, which see up to S keys.
+
+        ``inputs``: tokens (B,), positions (B,) and block tables (B, S / 16), one after the other.
+        """
+        tokens, positions, tables = inputs.split([num_rows, num_rows, len(inputs) - 2 * num_rows])
+        key_positions = torch.minimum(torch.arange(num_keys, device=self.device), positions[:, None])
+        size, query_positions = self.block_size, positions[:, None]
+        keys = tables.view(num_rows, -1).gather(1, key_positions // size) * size + key_positions % size
+        slot_mapping = keys.gather(1, query_positions)[:, 0]
+        shape = num_rows, 1, num_keys
+        group = _AttentionGroup(shape, None, keys.flatten(), query_positions, positions + 1, False, False)
+        step = _Step(tokens, positions, slot_mapping, _AttentionMetadata([group], None), None, None, {})
+        self._rotations, self.lora_rows = {}, {}
+        return self._logits(self._forward(step), step)
+
+    def _logits(self, x: Tensor, step: _Step) -> Tensor:
+        d = self.decoder
         if step.logit_indices is not None:
+            if len(step.logit_indices) == 0:
+                return torch.empty(0, d.vocab_size, device=self.device)
             x, self.lora_rows = x.index_select(0, step.logit_indices), step.logit_lora_rows
-        logits = self._linear(self.decoder.lm_head, self._norm(self.decoder.final_norm, x)).float()
-        return logits if self.comm is None else self.comm.gather_logits(logits)
+        logits = self._linear(d.lm_head, self._norm(d.final_norm, x)).float()
+        logits = logits if self.comm is None else self.comm.gather_logits(logits)
+        return d.logit_softcap * torch.tanh(logits / d.logit_softcap) if d.logit_softcap else logits
 
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
@@ -642,13 +744,18 @@ class TorchRunner(TorchLayers, ModelRunner):
             self.comm.send_activations(states)
         return self.comm.return_result(states)
 
+    def _take_spans(self, batch: ModelInput) -> np.ndarray:
+        """Return the spans' slots, starts and counts (3, spans); their block tables are up to date then."""
+        slots, starts, counts = spans = np.array(batch.spans, np.int64).T.copy()
+        for number in np.flatnonzero((counts > 1) | (starts % self.block_size == 0)).tolist():
+            num_blocks = -(-int(starts[number] + counts[number]) // self.block_size)
+            self._block_tables[slots[number], :num_blocks] = batch.block_tables[number][:num_blocks]
+        return spans
+
     def _prepare(self, batch: ModelInput) -> _Step:
         """Lay out a step on the host and copy it to the device."""
-        slots, starts, counts = np.array(batch.spans, np.int64).T.copy()
+        slots, starts, counts = self._take_spans(batch)
         lengths, size, tables = starts + counts, self.block_size, self._block_tables
-        for number in np.flatnonzero((counts > 1) | (starts % size == 0)).tolist():
-            num_blocks = -(-int(lengths[number]) // size)
-            tables[slots[number], :num_blocks] = batch.block_tables[number][:num_blocks]
         positions, slot_of_token = starts, slots
         if len(batch.tokens) > len(starts):
             firsts, slot_of_token = np.repeat([starts - (np.cumsum(counts) - counts), slots], counts, axis=1)
@@ -741,7 +848,7 @@ class TorchRunner(TorchLayers, ModelRunner):
     def close(self) -> None:
         """Drop the weights and the cache."""
         super().close()
-        self._kv_cache = []
+        self._kv_cache, self._graphs, self._graph_logits = [], {}, None
 
     def sleep(self) -> None:
         """Drop the weights and the cache."""
