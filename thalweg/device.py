@@ -342,6 +342,12 @@ def can_pin() -> bool:
         return False
 
 
+def graph_module(device: torch.device) -> Any:
+    """The device's module where it can launch many kernels as one (CUDA graphs), else None."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return module if hasattr(module, "CUDAGraph") else None
+
+
 @cache
 def widest_float(device: torch.device) -> torch.dtype:
     """fp64, or fp32 on a device that has none."""

@@ -282,7 +282,7 @@ def _memory(rank: int, world: int, live: bool) -> dict[str, int]:
         engine = load_engine(model, EngineConfig(dtype="fp32", device="auto" if live else device, **sizes))
     finally:
         torch.accelerator.get_memory_info = ask
-    cache = sum(x._rows.nbytes for x in engine.runner._keys + engine.runner._values)
+    cache = sum(x._rows.nbytes for x in engine.runner._kv_cache)
     used = torch.accelerator.memory_allocated() - cache
     return {"weights": weights, "added": used - before, "cache": cache, "rest": total - used}
 
@@ -413,7 +413,7 @@ def _from_a_folder(rank: int, world: int, folder: str) -> list[Any]:
     for fields in ({}, {"dtype": "int8"}):
         before = torch.accelerator.memory_allocated()
         engine = thalweg.init_inference(folder, {"max_out_tokens": 64, "max_batch": 2}, **fields)
-        cache = sum(x._rows.nbytes for x in engine.core.runner._keys + engine.core.runner._values)
+        cache = sum(x._rows.nbytes for x in engine.core.runner._kv_cache)
         used = torch.accelerator.memory_allocated() - before - cache
         found.append((engine.options.device, used / sum(p.nbytes for p in engine.module.parameters()) < 1.1))
         tokens = engine.generate(ids, max_new_tokens=5, do_sample=False)

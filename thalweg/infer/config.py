@@ -103,6 +103,9 @@ class EngineConfig:
     batch_invariant: bool = _option(
         False, "the same bits whatever runs beside a request; free with the CPU kernels, slow without"
     )
+    enforce_eager: bool = _option(
+        False, "launch the kernels of decoding steps one by one, where a CUDA graph would launch them together"
+    )
     num_speculative_tokens: int = _option(
         0,
         "draft tokens of a step for each sequence, looked up in its own text (or from draft_model, then 4 unless"

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from thalweg.infer.runners.base import EncoderInput, ModelInput, QuerySpan
-from thalweg.infer.types import Request, SamplingParams, TokenLogprob
+from thalweg.infer.types import Request, TokenLogprob
 
 MAX_STEP_ROWS = 12  # of a step, draft tokens included: as many cost what one costs
 
@@ -80,25 +80,14 @@ class Sequence:
     done: bool = False
 
     def __post_init__(self) -> None:
+        # Asked for at each token, and never changed: how to sample, the prompt's length, and how many tokens were
+        # there before the first generated one.
+        self.params, self.num_prompt_tokens = self.request.params, len(self.request.prompt)
         self.tokens = list(self.decoder_start_ids or self.request.prompt)
+        self.num_initial_tokens = len(self.tokens)
         requested_seed = self.params.seed
         self.seed = secrets.randbits(64) if requested_seed is None else requested_seed
         self.last_block_id = self.prefix_root
-
-    @property
-    def params(self) -> SamplingParams:
-        """How to sample."""
-        return self.request.params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt)
-
-    @property
-    def num_initial_tokens(self) -> int:
-        """Tokens that were there before the first generated one."""
-        return len(self.decoder_start_ids) or len(self.request.prompt)
 
     @property
     def num_generated_tokens(self) -> int:

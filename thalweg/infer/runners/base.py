@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thalweg.device import copy_to_device, resolve_device
+from thalweg.device import copy_to_device, graph_module, resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
@@ -228,9 +228,12 @@ def count_kv_blocks(
         usable = _HOST_MEMORY_FRACTION * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     else:
         free = torch.accelerator.get_memory_info(device)[0]
-        # A step gathers one layer's keys and values, padded to twice their size at most.
-        compute_size = get_compute_dtype(options).itemsize
-        per_block += BLOCK_SIZE * max(2 * 2 * heads * dim * compute_size for heads, dim in shapes)
+        # A step gathers one layer's keys and values, padded to twice their size at most; one that is a graph, whose
+        # memory is its own, as many as there are at most.
+        compute_size, num_copies = get_compute_dtype(options).itemsize, 2
+        if graph_module(device) is not None and not options.enforce_eager:
+            num_copies = 3
+        per_block += BLOCK_SIZE * max(2 * num_copies * heads * dim * compute_size for heads, dim in shapes)
         if draft_spec is not None:  # whose weights come after the cache
             linears = [x for x, _ in all_linears(draft_spec, "bf16")]
             free -= compute_size * (draft_spec.embed.numel() + sum(x.out_features * x.in_features for x in linears))

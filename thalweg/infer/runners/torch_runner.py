@@ -4,14 +4,19 @@ The picture of a step, for N tokens in spans of sequences:
 
     host     one array of integers: tokens, positions, slots, block tables -> one copy to the device, not waited for
     linear   all N tokens together
-    cache    all N keys and values are written by one index_copy_ to their slots
+    cache    all N keys and values are written by one index_copy_ to their slots, and read by one index_select
     attend   spans of like sizes are a padded batch: (B, T) queries gather (B, S) keys, one SDPA for all of them
 
-Keys and values of a layer lie in a tensor (position in the cache, kv head, dim); position p of a sequence is at
+Keys and values of a layer lie in a tensor (position in the cache, 2 * kv heads, dim); position p of a sequence is at
 ``16 * table[p // 16] + p % 16``.  Sizes are alike where their next powers of two are, so that padding at most doubles
 the work, and most steps have one group.  A padding repeats its span's last query or key: nothing is read that the
 span's own sequence has not written, whatever lies in the other blocks.  Nothing in a step waits for the device; the
 sampler's one copy of the tokens to the host does.
+
+Where the device has graphs (CUDA), a step in which each sequence has one token is one launch and not hundreds: for each
+number of sequences and of keys, both rounded up to powers of two, the kernels are captured when it first comes.  A
+graph reads memory of its own for tokens, positions and block tables; rows without a sequence write to a block of the
+cache that no sequence has.  All graphs share one pool of memory, as no two run at the same time.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.device import copy_to_device, graph_module
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
@@ -41,6 +47,9 @@ from thalweg.infer.runners.base import (
     RunnerRequest,
     arrays_to_device,
 )
+from thalweg.utils.log import get_logger
+
+log = get_logger(__name__)
 
 _STORAGE_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
@@ -59,6 +68,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _MAX_DENSE_ROWS = 64
 # Contexts up to this length are attended together: what padding costs there is less than another launch.
 _MIN_KEY_BUCKET = 256
+# Graphs that are kept, of those used last: each takes some MB of the device's memory.
+_MAX_GRAPHS = 32
+# What a graph computes is at most so many times what there is to compute.
+_MAX_GRAPH_PADDING = 4
 
 
 @dataclass
@@ -78,7 +91,7 @@ class _AttentionGroup:
     is_full: bool
     # Whether all spans are whole sequences: query t sees keys 0 to t, paddings see what they like.
     is_prefill: bool
-    # What is added to scores, or which may be seen, by kind: layers share it.
+    # What is added to scores, by kind: layers share it.
     masks: dict[Any, Tensor] = field(default_factory=dict)
 
 
@@ -103,34 +116,30 @@ class _GroupLayout:
 
 
 def _lay_out_groups(
-    starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], tables: Sequence[np.ndarray]
+    starts: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, table_rows: np.ndarray
 ) -> tuple[list[_GroupLayout], np.ndarray]:
     """Put spans together whose numbers of queries and of keys lie between the same powers of two.
 
-    Span i has ``counts[i]`` queries, the first at position ``starts[i]``, and ``lengths[i]`` keys.  Returns the groups
-    and each token's place in their results.
+    Span i has ``counts[i]`` queries, the first at position ``starts[i]``, and ``lengths[i]`` keys in the blocks of
+    ``tables[table_rows[i]]``.  Returns the groups and each token's place in their results.
     """
-    members: dict[Any, list[int]] = {}
-    for number, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=True)):
-        size = (count - 1).bit_length(), max(length, _MIN_KEY_BUCKET).bit_length()
-        members.setdefault((start == 0 and count == length, *size), []).append(number)
-    offsets, layouts = np.concatenate([[0], np.cumsum(counts)]), []
-    places, base_place = np.empty(int(offsets[-1]), np.int64), 0
-    for spans in members.values():
-        own_counts = np.array([counts[x] for x in spans])
-        most = int(own_counts.max())
+    # The exponents that frexp gives of whole numbers are their numbers of bits.
+    key_bits = np.frexp(np.maximum(lengths, _MIN_KEY_BUCKET))[1]
+    kinds = ((starts == 0) & (counts == lengths)) + 2 * np.frexp(counts - 1)[1] + 128 * key_bits
+    ends, layouts = np.cumsum(counts), []
+    places, base_place = np.empty(int(ends[-1]), np.int64), 0
+    for kind in dict.fromkeys(kinds.tolist()):
+        spans = np.flatnonzero(kinds == kind)
+        own_counts, own_lengths = counts[spans], lengths[spans]
+        most, num_keys = int(own_counts.max()), int(own_lengths.max())
         # A span's queries, then its last one again and again.
         steps = np.minimum(np.arange(most), own_counts[:, None] - 1)
-        first = np.array([starts[x] for x in spans])[:, None]
-        own_lengths = np.array([lengths[x] for x in spans])
-        num_blocks = max(len(tables[x]) for x in spans)
-        padded = np.zeros((len(spans), num_blocks), np.int64)
-        for row, x in enumerate(spans):
-            padded[row, : len(tables[x])] = tables[x]
-            places[offsets[x] : offsets[x + 1]] = base_place + row * most + np.arange(counts[x])
-        rows = offsets[spans][:, None] + steps
-        layouts.append(_GroupLayout(int(own_lengths.max()), own_lengths, rows, first + steps, padded))
-        base_place += len(spans) * most
+        rows = (ends - counts)[spans][:, None] + steps
+        is_own = np.arange(most) < own_counts[:, None]
+        places[rows[is_own]] = base_place + np.flatnonzero(is_own)
+        own_tables = tables[:, : -(-num_keys // base.BLOCK_SIZE)][table_rows[spans]]
+        layouts.append(_GroupLayout(num_keys, own_lengths, rows, starts[spans][:, None] + steps, own_tables))
+        base_place += rows.size
     return layouts, places
 
 
@@ -191,7 +200,8 @@ class TorchLayers:
 
             def linear(x: Tensor) -> Tensor:
                 y = torch.cat([F.linear(x, part) for part in parts], -1)
-                y = (y if order is None else y.index_select(-1, order)) * layer.output_scale
+                y = y if order is None else y.index_select(-1, order)
+                y = y if layer.output_scale == 1 else y * layer.output_scale
                 return y if bias is None else y + bias
 
             return linear
@@ -241,21 +251,21 @@ class TorchLayers:
             found = self._device_tensors[id(tensor)] = tensor, moved
         return found[1]
 
-    def _apply_rope(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> Tensor:
+    def _rotate(self, r: specs.RopeTable, x: Tensor, positions: Tensor) -> None:
+        """Rotate x (N, heads, dim) in place."""
         if id(r) not in self._rotations:
             tables = (self._on_device(t, torch.float32) for t in (r.cos, r.sin))
             cos, sin = (t.index_select(0, positions)[:, None].to(x.dtype) for t in tables)
-            self._rotations[id(r)] = cos, sin
+            pairs = ((cos, cos), (-sin, sin))
+            whole = [torch.stack(p, -1).flatten(-2) if r.interleaved else torch.cat(p, -1) for p in pairs]
+            self._rotations[id(r)] = whole[0], whole[1]
         cos, sin = self._rotations[id(r)]
-        pairs = cos.shape[-1]
-        rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-        if r.interleaved:
-            a, b = rotated[..., ::2], rotated[..., 1::2]
-            rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        else:
-            a, b = rotated[..., :pairs], rotated[..., pairs:]
-            rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+        x = x[..., : cos.shape[-1]]
+        # (a, b) becomes (a cos - b sin, b cos + a sin).
+        swapped = (
+            x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if r.interleaved else torch.cat(x.chunk(2, -1)[::-1], -1)
+        )
+        x.mul_(cos).addcmul_(swapped, sin)
 
     def _attention_metadata(
         self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Sequence[Tensor], block_size: int
@@ -292,12 +302,12 @@ class TorchLayers:
         self,
         a: AttentionSpec,
         q: Tensor,
-        fetch: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+        fetch: Callable[[Tensor | None], Tensor],
         metadata: _AttentionMetadata,
         *,
         causal: bool = True,
     ) -> Tensor:
-        """Attend q (N, heads, dim) to keys and values (places, kv heads, dim), which ``fetch`` gives of their places.
+        """Attend q (N, heads, dim) to keys and values (places, 2 * kv heads, dim), which ``fetch`` gives.
 
         ``causal``: each query sees the positions up to its own.
         """
@@ -305,7 +315,7 @@ class TorchLayers:
         for group in metadata.groups:
             num_spans, num_queries, num_keys = group.shape
             own = q if group.rows is None else q.index_select(0, group.rows)
-            k, v = (t.view(num_spans, num_keys, *t.shape[1:]) for t in fetch(group.keys))
+            k, v = fetch(group.keys).view(num_spans, num_keys, -1, a.head_dim).chunk(2, 2)
             own = own.view(num_spans, num_queries, *q.shape[1:])
             results.append(self._attend_group(a, own, k, v, group, causal).flatten(0, 1))
         y = results[0] if len(results) == 1 else torch.cat(results)
@@ -329,15 +339,15 @@ class TorchLayers:
         if a.softcap:
             scores = a.softcap * torch.tanh((q @ k.transpose(2, 3)) * a.scale / a.softcap)
             if mask is not None:
-                scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+                scores = scores + mask
             y = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale)
         return y.unflatten(2, (heads_per_group, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _mask(self, a: AttentionSpec, group: _AttentionGroup, causal: bool) -> Tensor:
-        """Return which keys are seen, bool (B, 1, heads of a group * T, S), or what is added to scores, the same with
-        kv heads; made once a step for all layers of a kind."""
+        """Return what is added to scores (B, 1, heads of a group * T, S), with a bias the same for each kv head; made
+        once a step for all layers of a kind."""
         kind = causal, a.sliding_window, id(a.alibi_slopes), id(a.relative_bias), a.num_heads, a.num_kv_heads
         if kind in group.masks:
             return group.masks[kind]
@@ -351,8 +361,9 @@ class TorchLayers:
         if a.sliding_window:
             seen = seen & (key_positions > query_positions - a.sliding_window)
         bias, heads_per_group = self._position_bias(a, key_positions - query_positions), a.num_heads // a.num_kv_heads
-        if bias is None:
-            mask = seen[:, None, None].expand(-1, 1, heads_per_group, -1, -1)
+        if bias is None:  # of the scores' dtype: SDPA would make one out of each layer's booleans
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
+            mask = mask[:, None, None].expand(-1, 1, heads_per_group, -1, -1)
         else:
             mask = bias.masked_fill(~seen[:, None], -torch.inf).unflatten(1, (a.num_kv_heads, heads_per_group))
         group.masks[kind] = mask = mask.flatten(2, 3)
@@ -425,27 +436,34 @@ class TorchLayers:
     def _norm(self, n: NormSpec | None, x: Tensor) -> Tensor:
         if n is None:
             return x
-        weight = self._on_device(n.weight, torch.float32)
-        y = x.float()
-        if n.norm_type == "rms":
-            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + n.eps) * weight
+        # A device's own kernels sum in fp32 and round once, as is done here, where weights are of the same dtype.
+        is_fused = self.device.type != "cpu" and n.weight.dtype == x.dtype
+        weight, *bias = (
+            self._on_device(t, t.dtype if is_fused else torch.float32) for t in (n.weight, n.bias) if t is not None
+        )
+        y = x if is_fused else x.float()
+        if n.norm_type == "layer":
+            y = F.layer_norm(y, weight.shape, weight, bias[0], n.eps)
+        elif is_fused:
+            y = F.rms_norm(y, weight.shape, weight, n.eps)
         else:
-            assert n.bias is not None
-            y = F.layer_norm(y, weight.shape, weight, self._on_device(n.bias, torch.float32), n.eps)
+            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + n.eps) * weight
         return y.to(x.dtype)
 
     def _add_branch(self, x: Tensor, branch: Tensor, post_norm: NormSpec | None, norm: NormSpec | None) -> Tensor:
         """Add what attention or MLP gave, behind its own norm, to x; then normalise x where the layer does."""
         return self._norm(norm, x + self._norm(post_norm, branch))
 
-    def _project_qkv(self, a: AttentionSpec, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (T, heads, dim), normalised and rotated."""
+    def _project_qkv(self, a: AttentionSpec, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries (N, heads, dim), and keys and then values (N, 2 * kv heads, dim), normalised and rotated."""
         qkv = self._linear(a.qkv, x).view(len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
-        q, k, v = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
-        q, k = self._norm(a.q_norm, q), self._norm(a.k_norm, k)
+        q, k, _ = qkv.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], dim=1)
+        for norm, part in ((a.q_norm, q), (a.k_norm, k)):
+            if norm is not None:
+                part.copy_(self._norm(norm, part))
         if a.rope is not None:
-            q, k = self._apply_rope(a.rope, q, positions), self._apply_rope(a.rope, k, positions)
-        return q, k, v
+            self._rotate(a.rope, qkv[:, : a.num_heads + a.num_kv_heads], positions)
+        return q, qkv[:, a.num_heads :]
 
     def _embed(self, d: DecoderSpec | EncoderSpec, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the stack's input."""
@@ -458,10 +476,11 @@ class TorchLayers:
 
     def encode(self, e: EncoderSpec, prompts: Sequence[Sequence[int]], lora_ids: Sequence[int] = ()) -> Tensor:
         """Return an encoder's last states (tokens, width), prompt after prompt."""
-        counts = [len(prompt) for prompt in prompts]
+        counts = np.array([len(prompt) for prompt in prompts])
         tokens = np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts])
         position_ids = [e.position_ids(torch.from_numpy(t)).numpy() for t in np.split(tokens, np.cumsum(counts)[:-1])]
-        layouts, places = _lay_out_groups([0] * len(counts), counts, counts, [np.empty(0, np.int64)] * len(counts))
+        no_tables, firsts = np.empty((len(counts), 0), np.int64), np.zeros_like(counts)
+        layouts, places = _lay_out_groups(firsts, counts, counts, no_tables, firsts)
         arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts), places]
         lora_rows = _rows_by_adapter(np.repeat(lora_ids, counts)) if lora_ids else {}
         ids, positions, *on_device = arrays_to_device([*arrays, *lora_rows.values()], self.device)
@@ -470,10 +489,10 @@ class TorchLayers:
         self._rotations = {}
         x = self._embed(e, ids, positions)
         for layer in e.layers:
-            q, k, v = self._project_qkv(layer.attention, self._norm(layer.attn_norm, x), positions)
+            q, kv = self._project_qkv(layer.attention, self._norm(layer.attn_norm, x), positions)
 
-            def fetch(at: Tensor | None, k: Tensor = k, v: Tensor = v) -> tuple[Tensor, Tensor]:
-                return (k, v) if at is None else (k.index_select(0, at), v.index_select(0, at))
+            def fetch(at: Tensor | None, kv: Tensor = kv) -> Tensor:
+                return kv if at is None else kv.index_select(0, at)
 
             attended = self._attend(layer.attention, q, fetch, metadata, causal=False).flatten(1)
             attended = self._linear(layer.attention.out, attended)
@@ -519,8 +538,9 @@ class KVCacheTensor:
             return
         self._rows.index_copy_(0, indices, rows.to(self._rows.dtype))
 
-    def gather(self, indices: Tensor) -> Tensor:
+    def gather(self, indices: Tensor | None) -> Tensor:
         """Return the rows (T, heads, dim) at positions (T,)."""
+        assert indices is not None, "a cache is never in the order of the queries"
         if self._kv_cache_dtype == "int8":
             rows, scales = self._rows.index_select(0, indices), self._scales.index_select(0, indices)
             return (rows.float() * scales).to(self._dtype)
@@ -547,10 +567,20 @@ class _Step:
     logit_lora_rows: dict[int, Tensor]
 
 
+@dataclass
+class _DecodeGraph:
+    """A captured step of B sequences with up to S keys, and what it reads: see :meth:`TorchRunner._decode`."""
+
+    graph: Any
+    inputs: Tensor
+
+
 class TorchRunner(TorchLayers, ModelRunner):
     """Runs a :class:`DecoderSpec`, or with a ``comm`` a shard of one."""
 
     block_size = base.BLOCK_SIZE
+    # None: no graphs.
+    _graph_module: Any = None
 
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
@@ -568,6 +598,11 @@ class TorchRunner(TorchLayers, ModelRunner):
         self._take_decoder(request.spec)
         self.comm, self.num_slots = request.comm, request.num_slots
         self._kv_cache_dtype = request.kv_cache_dtype if dtype is None else "auto"
+        config = request.config
+        has_fixed_work = self.comm is None and self._cache_weights and self.decoder.encoder is None
+        # A token that is batch invariant takes the same kernels with and without logits.
+        if has_fixed_work and dtype is None and not (config.enforce_eager or config.batch_invariant):
+            self._graph_module = graph_module(self.device)
         # As of the last step that changed them: a token in the middle of a block goes on in the last one.
         self._block_tables = np.zeros((self.num_slots, -(-self.max_length // self.block_size)), np.int64)
         if isinstance(request.num_blocks, int):
@@ -581,14 +616,17 @@ class TorchRunner(TorchLayers, ModelRunner):
         self.decoder = quantize_experts(spec, self._weight_format, self.device, self.dtype) if packs else spec
 
     def _allocate_cache(self, num_blocks: int) -> None:
-        self._keys, self._values = [], []
+        self._kv_cache: list[KVCacheTensor] = []
+        # By numbers of sequences and keys, the one used last at the end.
+        self._graphs: dict[tuple[int, int], _DecodeGraph] = {}
+        self._graph_logits: Tensor | None = None
         self.num_blocks = num_blocks
         store: dict[str, Any] = {
             "dtype": self.dtype, "kv_cache_dtype": self._kv_cache_dtype, "device": self.device
         }  # fmt: skip
-        num_positions = num_blocks * self.block_size
-        shapes = [(num_positions, x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
-        self._keys, self._values = ([KVCacheTensor(*shape, **store) for shape in shapes] for _ in range(2))
+        num_positions = (num_blocks + (self._graph_module is not None)) * self.block_size
+        shapes = [(2 * x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
+        self._kv_cache += [KVCacheTensor(num_positions, *shape, **store) for shape in shapes]
 
     def _warm_up(self, num_tokens: int) -> None:
         """Run a step of so many tokens: weights come to the device, and what activations take is known after it."""
@@ -605,26 +643,96 @@ class TorchRunner(TorchLayers, ModelRunner):
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
         """Return fp32 logits (len(batch.logit_indices), vocab)."""
+        if (logits := self._run_graph(batch)) is not None:
+            return logits
         d, comm, step = self.decoder, self.comm, self._prepare(batch)
         x = self._forward(step)
         if comm is None or comm.is_last_stage:
-            logits = self._logits(x, batch, step)
+            logits = self._logits(x, step)
         else:
             comm.send_activations(x)
             logits = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
-        if comm is not None:
-            logits = comm.return_result(logits)
-        if d.logit_softcap:
-            logits = d.logit_softcap * torch.tanh(logits / d.logit_softcap)
-        return logits
+        return logits if comm is None else comm.return_result(logits)
 
-    def _logits(self, x: Tensor, batch: ModelInput, step: _Step) -> Tensor:
-        if len(batch.logit_indices) == 0:
-            return torch.empty(0, self.decoder.vocab_size, device=self.device)
+    def _run_graph(self, batch: ModelInput) -> Tensor | None:
+        """Compute a step by one launch, or None: not each sequence has one token, or padding would cost too much."""
+        count = len(batch.spans)
+        if self._graph_module is None or len(batch.tokens) > count or list(batch.logit_indices) != [*range(count)]:
+            return None
+        if max(batch.lora_ids, default=-1) >= 0:
+            return None
+        slots, starts, _ = self._take_spans(batch)
+        size, tables, longest = self.block_size, self._block_tables, int(starts.max()) + 1
+        num_rows = min(1 << (count - 1).bit_length(), self.num_slots)
+        num_keys = min(max(1 << (longest - 1).bit_length(), _MIN_KEY_BUCKET), tables.shape[1] * size)
+        least = int(np.maximum(starts, _MIN_KEY_BUCKET).sum())
+        if num_rows * num_keys > min(_MAX_GRAPH_PADDING * least, self.num_blocks * size):
+            return None
+        if num_rows > _MAX_DENSE_ROWS and any(isinstance(x.mlp, MoESpec) for x in self.decoder.layers):
+            return None  # which experts compute what would be asked of the device
+        inputs = np.zeros(num_rows * (2 + num_keys // size), np.int64)
+        inputs[:count], inputs[num_rows : num_rows + count] = batch.tokens, starts
+        own_tables = inputs[2 * num_rows :].reshape(num_rows, -1)
+        own_tables[:count] = tables[:, : num_keys // size][slots]
+        own_tables[count:, 0] = self.num_blocks
+        on_device, key = copy_to_device(torch.from_numpy(inputs), self.device), (num_rows, num_keys)
+        found = self._graphs.pop(key, None) or self._capture(key, on_device)
+        if found is None:
+            return None
+        self._graphs[key] = found
+        found.inputs.copy_(on_device)
+        found.graph.replay()
+        assert self._graph_logits is not None, "the first capture makes them"
+        return self._graph_logits[:count]
+
+    def _capture(self, key: tuple[int, int], inputs: Tensor) -> _DecodeGraph | None:
+        """Capture a step; where that fails there are no graphs from then on."""
+        stream = torch.accelerator.current_stream(self.device) if self.device.type != "cpu" else None
+        others = list(self._graphs.values())
+        try:
+            # Once without a graph: what is made once and kept must not lie in the graphs' memory.
+            logits = self._decode(inputs, *key)
+            if self._graph_logits is None:
+                self._graph_logits = logits.new_empty(self.num_slots, logits.shape[1])
+            graph, pool = self._graph_module.CUDAGraph(), others[0].graph.pool() if others else None
+            with self._graph_module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._graph_logits[: key[0]].copy_(self._decode(inputs, *key))
+        except Exception as error:
+            log.warning("no CUDA graphs, decoding steps launch their kernels one by one: %s", error)
+            self._graph_module = None
+            self._graphs.clear()
+            if stream is not None:  # a capture that fails leaves its own
+                torch.accelerator.set_stream(stream)
+            return None
+        if len(others) == _MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        return _DecodeGraph(graph, inputs)
+
+    def _decode(self, inputs: Tensor, num_rows: int, num_keys: int) -> Tensor:
+        """Return logits (B, vocab) of B sequences with a token each, which see up to S keys.
+
+        ``inputs``: tokens (B,), positions (B,) and block tables (B, S / 16), one after the other.
+        """
+        tokens, positions, tables = inputs.split([num_rows, num_rows, len(inputs) - 2 * num_rows])
+        key_positions = torch.minimum(torch.arange(num_keys, device=self.device), positions[:, None])
+        size, query_positions = self.block_size, positions[:, None]
+        keys = tables.view(num_rows, -1).gather(1, key_positions // size) * size + key_positions % size
+        slot_mapping = keys.gather(1, query_positions)[:, 0]
+        shape = num_rows, 1, num_keys
+        group = _AttentionGroup(shape, None, keys.flatten(), query_positions, positions + 1, False, False)
+        step = _Step(tokens, positions, slot_mapping, _AttentionMetadata([group], None), None, None, {})
+        self._rotations, self.lora_rows = {}, {}
+        return self._logits(self._forward(step), step)
+
+    def _logits(self, x: Tensor, step: _Step) -> Tensor:
+        d = self.decoder
         if step.logit_indices is not None:
+            if len(step.logit_indices) == 0:
+                return torch.empty(0, d.vocab_size, device=self.device)
             x, self.lora_rows = x.index_select(0, step.logit_indices), step.logit_lora_rows
-        logits = self._linear(self.decoder.lm_head, self._norm(self.decoder.final_norm, x)).float()
-        return logits if self.comm is None else self.comm.gather_logits(logits)
+        logits = self._linear(d.lm_head, self._norm(d.final_norm, x)).float()
+        logits = logits if self.comm is None else self.comm.gather_logits(logits)
+        return d.logit_softcap * torch.tanh(logits / d.logit_softcap) if d.logit_softcap else logits
 
     @torch.inference_mode()
     def hidden_states(self, batch: ModelInput) -> Tensor:
@@ -636,34 +744,41 @@ class TorchRunner(TorchLayers, ModelRunner):
             self.comm.send_activations(states)
         return self.comm.return_result(states)
 
+    def _take_spans(self, batch: ModelInput) -> np.ndarray:
+        """Return the spans' slots, starts and counts (3, spans); their block tables are up to date then."""
+        slots, starts, counts = spans = np.array(batch.spans, np.int64).T.copy()
+        for number in np.flatnonzero((counts > 1) | (starts % self.block_size == 0)).tolist():
+            num_blocks = -(-int(starts[number] + counts[number]) // self.block_size)
+            self._block_tables[slots[number], :num_blocks] = batch.block_tables[number][:num_blocks]
+        return spans
+
     def _prepare(self, batch: ModelInput) -> _Step:
         """Lay out a step on the host and copy it to the device."""
-        slots, starts, counts = (list(x) for x in zip(*batch.spans, strict=True))
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        size, tables = self.block_size, []
-        for number, (slot, start, count) in enumerate(batch.spans):
-            table = self._block_tables[slot, : -(-lengths[number] // size)]
-            if count > 1 or start % size == 0:
-                table[:] = batch.block_tables[number][: len(table)]
-            tables.append(table)
-        if max(counts) == 1:
-            positions, table_of_token = np.array(starts, np.int64), range(len(starts))
-        else:
-            positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, lengths, strict=True)])
-            table_of_token = np.repeat(np.arange(len(starts)), counts)
-        blocks = self._block_tables[np.array(slots)[table_of_token], positions // size]
-        layouts, places = _lay_out_groups(starts, counts, lengths, tables)
+        slots, starts, counts = self._take_spans(batch)
+        lengths, size, tables = starts + counts, self.block_size, self._block_tables
+        positions, slot_of_token = starts, slots
+        if len(batch.tokens) > len(starts):
+            firsts, slot_of_token = np.repeat([starts - (np.cumsum(counts) - counts), slots], counts, axis=1)
+            positions = firsts + np.arange(len(firsts))
+        blocks = tables[slot_of_token, positions // size]
+        layouts, places = _lay_out_groups(starts, counts, lengths, tables, slots)
         arrays = [np.array(batch.tokens, np.int64), positions, blocks * size + positions % size]
         arrays += [*_arrays_of(layouts), places]
         indices = np.array(batch.logit_indices, np.int64)
-        lora_ids = np.repeat(batch.lora_ids, counts) if batch.lora_ids else np.empty(0, np.int64)
-        lora_rows = _rows_by_adapter(lora_ids)
-        logit_lora_rows = _rows_by_adapter(lora_ids[indices]) if lora_rows else {}
+        lora_rows, logit_lora_rows = {}, {}
+        if batch.lora_ids:
+            lora_ids = np.repeat(batch.lora_ids, counts)
+            lora_rows, logit_lora_rows = _rows_by_adapter(lora_ids), _rows_by_adapter(lora_ids[indices])
         arrays += [indices, *lora_rows.values(), *logit_lora_rows.values()]
         cross_layouts, cross_places = [], places
         if batch.encoder_seq_lens:
-            encoder_tables = [np.array(table, np.int64) for table in batch.encoder_block_tables]
-            cross_layouts, cross_places = _lay_out_groups(starts, counts, batch.encoder_seq_lens, encoder_tables)
+            encoder_tables = np.zeros((len(slots), max(map(len, batch.encoder_block_tables))), np.int64)
+            for row, blocks in zip(encoder_tables, batch.encoder_block_tables, strict=True):
+                row[: len(blocks)] = blocks
+            lengths = np.array(batch.encoder_seq_lens)
+            cross_layouts, cross_places = _lay_out_groups(
+                starts, counts, lengths, encoder_tables, np.arange(len(slots))
+            )
             arrays += [*_arrays_of(cross_layouts), cross_places]
         tokens, on_device_positions, slot_mapping, *rest = arrays_to_device(arrays, self.device)
         metadata = self._attention_metadata(layouts, places, rest, size)
@@ -710,14 +825,8 @@ class TorchRunner(TorchLayers, ModelRunner):
         for index, layer in enumerate(d.layers):
             if layer.cross_attention is not None:
                 a = layer.attention
-                kv = self._linear(layer.cross_attention.kv, states).view(len(states), 2, a.num_kv_heads, a.head_dim)
-                self._keys[index].write(slot_mapping, kv[:, 0])
-                self._values[index].write(slot_mapping, kv[:, 1])
-
-    def _fetch(self, index: int, at: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values at places in the cache."""
-        assert at is not None, "a cache is never in the order of the queries"
-        return self._keys[index].gather(at), self._values[index].gather(at)
+                kv = self._linear(layer.cross_attention.kv, states).view(len(states), 2 * a.num_kv_heads, a.head_dim)
+                self._kv_cache[index].write(slot_mapping, kv)
 
     def _cross_attention(
         self, cross: specs.CrossAttentionSpec, a: AttentionSpec, index: int, x: Tensor, step: _Step
@@ -725,22 +834,21 @@ class TorchRunner(TorchLayers, ModelRunner):
         assert step.cross_metadata is not None, "a step of a model with cross attention has encoder prompts"
         q = self._linear(cross.q, self._norm(cross.norm, x)).view(len(x), a.num_heads, a.head_dim)
         cross_spec = replace(a, scale=cross.scale, sliding_window=0, softcap=0.0, alibi_slopes=None, relative_bias=None)
-        out = self._attend(cross_spec, q, partial(self._fetch, index), step.cross_metadata, causal=False)
+        out = self._attend(cross_spec, q, self._kv_cache[index].gather, step.cross_metadata, causal=False)
         return self._norm(cross.residual_norm, x + self._linear(cross.out, out.flatten(1)))
 
     def _attention(self, a: AttentionSpec, index: int, x: Tensor, step: _Step) -> Tensor:
         if a.num_heads == 0:  # a rank that has experts alone
             return torch.zeros_like(x)
-        q, k, v = self._project_qkv(a, x, step.positions)
-        self._keys[index].write(step.slot_mapping, k)
-        self._values[index].write(step.slot_mapping, v)
-        out = self._attend(a, q, partial(self._fetch, index), step.metadata)
+        q, kv = self._project_qkv(a, x, step.positions)
+        self._kv_cache[index].write(step.slot_mapping, kv)
+        out = self._attend(a, q, self._kv_cache[index].gather, step.metadata)
         return self._linear(a.out, out.flatten(1))
 
     def close(self) -> None:
         """Drop the weights and the cache."""
         super().close()
-        self._keys, self._values = [], []
+        self._kv_cache, self._graphs, self._graph_logits = [], {}, None
 
     def sleep(self) -> None:
         """Drop the weights and the cache."""
