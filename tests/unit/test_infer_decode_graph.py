@@ -44,7 +44,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_runner, "graph_module", lambda device: fakes)
 
 
-FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", nightly("bloom"), nightly("mixtral"), nightly("cohere")]
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", nightly("bloom"), nightly("cohere")]
 LONG = {"max_position_embeddings": 640}
 
 
