@@ -36,7 +36,8 @@ def build(small: bool, device: torch.device) -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     with device:
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model: Any = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).eval()
 
 
 def prompts(batch: int, vocab_size: int) -> list[list[int]]:
@@ -87,7 +88,7 @@ def step_ms(engine: Any, device: torch.device, steps: int) -> float:
     return 1e3 * (time.perf_counter() - begin) / steps
 
 
-def count(engine: Any, device: torch.device, steps: int = 3) -> dict[str, float]:
+def count(engine: Any, device: torch.device, steps: int = 3) -> dict[str, Any]:
     """Of a step: kernels, their milliseconds, and launches by the host."""
     if device.type != "cuda":
         return {}
@@ -96,9 +97,9 @@ def count(engine: Any, device: torch.device, steps: int = 3) -> dict[str, float]
             engine.step()
         torch.cuda.synchronize()
     events = profiler.events() or []
-    on_device = [x for x in events if x.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [x for x in events if x.device_type.name == "CUDA"]
     kernels = [x for x in on_device if not x.name.lower().startswith(("memcpy", "memset"))]
-    launches = sum("launch" in x.name.lower() for x in events if x.device_type == torch.autograd.DeviceType.CPU)
+    launches = sum("launch" in x.name.lower() for x in events if x.device_type.name == "CPU")
     busiest: dict[str, float] = {}
     for x in kernels:
         busiest[x.name[:70]] = busiest.get(x.name[:70], 0.0) + x.time_range.elapsed_us() / 1e3 / steps
@@ -106,7 +107,7 @@ def count(engine: Any, device: torch.device, steps: int = 3) -> dict[str, float]
         "kernels": len(kernels) / steps,
         "kernel_ms": sum(x.time_range.elapsed_us() for x in on_device) / 1e3 / steps,
         "launches": launches / steps,
-        "top": {k: round(v, 3) for k, v in sorted(busiest.items(), key=lambda item: -item[1])[:5]},  # type: ignore[dict-item]
+        "top": {k: round(v, 3) for k, v in sorted(busiest.items(), key=lambda item: -item[1])[:5]},
     }
 
 
@@ -133,7 +134,7 @@ def main() -> None:
             dtype="bf16", device=device.type, max_num_seqs=32, max_model_len=512, max_num_batched_tokens=4096,
             kv_cache_bytes=2 << 30 if not options.small else 64 << 20, enforce_eager=eager,
         )  # fmt: skip
-        engine = load_engine(model, config, runner="torch")
+        engine: Any = load_engine(model, config, runner="torch")
         for batch in batches:
             begin_decoding(engine, batch, vocab_size)
             found[f"{name}_{batch}"] = {"ms": step_ms(engine, device, steps), **count(engine, device)}

@@ -34,7 +34,7 @@ def _model(family: str) -> Any:
 def _generate(model: Any, batch: int, **options: Any) -> tuple[dict[str, list[int]], Any]:
     """Greedy tokens of ragged prompts that end at different times, a few more of them than run together."""
     sizes = {"max_num_seqs": batch, "max_model_len": 600, "max_num_batched_tokens": 512}
-    engine = load_engine(model, EngineConfig(dtype="fp32", device="cuda", **sizes, **options), runner="torch")
+    engine: Any = load_engine(model, EngineConfig(dtype="fp32", device="cuda", **sizes, **options), runner="torch")
     for number in range(batch + 2):
         length, count = (3, 70, 1, 245, 17, 300)[number % 6], 6 + 5 * number % 23
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
@@ -83,10 +83,10 @@ def test_the_comparison_would_notice_inputs_that_stay(monkeypatch: pytest.Monkey
 def test_the_cache_leaves_room_for_graphs() -> None:
     """Of free memory the engine takes 90%: capturing must not fail for want of the rest."""
     model = _model("llama")
-    sizes = {"max_num_seqs": 64, "max_model_len": 600}
+    sizes: Any = {"max_num_seqs": 64, "max_model_len": 600}
     free = torch.cuda.mem_get_info()[0]
     fill = torch.empty(max(free - (1 << 30), 0), dtype=torch.uint8, device="cuda")  # as on a device of 1 GiB
-    engine = load_engine(model, EngineConfig(dtype="fp32", device="cuda", **sizes), runner="torch")
+    engine: Any = load_engine(model, EngineConfig(dtype="fp32", device="cuda", **sizes), runner="torch")
     for number in range(64):
         engine.add(Request(str(number), [1 + number] * 200, SamplingParams(temperature=0, max_tokens=80)))
     while engine.has_work():

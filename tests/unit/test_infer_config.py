@@ -175,5 +175,6 @@ def test_every_option_is_read(tmp_path: Path) -> None:
         offload = {"weight_offload": "nvme"}
     run(load_engine(model, used(**offload)))
     load_engine(tiny_encoder("bert"), used()).close()
+    run(load_engine(model, used(), runner="torch"))
     run(load_engine(model, used(tensor_parallel_size=2)))
     assert set(OPTIONS) == RecordingConfig.read

@@ -692,11 +692,11 @@ class TorchRunner(TorchLayers, ModelRunner):
         try:
             # Once without a graph: what is made once and kept must not lie in the graphs' memory.
             logits = self._decode(inputs, *key)
-            if self._graph_logits is None:
-                self._graph_logits = logits.new_empty(self.num_slots, logits.shape[1])
+            if (kept := self._graph_logits) is None:
+                kept = self._graph_logits = logits.new_empty(self.num_slots, logits.shape[1])
             graph, pool = self._graph_module.CUDAGraph(), others[0].graph.pool() if others else None
             with self._graph_module.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._graph_logits[: key[0]].copy_(self._decode(inputs, *key))
+                kept[: key[0]].copy_(self._decode(inputs, *key))
         except Exception as error:
             log.warning("no CUDA graphs, decoding steps launch their kernels one by one: %s", error)
             self._graph_module = None
