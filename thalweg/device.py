@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -346,6 +346,17 @@ def graph_module(device: torch.device) -> Any:
     """The device's module where it can launch many kernels as one (CUDA graphs), else None."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     return module if hasattr(module, "CUDAGraph") else None
+
+
+@contextmanager
+def attention_of_many_shapes() -> Iterator[None]:
+    """Leave out cuDNN's attention, which plans each new shape for longer than a step computes (35 ms on an H200)."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 @cache

@@ -133,7 +133,7 @@ def inference(device: torch.device, small: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16).to(device).eval()
     found: dict[str, Any] = {}
-    new, past = (8, 16) if small else (64, 128)
+    new, past = (8, 16) if small else (32, 128)
 
     def speed(generate: Callable[[torch.Tensor], torch.Tensor], rows: int) -> float:
         prompt = torch.randint(1, config.vocab_size, (rows, past), device=device)

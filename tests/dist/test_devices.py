@@ -118,10 +118,12 @@ def _differences(
         if is_device_real():  # of which a gradient that cancels may be anything: not each number, but all of them
             loss_tolerance = ROUNDED_LOSS_TOLERANCE * FP32_SLACK
             param_tolerance, bulk = ROUNDED_PARAM_TOLERANCE, 0.0
-            param = max(
-                float(numpy.linalg.norm(a - b) / max(1.0, numpy.linalg.norm(a)))
-                for a, b in zip(host_params, params, strict=True)
-            )
+            pairs = list(zip(host_params, params, strict=True))
+            if case.dtype != "fp32":
+                # Of one parameter too: two kernels of one processor, with oneDNN and without, are 3.1e-2 apart in a
+                # weight of norm 1.5 and 2.6e-2 in a bias of keys, and 4.3e-3 in the whole model; a GPU 5.0e-2 in one.
+                pairs = [tuple(numpy.concatenate([x.ravel() for x in side]) for side in (host_params, params))]
+            param = max(float(numpy.linalg.norm(a - b) / max(1.0, numpy.linalg.norm(a))) for a, b in pairs)
         if not (loss <= loss_tolerance and param <= param_tolerance and bulk <= SUMMED_PARAM_BULK):
             found.append(f"{name}: losses differ by {loss:.1e}, parameters by {param:.1e}, 99% of them by {bulk:.1e}")
     return found
@@ -719,9 +721,13 @@ def _preflight(rank: int, world: int) -> dict[str, Any]:
             found[name] = str(error)
     torch.accelerator.empty_cache()
     device = torch.accelerator.current_accelerator()
-    before = find_memory_limit(load({}), device, 1, 0)
-    there = torch.zeros(1 << 24, device=device)
-    found["counted once"] = abs(find_memory_limit(load({}), there.device, 1, 0) - before) < there.nbytes // 8
+    found["counted once"] = False
+    for _ in range(5):  # other processes may take memory of a GPU at the same time
+        before = find_memory_limit(load({}), device, 1, 0)
+        there = torch.zeros(1 << 24, device=device)
+        found["counted once"] |= abs(find_memory_limit(load({}), there.device, 1, 0) - before) < there.nbytes // 8
+        del there
+        torch.accelerator.empty_cache()
     return found
 
 

@@ -80,17 +80,24 @@ def test_the_comparison_would_notice_inputs_that_stay(monkeypatch: pytest.Monkey
     assert found != plain
 
 
-def test_the_cache_leaves_room_for_graphs() -> None:
+def test_the_cache_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of free memory the engine takes 90%: capturing must not fail for want of the rest."""
     model = _model("llama")
     sizes: Any = {"max_num_seqs": 64, "max_model_len": 600}
-    free = torch.cuda.mem_get_info()[0]
-    fill = torch.empty(max(free - (1 << 30), 0), dtype=torch.uint8, device="cuda")  # as on a device of 1 GiB
-    engine: Any = load_engine(model, EngineConfig(dtype="fp32", device="cuda", **sizes), runner="torch")
-    for number in range(64):
-        engine.add(Request(str(number), [1 + number] * 200, SamplingParams(temperature=0, max_tokens=80)))
-    while engine.has_work():
-        assert all(output.error is None for output in engine.step())
-    assert engine.runner._graphs and engine.runner._graph_module is not None
-    engine.close()
-    del fill
+    # As on a device of 1 GiB, without taking the rest from other processes.
+    torch.cuda.empty_cache()
+    total, all_bytes = torch.cuda.memory_reserved() + (1 << 30), torch.cuda.mem_get_info()[1]
+    monkeypatch.setattr(
+        torch.accelerator, "get_memory_info", lambda _=None: (total - torch.cuda.memory_reserved(), total)
+    )
+    torch.cuda.set_per_process_memory_fraction(total / all_bytes)
+    try:
+        engine: Any = load_engine(model, EngineConfig(dtype="fp32", device="cuda", **sizes), runner="torch")
+        for number in range(64):
+            engine.add(Request(str(number), [1 + number] * 200, SamplingParams(temperature=0, max_tokens=80)))
+        while engine.has_work():
+            assert all(output.error is None for output in engine.step())
+        assert engine.runner._graphs and engine.runner._graph_module is not None
+        engine.close()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -58,16 +58,16 @@ def test_products_are_those_of_the_numbers(
     assert layer(torch.zeros(0, shape[1], dtype=dtype, device="cuda")).shape == (0, shape[0])
 
 
-def test_few_rows_take_the_kernel_and_many_the_plain_form(monkeypatch: pytest.MonkeyPatch):
+def test_many_rows_take_the_device_s_own_product(monkeypatch: pytest.MonkeyPatch):
     triton_packed = pytest.importorskip("thalweg.ops.linear.triton_packed")
     layer = pack_linear(torch.randn(256, 512, device="cuda"), None, "int8", torch.bfloat16)
-    taken: list[int] = []
-    original = triton_packed.linear
-    monkeypatch.setattr(triton_packed, "linear", lambda x, *rest: (taken.append(len(x)), original(x, *rest))[1])
+    unpacked: list[int] = []
+    original = triton_packed.unpack
+    monkeypatch.setattr(triton_packed, "unpack", lambda *given: (unpacked.append(given[2]), original(*given))[1])
     most = triton_packed.BLOCKS[1][-1].max_rows
-    for rows in (1, most, most + 1):
+    for rows, expected in ((1, []), (most, []), (most + 1, [512])):
         layer(torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16))
-    assert taken == [1, most]
+        assert unpacked == expected
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

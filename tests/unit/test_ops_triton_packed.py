@@ -61,6 +61,10 @@ def _errors(form: str, shape: tuple[int, int], rows: int, dtype: torch.dtype) ->
     x = torch.randn(rows, shape[1]).to(dtype)
     expected = x.double() @ whole.t()
     found = [triton_packed.linear(one, codes, table) for one in (x, x.roll(1, 1))]
+    if not rows:
+        assert found[0].shape == expected.shape
+        found = [triton_packed.unpack(codes, table, shape[1]), -whole.to(dtype)]
+        expected = whole
     assert found[0].dtype == dtype and found[0].shape == expected.shape
     return tuple(((one.double() - expected).norm() / expected.norm()).item() for one in found)  # type: ignore[return-value]
 
@@ -75,6 +79,10 @@ CASES = [
     ("int4", (70, 192), 2, torch.float32),
     ("int4", (33, 320), 16, torch.bfloat16),
     ("int4", (35, 64), 33, torch.float16),
+    ("int8", (33, 1037), 130, torch.float16),  # many rows: numbers for the device's product
+    ("int8", (37, 70), 6, torch.float32),
+    ("int4", (35, 2112), 70, torch.float16),
+    ("int4", (33, 64), 0, torch.float16),
 ]
 
 

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.device import copy_to_device, graph_module
+from thalweg.device import attention_of_many_shapes, copy_to_device, graph_module
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, LinearSpec, MoESpec, NormSpec
@@ -474,6 +474,7 @@ class TorchLayers:
             x = x + self._on_device(d.position_embeddings)[positions]
         return self._norm(d.embed_norm, x)
 
+    @attention_of_many_shapes()
     def encode(self, e: EncoderSpec, prompts: Sequence[Sequence[int]], lora_ids: Sequence[int] = ()) -> Tensor:
         """Return an encoder's last states (tokens, width), prompt after prompt."""
         counts = np.array([len(prompt) for prompt in prompts])
@@ -646,7 +647,8 @@ class TorchRunner(TorchLayers, ModelRunner):
         if (logits := self._run_graph(batch)) is not None:
             return logits
         d, comm, step = self.decoder, self.comm, self._prepare(batch)
-        x = self._forward(step)
+        with attention_of_many_shapes():
+            x = self._forward(step)
         if comm is None or comm.is_last_stage:
             logits = self._logits(x, step)
         else:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thalweg.device import attention_of_many_shapes
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
 from thalweg.infer.precision import eval_mode
@@ -143,7 +144,7 @@ class TransformersRunner(ModelRunner):
         model_inputs |= {"use_cache": True, **state.cache}
         if self._accepted_args is not None:  # custom modelling code that takes fewer arguments
             model_inputs = {name: value for name, value in model_inputs.items() if name in self._accepted_args}
-        with eval_mode(self._model):
+        with eval_mode(self._model), attention_of_many_shapes():
             out = self._model(**model_inputs)
         if isinstance(out, tuple):  # no names, so no cache: it computes all tokens each time
             out = {"logits": out[0]}

@@ -6,9 +6,9 @@ not suit it, the layer computes the same with plain operators.
 
 On an accelerator int8 and int4 have the same numbers, and rows stay as they are.  The plain form turns a layer's bytes
 into numbers of the rows' dtype for the time of its product, which is then the device's own: a byte read, two written
-and two read again for each int8 weight, however many rows there are.  A few rows take a product that reads the bytes
-alone: on CUDA and ROCm a Triton kernel (``triton_packed``), elsewhere torch's for packed weights, where the device has
-them.  Either is taken if it agrees with the plain form.
+and two read again for each int8 weight, however many rows there are.  On CUDA and ROCm Triton kernels do better
+(``triton_packed``): few rows read the bytes alone.  Elsewhere torch's products for packed weights do, where the device
+has them.  Either is taken if it agrees with the plain form.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _pack_int8_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     packed = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     # Scaled before the product: one launch less than after it, and sums of whole numbers do not overflow fp16.
     plain = lambda x: F.linear(x, packed * scale[:, None])
-    fused, row_counts = _triton_product(packed, scale, weight.shape[1], plain)
+    fused, row_counts = _triton_product(packed, scale, weight.shape[1])
     if weight.device.type != "cuda":  # CUDA's kernel computes one result at a time, slower than the plain form
         fused = lambda x: torch.ops.aten._weight_int8pack_mm.default(x, packed, scale)
     return _take_fused("int8", fused, row_counts, plain, weight.new_empty(0, weight.shape[1], dtype=dtype), bias)
@@ -168,7 +168,7 @@ def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
         scale, offset = scales[..., None]
         return F.linear(x, torch.addcmul(offset, numbers, scale).flatten(1))
 
-    fused, row_counts = _triton_product(packed, scales, inputs, plain)
+    fused, row_counts = _triton_product(packed, scales, inputs)
     tiles = next((tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0), 0)
     if fused is None and dtype == torch.bfloat16 and tiles:
         # For all rows, though many are slow: with the plain form's bytes beside the tiles there would be twice as many.
@@ -179,10 +179,8 @@ def _pack_int4_on_device(weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     return _take_fused("int4", fused, row_counts, plain, weight.new_empty(0, inputs, dtype=dtype), bias)
 
 
-def _triton_product(
-    packed: Tensor, table: Tensor, inputs: int, plain: LinearFn
-) -> tuple[LinearFn | None, tuple[int, ...]]:
-    """Return a product of few rows by Triton and of more by the plain form, with the numbers of rows to try it with.
+def _triton_product(packed: Tensor, table: Tensor, inputs: int) -> tuple[LinearFn | None, tuple[int, ...]]:
+    """Return a product by Triton, with the numbers of rows to try it with.
 
     None without CUDA or ROCm, or Triton, or for weights that the kernel does not take.
     """
@@ -190,7 +188,7 @@ def _triton_product(
         from thalweg.ops.linear import triton_packed
 
         if counts := triton_packed.row_counts(packed, table.dtype, inputs):
-            return lambda x: triton_packed.linear(x, packed, table) if 0 < len(x) <= counts[-1] else plain(x), counts
+            return lambda x: triton_packed.linear(x, packed, table), counts
     return None, (4,)
 
 
