@@ -237,9 +237,10 @@ def max_unit_grad_bytes(param_specs: Mapping[str, ParamSpec], units: Iterable[st
 
 def refresh_unsharded(storages: Iterable[ShardStorage]) -> None:
     """Cast this rank's rows into the unsharded tensors; those over the shard itself need nothing."""
+    ops: Any = torch  # which has lists' operators with an underscore
     if pairs := [pair for storage in storages if (pair := storage.refresh_copy) is not None]:
-        with torch.no_grad():
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # on a GPU few launches, with the cast in them
+        with torch.no_grad():  # on a GPU few launches, with the cast in them
+            ops._foreach_copy_([copy for copy, _ in pairs], [source for _, source in pairs])
 
 
 class ParameterStorage(Protocol):
