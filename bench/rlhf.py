@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
+from _report import compare, format_machine, make_result, rows_table, write_result
 
 sys.path.insert(0, str(ROOT))
 
@@ -124,6 +125,31 @@ def measure_generation(width: int, num_layers: int, num_prompts: int, length: in
         "seconds": seconds, "least": least, "cpu": cpu, "times_alone_cpu": ratio("alone", cpu),
         "times_generate": ratio("generate"), "times_raw": ratio("raw"), "times_alone": ratio("alone"),
     }  # fmt: skip
+
+
+def write_generation(found: dict[str, Any], world: int) -> None:
+    """Write results/rlhf_generation.json and its page."""
+    case = f"GPT-2, {found['parameters'] / 1e6:.1f}M, stage 3, {world} ranks"
+    case += f", {found['prompts']} prompts of 32 tokens a rank, {found['new_tokens']} new ones"
+    least, cpu = found["least"], {name: min(values) for name, values in found["cpu"].items()}
+    peers = {
+        "model.generate, this stage 3": ("generate", "times_generate"),
+        "model.generate, raw stage 3": ("raw", "times_raw"),
+        "stand-alone engine": ("alone", "times_alone"),
+    }
+    rows = [
+        compare(case, peer, "s a rollout with its sync", least["hybrid"], least[name], ratio=found[key])
+        for peer, (name, key) in peers.items()
+    ]
+    alone = found["times_alone_cpu"]
+    rows.append(compare(case, "stand-alone engine", "CPU s of rank 0", cpu["hybrid"], cpu["alone"], ratio=alone))
+    data = make_result("rlhf_generation", rows, **found)
+    head = f"# Rollouts of an actor at stage 3\n\n{data['date']}, commit {data['commit']}, "
+    note = (
+        "Least of the turns; ratios are the median of ratios within a turn. Weights change between turns, so each "
+        f"rollout begins with a sync of them ({least['sync']:.3f} s of it)."
+    )
+    write_result("rlhf_generation", data, f"{head}{format_machine(data['machine'])}.\n\n{rows_table(rows)}\n\n{note}")
 
 
 def measure_trl(rounds: int, steps: int) -> dict[str, Any]:
@@ -229,6 +255,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=["grpo", "ppo", "shuffled"])
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("rlhf-learning"))
+    parser.add_argument("--write", action="store_true", help="write results/rlhf_generation.{json,md}")
     args = parser.parse_args()
     if args.part == "trl":
         print(json.dumps(measure_trl(args.rounds, args.iterations), indent=1))
@@ -243,6 +270,8 @@ def main() -> None:
         found = measure_memory(args.width, args.layers)
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
+        if args.part == "generation" and args.write:
+            write_generation(found, dist.get_world_size())
     dist.barrier()
 
 

@@ -1,7 +1,8 @@
 """Twenty checks of a machine with a GPU, the most telling first, in about ten minutes.
 
-Each check is a process of its own with a limit and leaves one JSON line in `results/gpu/<machine>.jsonl`, whatever
-becomes of it; the next one starts all the same.  What one that did not pass has printed is in `results/gpu/logs`.
+Those that compare numbers run several at a time, then those that measure run alone.  Each is a process of its own with
+a limit and leaves one JSON line in `results/gpu/<machine>.jsonl`, whatever becomes of it; the next one starts all the
+same.  What one that did not pass has printed is in `results/gpu/logs`.
 A run that was cut off goes on where it was: what passed at this commit is not run again.  At the end one table,
 `results/gpu/<machine>.md`, tells what held, what did not and the figures; `docs/devices.md` is made from these files.
 
@@ -27,9 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +42,17 @@ RESULTS, PAGE = ROOT / "results" / "gpu", ROOT / "docs" / "devices.md"
 
 @dataclass(frozen=True)
 class Check:
-    """``tests``: what pytest is given; else ``figure``: a function of ``figures.py``.  ``seconds``: its limit."""
+    """``tests``: what pytest is given; else ``figure``: a function of ``figures.py``.  ``seconds``: its limit alone.
+
+    ``is_timed``: its figures are times or bytes of the machine, which has nothing else to do then.
+    """
 
     number: int
     claim: str
     seconds: int
     tests: tuple[str, ...] = ()
     figure: str = ""
+    is_timed: bool = False
 
 
 _TRAINING, _INFERENCE, _MATRIX = (
@@ -54,7 +61,9 @@ _TRAINING, _INFERENCE, _MATRIX = (
     "tests/dist/test_matrix.py",
 )
 CHECKS = (
-    Check(1, "starts: versions, doctor, products and links as fast as the table says", 90, figure="start"),
+    Check(
+        1, "starts: versions, doctor, products and links as fast as the table says", 90, figure="start", is_timed=True
+    ),
     Check(2, "the tests that need CUDA", 240, ("tests/gpu",)),
     Check(
         3,
@@ -78,9 +87,15 @@ CHECKS = (
     Check(7, "recomputation with dropout, activations kept, on the host, on NVMe", 90, (_TRAINING, "-k", "dropout")),
     Check(8, "a resume goes on to the bit: AdamW, Muon", 120, (_TRAINING, "-k", "checkpoint_goes_on")),
     Check(9, "a group with NCCL alone: a step with a monitor, a save", 60, figure="device_group_alone"),
-    Check(10, "inference: tokens a second at batch 1 and 32, int8, int4, streamed weights", 180, figure="inference"),
-    Check(11, "MFU of a 1B model in bf16 beside raw FSDP2", 240, figure="mfu"),
-    Check(12, "parameters on the host: copies run beside products", 120, figure="offload_overlap"),
+    Check(
+        10,
+        "inference: tokens a second at batch 1 and 32, int8, int4, streamed weights",
+        180,
+        figure="inference",
+        is_timed=True,
+    ),
+    Check(11, "MFU of a 1B model in bf16 beside raw FSDP2", 240, figure="mfu", is_timed=True),
+    Check(12, "parameters on the host: copies run beside products", 120, figure="offload_overlap", is_timed=True),
     Check(
         13,
         "gradients that are not finite, in fp16 too; clipping; whole loops as written for DeepSpeed",
@@ -88,12 +103,12 @@ CHECKS = (
         ("tests/dist/test_engine.py", "-k", "bad_gradient or row46 or row08"),
     ),
     Check(14, "host syncs and launches of a step, by optimizer", 120, figure="syncs"),
-    Check(15, "compiled at stages 2 and 3; deterministic", 180, figure="compiled"),
-    Check(16, "peak memory as planned", 120, figure="memory"),
-    Check(17, "ring and blockwise attention, TFLOP/s", 60, figure="attention"),
+    Check(15, "compiled at stages 2 and 3; deterministic", 180, figure="compiled", is_timed=True),
+    Check(16, "peak memory as planned", 120, figure="memory", is_timed=True),
+    Check(17, "ring and blockwise attention, TFLOP/s", 60, figure="attention", is_timed=True),
     Check(18, "mixture of experts; tensor, sequence, pipeline ranks with them", 150, (_MATRIX, "-k", "accelerator")),
     Check(19, "inference: families, penalties, grammar, adapters, guessed tokens, ranks", 180, (_INFERENCE,)),
-    Check(20, "a server with eight clients", 120, figure="serve"),
+    Check(20, "a server with eight clients", 120, figure="serve", is_timed=True),
 )
 
 
@@ -103,7 +118,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--only", metavar="N,N", help="numbers of checks; they run even if they have passed")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="start no check after this (600)")
-    parser.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="of each check's own limit (1)")
+    cores = len(os.sched_getaffinity(0))
+    jobs = min(8, max(1, cores // 2))
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, metavar="N", help=f"so many checks at a time first ({jobs} here)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the lines and the table go")
     args = parser.parse_args()
     chosen = {int(number) for number in args.only.split(",")} if args.only else None
@@ -114,27 +133,27 @@ def main() -> int:
     done = {line["check"] for line in read_lines(lines) if line["outcome"] == "passed" and line["commit"] == commit}
     passed = set() if chosen else done
     start = time.monotonic()
-    for check in checks:
+
+    def run(check: Check) -> None:
+        """Run one check and leave its line."""
+        left = args.limit - (time.monotonic() - start)
         if check.number in passed:
             print(f"{check.number:2}  passed before at {commit}: {check.claim}", flush=True)
-            continue
-        left = args.limit - (time.monotonic() - start)
-        if left <= 0:
+        elif left <= 0:
             print(f"{check.number:2}  not started: {args.limit:.0f} s are over", flush=True)
-            continue
-        line = {
-            "check": check.number,
-            "claim": check.claim,
-            "commit": commit,
-            **machine,
-            **run_check(check, args, left),
-        }
-        with lines.open("a") as out:
-            out.write(json.dumps(line) + "\n")
-        print(
-            f"{check.number:2}  {line['outcome']:8} {line['seconds']:6.1f} s  {check.claim}: {line['found']}",
-            flush=True,
-        )
+        else:
+            found = run_check(check, args, left)
+            line = {"check": check.number, "claim": check.claim, "commit": commit, **machine, **found}
+            with lines.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+            told = f"{check.number:2}  {found['outcome']:8} {found['seconds']:6.1f} s  {check.claim}: {found['found']}"
+            print(told, flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run, [check for check in checks if not check.is_timed]))
+    for check in checks:
+        if check.is_timed:
+            run(check)
     latest = latest_lines(lines)
     lines.with_suffix(".md").write_text(make_table(machine, latest))
     if args.out == RESULTS:
@@ -147,15 +166,16 @@ def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, 
     """One check in a process of its own: ``outcome`` (passed, failed, timeout), ``found``, ``seconds``, ``figures``."""
     if check.tests:
         names = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device", args.device]
-        names += ["-m", "not nightly", *check.tests]
+        names += ["-m", "not nightly", *check.tests, *(["-n", "2"] if args.jobs > 1 and find_spec("xdist") else [])]
     else:
         names = [sys.executable, str(Path(__file__).with_name("figures.py")), check.figure, "--device", args.device]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    seconds = check.seconds * (1 if args.jobs == 1 or check.is_timed else 2)  # beside others it takes longer
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:  # what a check leaves running holds no pipe of ours
         process = subprocess.Popen(names, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            outcome = "passed" if process.wait(min(check.seconds * args.patience, left)) == 0 else "failed"
+            outcome = "passed" if process.wait(min(seconds, left)) == 0 else "failed"
         except subprocess.TimeoutExpired:
             outcome = "timeout"
         # The check's own group: ranks that outlive it would hold the device's memory from the next.

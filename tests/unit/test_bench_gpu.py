@@ -90,7 +90,7 @@ raise SystemExit(1)
     monkeypatch.setattr(run.subprocess, "Popen", lambda names, **options: real([sys.executable, "-c", code], **options))
     start = time.monotonic()
     found = run.run_check(
-        run.Check(1, "claim", 30, figure="a"), argparse.Namespace(patience=1.0, device="sim", out=tmp_path), 30.0
+        run.Check(1, "claim", 30, figure="a"), argparse.Namespace(jobs=1, device="sim", out=tmp_path), 30.0
     )
     assert found["outcome"] == "failed" and found["figures"] == {"speed": 1}
     assert time.monotonic() - start < 20
@@ -201,7 +201,7 @@ def test_the_page_says_what_has_run_where(run, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_tests_that_are_all_left_out_show_nothing(run, tmp_path):
     check = run.Check(1, "claim", 60, ("tests/gpu/test_cuda.py",))
-    found = run.run_check(check, argparse.Namespace(patience=1.0, device="sim", out=tmp_path), 60.0)
+    found = run.run_check(check, argparse.Namespace(jobs=1, device="sim", out=tmp_path), 60.0)
     assert found["outcome"] == "left out"
 
 
