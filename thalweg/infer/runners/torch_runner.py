@@ -22,6 +22,7 @@ cache that no sequence has.  All graphs share one pool of memory, as no two run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -173,6 +174,7 @@ class TorchLayers:
         self._lora, self.lora_rows = request.lora, dict[int, Tensor]()
         self.dtype, self.device = dtype or get_compute_dtype(request.config), request.device
         self.max_length = request.max_model_len
+        self._attention_choice = nullcontext if self.device.type == "cpu" else attention_of_many_shapes
         self._cache_weights = cache_weights and request.config.weight_offload is None
         self._weight_ring: Any = None
         # Layers of experts for the ring, by mixture and number.
@@ -474,7 +476,6 @@ class TorchLayers:
             x = x + self._on_device(d.position_embeddings)[positions]
         return self._norm(d.embed_norm, x)
 
-    @attention_of_many_shapes()
     def encode(self, e: EncoderSpec, prompts: Sequence[Sequence[int]], lora_ids: Sequence[int] = ()) -> Tensor:
         """Return an encoder's last states (tokens, width), prompt after prompt."""
         counts = np.array([len(prompt) for prompt in prompts])
@@ -647,7 +648,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         if (logits := self._run_graph(batch)) is not None:
             return logits
         d, comm, step = self.decoder, self.comm, self._prepare(batch)
-        with attention_of_many_shapes():
+        with self._attention_choice():
             x = self._forward(step)
         if comm is None or comm.is_last_stage:
             logits = self._logits(x, step)
@@ -819,7 +820,8 @@ class TorchRunner(TorchLayers, ModelRunner):
         """Compute encoder prompts and store the keys and values of cross attention."""
         d, size = self.decoder, self.block_size
         assert d.encoder is not None, "only a model with an encoder has encoder prompts"
-        states = self.encode(d.encoder, [x.tokens for x in inputs], [x.lora_id for x in inputs])
+        with self._attention_choice():
+            states = self.encode(d.encoder, [x.tokens for x in inputs], [x.lora_id for x in inputs])
         slots = [
             (np.array(x.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()[: len(x.tokens)] for x in inputs
         ]
@@ -882,4 +884,5 @@ class TorchEncoder(TorchLayers, EncoderRunner):
     @torch.inference_mode()
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Return the last states."""
-        return self.encode(self._encoder, [x.tokens for x in inputs]).float()
+        with self._attention_choice():
+            return self.encode(self._encoder, [x.tokens for x in inputs]).float()
