@@ -185,13 +185,18 @@ def _run_on_rank(
     fn: Callable[..., Any], rank: int, world_size: int, store: str, backend: str | None, args: tuple
 ) -> tuple[str | None, Any]:
     """(traceback, None) or (None, what ``fn`` returns); no process group is left."""
+    import torch
     import torch.distributed as dist
+    from torch.utils._pytree import tree_map_only
 
     try:
         if backend:
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
             dist.barrier()  # one that ends at once would hang up on another that still connects
-        return None, fn(rank, world_size, *args)
+        value = fn(rank, world_size, *args)
+        if torch.accelerator.is_available():  # a tensor of a device cannot leave its process
+            value = tree_map_only(torch.Tensor, lambda x: x if x.device.type == "cpu" else x.detach().cpu(), value)
+        return None, value
     except BaseException:
         return traceback.format_exc(), None
     finally:
