@@ -102,7 +102,7 @@ def _stages_as_one_process(rank: int, world: int, stages: list[int]) -> None:
         parameters = dict(cleaned.named_parameters())
         assert parameters.keys() == expected.keys()
         for name, param in parameters.items():
-            assert float((param - expected[name]).detach().abs().mean()) < 1e-5, (stage, name)
+            assert float((param.detach().cpu() - expected[name]).abs().mean()) < 1e-5, (stage, name)
         up = cleaned.blocks[0].mlp.up.weight
         assert int((up.abs().sum(1) == 0).sum()) == 48 and len(up[up.abs().sum(1) > 0].unique()) < 2**4
         _train(engine, range(1), rank, world)  # the engine is still in training

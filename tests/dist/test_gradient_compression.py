@@ -53,11 +53,12 @@ class Signal(nn.Module):
 
     def forward(self, seed: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(int(seed))
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=self.tensors[0].device)
         for param, (left, right) in zip(self.tensors, self.sides, strict=True):
             strengths = torch.tensor([1.0, 0.5]) + 0.2 * torch.randn(2, generator=generator)
             noise = 0.05 * torch.randn(param.shape, generator=generator)
-            loss = loss + (param * ((left * strengths @ right.T).view_as(param) + noise)).sum()
+            slope = (left * strengths @ right.T).view_as(param) + noise
+            loss = loss + (param * slope.to(param.device)).sum()
         return loss / 100
 
 

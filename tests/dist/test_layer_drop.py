@@ -99,7 +99,7 @@ def _train(engine: Any, rank: int, world: int, steps: range) -> list[float]:
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / ACCUMULATION
+            total += loss.detach().cpu() / ACCUMULATION
         if world > 1:
             torch.distributed.all_reduce(total)
         losses.append(float(total) / world)

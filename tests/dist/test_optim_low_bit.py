@@ -99,7 +99,7 @@ def _save(rank: int, world: int, folder: str, kind: str, stage: int) -> Any:
     _train(engine, rank, world, 0, 3)
     engine.save_checkpoint(folder, tag="here")
     state = {key: value.numpy() if value.dtype != torch.bfloat16 else value.view(torch.int16).numpy()
-             for key, value in _full_state(engine).items()}  # fmt: skip
+             for key, value in ((key, value.cpu()) for key, value in _full_state(engine).items())}  # fmt: skip
     losses = _train(engine, rank, world, 3, 2)
     engine.close()
     return state, losses
@@ -109,7 +109,7 @@ def _load(rank: int, world: int, folder: str, kind: str, stage: int) -> Any:
     engine = _engine(stage, kind)
     engine.load_checkpoint(folder, tag="here")
     state = {key: value.numpy() if value.dtype != torch.bfloat16 else value.view(torch.int16).numpy()
-             for key, value in _full_state(engine).items()}  # fmt: skip
+             for key, value in ((key, value.cpu()) for key, value in _full_state(engine).items())}  # fmt: skip
     losses = _train(engine, rank, world, 3, 2)
     engine.close()
     return state, losses

@@ -133,7 +133,7 @@ def _gap(engine: thalweg.Engine, rollout: Any) -> torch.Tensor:
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask).logits
-    return (token_logprobs(logits, rollout.input_ids) - rollout.logprobs).abs()[rollout.mask]
+    return (token_logprobs(logits.cpu(), rollout.input_ids) - rollout.logprobs).abs()[rollout.mask]
 
 
 def _check(results: list[dict[str, Any]], tolerance: float, tokens: bool = True) -> None:

@@ -132,7 +132,7 @@ def _hub_families(rank: int, world: int) -> dict[str, dict[str, Any]]:
             engine.backward(out.loss)
             want.loss.backward()
             grads = [
-                float((a.grad - b.grad).abs().max())
+                float((a.grad.cpu() - b.grad).abs().max())
                 for a, b in zip(engine.module.parameters(), plain.parameters(), strict=True)
                 if b.grad is not None
             ]
@@ -145,7 +145,7 @@ def _hub_families(rank: int, world: int) -> dict[str, dict[str, Any]]:
                 first = engine(input_ids=tokens[:, :20], use_cache=True)
                 last = engine(input_ids=tokens[:, 20:21], past_key_values=first.past_key_values).logits[:, -1]
                 want = plain(input_ids=tokens[:, :21], attention_mask=whole.tril()[None, :, :21, :21]).logits[:, -1]
-            gaps["cached"] = float((last - want).abs().max())
+            gaps["cached"] = float((last.cpu() - want).abs().max())
         found[family] = gaps
         assert plain.config._attn_implementation == "sdpa"
         engine.close()
