@@ -78,7 +78,7 @@ def run_ranks(
 
             pytest.skip(reason)
         simdevice.build()
-    backend = _choose_backend(device, world_size, backend)
+    backend = _choose_backend(device, backend)
     timeout *= _TIMEOUT_FACTOR
     if (_pools.reuse_by_default if reuse is None else reuse) and init and world_size <= _MAX_REUSED_RANKS:
         return _pools.run(fn, world_size, device, backend, args, timeout)
@@ -104,27 +104,9 @@ def is_device_real() -> bool:
     return _pools.default_device == "cuda"
 
 
-def device_backends(world_size: int, *backends: str | None) -> tuple[str | None, ...]:
-    """Of ``backends`` those that so many ranks can have here; None, which all can have, where there is none."""
-    import torch
-
-    shares = is_device_real() and torch.cuda.device_count() < world_size and _SHARED_BACKEND != "nccl"
-    return tuple(backend for backend in backends if backend is None or not shares) or (None,)
-
-
-def _choose_backend(device: str, world_size: int, backend: str | None) -> str:
-    if device != "cuda":
-        return backend or ("gloo" if device == "cpu" else f"cpu:gloo,{device}:simccl")
-    import torch
-
-    enough = torch.cuda.device_count() >= world_size or _SHARED_BACKEND == "nccl"
-    if backend == "simccl" and not enough:
-        import pytest
-
-        pytest.skip(f"needs {world_size} CUDA devices: NCCL takes no two ranks on one")
-    if backend is not None:
-        return backend.replace("simccl", "nccl")
-    return "cpu:gloo,cuda:nccl" if enough else "cpu:gloo,cuda:gloo"
+def _choose_backend(device: str, backend: str | None) -> str:
+    backend = backend or ("gloo" if device == "cpu" else f"cpu:gloo,{device}:simccl")
+    return backend.replace("simccl", "nccl") if device == "cuda" else backend
 
 
 def _rank_main(
@@ -167,11 +149,6 @@ def _enter_rank(rank: int, world_size: int, device: str) -> None:
             _share_device(rank, rank % count)
             count = 1
         torch.cuda.set_device(rank % count)
-
-
-# What ranks that share a GPU talk through: "nccl" (see _share_device), or "gloo", which has no messages between two
-# ranks for a device's tensors.
-_SHARED_BACKEND = os.environ.get("THALWEG_TEST_SHARED_BACKEND", "nccl")
 
 
 def _share_device(rank: int, index: int) -> None:

@@ -119,24 +119,16 @@ def device_group_alone(device: torch.device, small: bool) -> dict[str, Any]:
 
 def inference(device: torch.device, small: bool) -> dict[str, Any]:
     """Tokens a second at batch 1 and 32 beside Hugging Face, with int8 and int4, and with weights on the host."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from decode import build
 
     import thalweg
 
-    shape = (64, 128, 2, 4) if small else (2048, 5632, 22, 32)
-    width, hidden, layers, heads = shape
-    config = LlamaConfig(
-        vocab_size=512 if small else 32000, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=max(1, heads // 8), max_position_embeddings=1024,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).to(device).eval()
+    model = build(small, device)
     found: dict[str, Any] = {}
     new, past = (8, 16) if small else (32, 128)
 
     def speed(generate: Callable[[torch.Tensor], torch.Tensor], rows: int) -> float:
-        prompt = torch.randint(1, config.vocab_size, (rows, past), device=device)
+        prompt = torch.randint(1, model.config.vocab_size, (rows, past), device=device)
         generate(prompt)
         begin = time.perf_counter()
         tokens = generate(prompt)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.infer_models import tiny_decoder
+from tests.unit.infer_models import generate_ragged, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+    pytest.mark.usefixtures("without_tf32"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _model(family: str) -> Any:
@@ -35,16 +27,8 @@ def _generate(model: Any, batch: int, **options: Any) -> tuple[dict[str, list[in
     """Greedy tokens of ragged prompts that end at different times, a few more of them than run together."""
     sizes = {"max_num_seqs": batch, "max_model_len": 600, "max_num_batched_tokens": 512}
     engine: Any = load_engine(model, EngineConfig(dtype="fp32", device="cuda", **sizes, **options), runner="torch")
-    for number in range(batch + 2):
-        length, count = (3, 70, 1, 245, 17, 300)[number % 6], 6 + 5 * number % 23
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        engine.add(Request(str(number), [(7 * i + 31 * number) % 131 for i in range(length)], params))
-    found: dict[str, list[int]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None, output.error
-            found.setdefault(output.request_id, []).extend(output.token_ids)
-    return found, engine
+    ragged = [((3, 70, 1, 245, 17, 300)[number % 6], 6 + 5 * number % 23) for number in range(batch + 2)]
+    return generate_ragged(engine, ragged), engine
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 33])

@@ -5,7 +5,6 @@ The tokens must be those that the model's own ``generate`` gives on the same dev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,10 @@ from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+    pytest.mark.usefixtures("without_tf32"),
 ]
 PROMPTS = [[1, 2, 3, 4, 5], list(range(40, 80)), [7] * 17]
 OPTIONS = EngineConfig(dtype="fp32", device="cuda", max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24)
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def expected(model: Any, count: int = 8, skip: int | None = None) -> list[list[int]]:

@@ -12,15 +12,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-OptionalTensor host_or_none(const OptionalTensor& tensor) {
-  return tensor && tensor->defined() ? OptionalTensor(host_alias(*tensor)) : std::nullopt;
-}
-Tensor to_device(const Tensor& host, const Tensor& like) {
-  auto made = at::empty_strided(host.sizes(), host.strides(), host.options().device(like.device()));
-  host_alias(made).copy_(host);
-  return made;
-}
-
 int64_t choose(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask, double dropout,
                bool is_causal, std::optional<double> scale, bool enable_gqa) {
   if (mask && mask->requires_grad()) return static_cast<int64_t>(sdp::SDPBackend::math);

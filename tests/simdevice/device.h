@@ -39,6 +39,17 @@ Queue& current_queue(c10::DeviceIndex device);
 Queue& new_queue(c10::DeviceIndex device);
 // The same memory as a host tensor. It owns nothing.
 at::Tensor host_alias(const at::Tensor& tensor);
+// Nothing of nothing.
+inline std::optional<at::Tensor> host_or_none(const std::optional<at::Tensor>& tensor) {
+  return tensor && tensor->defined() ? std::optional(host_alias(*tensor)) : std::nullopt;
+}
+// A copy of a host tensor where ``like`` is, in its own dtype or another.
+inline at::Tensor to_device(const at::Tensor& host, const at::Tensor& like, std::optional<at::ScalarType> dtype = {}) {
+  auto made = at::empty_strided(
+      host.sizes(), host.strides(), host.options().device(like.device()).dtype(dtype.value_or(host.scalar_type())));
+  host_alias(made).copy_(host);
+  return made;
+}
 void count_sync(const char* what);
 void count_launch();
 }  // namespace sim

@@ -14,15 +14,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-OptionalTensor host_or_none(const OptionalTensor& tensor) {
-  return tensor && tensor->defined() ? OptionalTensor(host_alias(*tensor)) : std::nullopt;
-}
-Tensor to_device(const Tensor& host, const Tensor& like, at::ScalarType dtype) {
-  auto made = at::empty_strided(host.sizes(), host.strides(), like.options().dtype(dtype));
-  host_alias(made).copy_(host);
-  return made;
-}
-
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
                                     std::optional<double> eps) {
   count_launch();

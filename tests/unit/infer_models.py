@@ -213,3 +213,16 @@ def greedy_generate(engine: LLMEngine, prompts: list[list[int]], count: int) -> 
             assert output.num_prompt_tokens == len(prompts[int(output.request_id)])
     assert engine.stats().kv_blocks_used == 0
     return list(token_ids.values())
+
+
+def generate_ragged(engine: LLMEngine, sizes: list[tuple[int, int]]) -> dict[str, list[int]]:
+    """Greedy tokens of requests whose prompts have the first of ``sizes``, and which end after the second."""
+    for number, (length, count) in enumerate(sizes):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        engine.add(Request(str(number), [(7 * i + 31 * number) % 131 for i in range(length)], params))
+    found: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found

@@ -12,7 +12,7 @@ from tests import fake_graphs
 from tests.fake_graphs import counts
 from tests.harness import run_ranks
 from tests.marks import nightly
-from tests.unit.infer_models import tiny_decoder
+from tests.unit.infer_models import generate_ragged, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.runners import torch_runner
 
@@ -27,15 +27,7 @@ def _generate(model: Any, device: str = "cpu", **options: Any) -> tuple[dict[str
     sizes = {"max_num_seqs": 5, "max_model_len": 600, "max_num_batched_tokens": 400}
     config = EngineConfig(dtype="fp32", device=device, **{**sizes, **options})
     engine: Any = load_engine(model, config, runner="torch")
-    for number, (length, count) in enumerate(RAGGED):
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        engine.add(Request(str(number), [(7 * i + 31 * number) % 131 for i in range(length)], params))
-    found: dict[str, list[int]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None, output.error
-            found.setdefault(output.request_id, []).extend(output.token_ids)
-    return found, engine.runner
+    return generate_ragged(engine, RAGGED), engine.runner
 
 
 @pytest.fixture
