@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.infer_models import tiny_decoder
 from thalweg.cli import rlhf as command
-from thalweg.rlhf import models, steps
+from thalweg.rlhf import models, policy, steps
 from thalweg.rlhf.config import ROLE_OPTIONS, RLHFConfig, load_rlhf_config
 
 # The three steps of DeepSpeed-Chat's scripts for one GPU and one node.
@@ -239,6 +239,37 @@ def test_e2e_rlhf_s_options_reach_their_steps(monkeypatch: pytest.MonkeyPatch, t
         run("--step 2 --algorithm dpo")
     with pytest.raises(ValueError, match="--step chooses of `thalweg rlhf all`: leave it out of sft"):
         _config("sft", "--step 1", monkeypatch)
+
+
+def test_a_file_names_the_algorithm_and_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(line: str, **options: Any) -> list[Any]:
+        file = tmp_path / "rlhf.json"
+        file.write_text(json.dumps(options))
+        parser, found = argparse.ArgumentParser(**command.PARSER_OPTIONS), []
+        command.add_arguments(parser)
+        monkeypatch.setattr(command, "_launch", lambda nproc: found.append(nproc) or 0)
+        monkeypatch.setattr(steps, "run_step", lambda name, config: found.append(name))
+        assert command.run(parser.parse_args(["all", "--config", str(file), *line.split()])) == 0
+        return found
+
+    assert run("", algorithm="dpo") == ["sft", "dpo"]
+    assert run("--algorithm grpo", algorithm="dpo", reward_function="f.py:f") == ["sft", "grpo"]
+    assert run("", algorithm="dpo", nproc=2) == [2] and run("--nproc 1", algorithm="dpo", nproc=2) == ["sft", "dpo"]
+    with pytest.raises(ValueError, match="algorithm is 'rloo'; it may be ppo, dpo, grpo"):
+        run("", algorithm="rloo")
+    with pytest.raises(ValueError, match="there is no option 'learning_rat', did you mean learning_rate"):
+        run("", nproc=2, learning_rat=1.0)  # said before any rank starts
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
+def test_a_reward_that_is_no_number_is_an_error(bad: Any) -> None:
+    def score(prompts: list[str], completions: list[str]) -> list[Any]:
+        return [bad if "b" in text else 1.0 for text in completions]
+
+    reward = policy.reward_from_function(score)
+    assert reward(None, ["p", "p"], ["a", "c"], [{}, {}]).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match=f"the reward function gave {bad} for the response 'b'"):
+        reward(None, ["p", "p"], ["a", "b"], [{}, {}])
 
 
 def test_options_reach_the_engine_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

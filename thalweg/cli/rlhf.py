@@ -5,7 +5,8 @@ examples:
   thalweg rlhf all --config rlhf.json --nproc 2
   thalweg rlhf grpo --config rlhf.json --reward_function rewards.py:score --num_train_steps 100
 
-A config file is JSON with the options below, for one step in a block of its name ("ppo": {...}); flags go over it.
+A config file is JSON with the options below, `algorithm` and `nproc` too, for one step in a block of its name
+("ppo": {...}); flags go over it.
 The same command goes on with a run that died.  `thalweg chat OUT/ppo/model` talks to the result.
 """
 
@@ -18,22 +19,30 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, SWITCHES, RLHFConfig
+from thalweg.rlhf.config import (
+    ALIASES,
+    IGNORED,
+    REFUSED,
+    STEPS,
+    SWITCHES,
+    RLHFConfig,
+    load_rlhf_config,
+    read_mapping,
+)
 
 PARSER_OPTIONS = {"allow_abbrev": False}
+ALGORITHMS = ("ppo", "dpo", "grpo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand: :class:`RLHFConfig`'s fields, by their own names."""
     parser.add_argument("step", choices=(*STEPS, "all"), help="what to run")
     parser.add_argument("--config", metavar="FILE", help="a JSON file of options")
-    parser.add_argument(
-        "--algorithm", choices=("ppo", "dpo", "grpo"), default="ppo", help="what follows SFT in `all` (%(default)s)"
-    )
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="what follows SFT in `all` (ppo)")
     parser.add_argument(
         "--step", dest="only", nargs="+", type=int, choices=(1, 2, 3), default=(), help="of `all` these steps alone"
     )
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (%(default)s)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this host (1)")
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     options = {each.name: each for each in fields(RLHFConfig)}
     for name, own in ({name: name for name in options} | ALIASES).items():
@@ -70,15 +79,22 @@ def run(args: argparse.Namespace) -> int:
     flags = {key: value for key, value in vars(args).items() if key not in own}
     if args.only and args.step != "all":
         raise ValueError(f"--step chooses of `thalweg rlhf all`: leave it out of {args.step}")
-    if args.nproc > 1 and "RANK" not in os.environ:
-        return _launch(args.nproc)
-    from thalweg.rlhf.config import load_rlhf_config
+    options = read_mapping(args.config)
+    named = {"algorithm": "ppo", "nproc": 1} | {
+        key: options.pop(key) for key in ("algorithm", "nproc") if key in options
+    }
+    algorithm, nproc = args.algorithm or named["algorithm"], args.nproc or named["nproc"]
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}; it may be {', '.join(ALGORITHMS)}")
+    config = load_rlhf_config(options, algorithm if args.step == "all" else args.step, **flags)
+    if nproc > 1 and "RANK" not in os.environ:
+        return _launch(nproc)
     from thalweg.rlhf.steps import run_all, run_step
 
     if args.step == "all":
-        model = run_all(args.config, args.algorithm, args.only, **flags)
+        model = run_all(options, algorithm, args.only, **flags)
     else:
-        model = run_step(args.step, load_rlhf_config(args.config, args.step, **flags))
+        model = run_step(args.step, config)
     if os.environ.get("RANK", "0") == "0":
         print(model)
     return 0

@@ -200,16 +200,17 @@ class RLHFConfig:
 
 def read_mapping(source: Any) -> dict[str, Any]:
     """A JSON file's or a mapping's; nothing's is empty."""
-    return (
-        json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else dict(source or {})
-    )
+    if not isinstance(source, str | Path):
+        return dict(source or {})
+    data = json.loads(Path(source).read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise ValueError(f"{source} holds no JSON object")
+    return data
 
 
 def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, **flags: Any) -> RLHFConfig:
     """Return a step's options of a JSON file or a mapping, under ``flags``; ValueError names what is unknown."""
     data = read_mapping(source)
-    if not isinstance(data, dict):
-        raise ValueError(f"{source} holds no JSON object")
     merged: dict[str, Any] = {key: value for key, value in data.items() if key not in STEPS}
     merged |= data.get(step, {})
     merged |= flags

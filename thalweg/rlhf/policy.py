@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,12 @@ def reward_from_function(function: Callable[..., Sequence[float]]) -> RewardFn:
         rewards = list(function(**columns | {"prompts": prompts, "completions": completions}))
         if len(rewards) != len(completions):
             raise ValueError(f"the reward function gave {len(rewards)} numbers for {len(completions)} responses")
-        return torch.tensor([float(reward) for reward in rewards])
+        scores = torch.tensor([math.nan if reward is None else float(reward) for reward in rewards])
+        if bad := (~scores.isfinite()).nonzero().flatten().tolist():  # each update would be left out, in silence
+            raise ValueError(
+                f"the reward function gave {rewards[bad[0]]} for the response {completions[bad[0]][:80]!r}"
+            )
+        return scores
 
     return score
 
