@@ -30,7 +30,6 @@ from thalweg.utils.rendezvous import rendezvous
 
 _log = get_logger(__name__)
 
-MESH_AXES = ("pp", "dp_outer", "dp", "cp", "sp", "tp", "ep")
 DATA_AXIS = "dp"
 # Once torch knows a job's device it makes the groups of a program's own meshes by splitting, which fails for others.
 _SPLITTING_LIBRARIES = ("nccl", "xccl")

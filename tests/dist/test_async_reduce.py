@@ -22,11 +22,11 @@ def _both(rank, world, stage, accumulation):
 
 def _train(rank, world, stage, accumulation, shared, delay):
     import thalweg
-    from thalweg.comm.comm_thread import CommThread
+    from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 
     os.environ["THALWEG_SHARED_MEMORY"] = "1" if shared else "0"
     count = 0
-    submit = CommThread.submit
+    submit = AsyncReduction.submit
 
     def slow(self, work):
         nonlocal count
@@ -48,7 +48,7 @@ def _train(rank, world, stage, accumulation, shared, delay):
         "cpu_kernels": "torch",
     }
     patch = pytest.MonkeyPatch()
-    patch.setattr(CommThread, "submit", slow)
+    patch.setattr(AsyncReduction, "submit", slow)
     engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
     grads = None
     for step in range(STEPS * accumulation):

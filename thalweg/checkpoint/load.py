@@ -34,7 +34,6 @@ def open_verified(
     tag: str | None = None,
     *,
     resume: ResumePolicy = "auto",
-    prefix: str = "",
     group: Any = None,
     io: FileSystem | None = None,
 ) -> Checkpoint | None:
@@ -44,7 +43,6 @@ def open_verified(
     newest, past damaged ones with a warning each.  ``resume``: "never" returns None; "auto"
     returns None only where the directory holds no checkpoint at all; "must" raises
     ``CheckpointNotFoundError`` there.  A checkpoint of DeepSpeed's is opened as one of ours.
-    ``prefix`` ("model/") limits what is verified.
     Raises ``CorruptCheckpointError`` if nothing good is left.
     """
     if resume == "never":
@@ -73,7 +71,7 @@ def open_verified(
     problems = []
     for name in names:
         try:
-            return _open_and_verify(opener, checkpoint_dir / name, prefix, ranks, io)
+            return _open_and_verify(opener, checkpoint_dir / name, ranks, io)
         except CorruptCheckpointError as error:
             if has_tag:
                 raise
@@ -93,7 +91,7 @@ def open_verified(
     return None
 
 
-def _open_and_verify(opener: type[Checkpoint], path: Path, prefix: str, ranks: RankGroup, io: FileSystem) -> Checkpoint:
+def _open_and_verify(opener: type[Checkpoint], path: Path, ranks: RankGroup, io: FileSystem) -> Checkpoint:
     opened: list[Checkpoint] = []
 
     def open_local() -> str:
@@ -103,7 +101,7 @@ def _open_and_verify(opener: type[Checkpoint], path: Path, prefix: str, ranks: R
     heads = ranks.all_or_raise(f"opening checkpoint {path}", open_local)
     if len(set(heads)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; it must be a shared directory")
-    opened[0].verify(group=ranks.group, prefix=prefix)
+    opened[0].verify(group=ranks.group)
     return opened[0]
 
 

@@ -44,7 +44,7 @@ def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in _named_tensors(module):
+    for name, tensor in (*named_shards(module, remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         if name in transient:
             continue
         first_name = first.setdefault(id(tensor), name)
@@ -58,11 +58,6 @@ def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
 def is_frozen(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the model is a parameter that needs no gradient."""
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from named_shards(module, remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def build_snapshot(

@@ -157,18 +157,17 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def find_corruption(self, *, rank: int = 0, world_size: int = 1, prefix: str = "") -> list[Corruption]:
-        """All that is wrong, found by reading every byte (or those of names that begin with ``prefix``).
+    def find_corruption(self, *, rank: int = 0, world_size: int = 1) -> list[Corruption]:
+        """All that is wrong, found by reading every byte.
 
         With ``world_size`` only part ``rank`` of that many equal ones is read.
         """
         corruptions: list[Corruption] = []
         broken_files: set[str] = set()
-        chunks = [(name, p) for name in self.tensor_names(prefix) for p in self.manifest.tensors[name].pieces]
-        files = {p.file for _, p in chunks} if prefix else set(self._shard_readers)
-        for file in sorted(files):
+        chunks = [(name, p) for name in self.tensor_names() for p in self.manifest.tensors[name].pieces]
+        for file, reader in sorted(self._shard_readers.items()):
             try:
-                self._shard_readers[file].check_header()
+                reader.check_header()
             except CorruptCheckpointError as error:
                 broken_files.add(file)
                 corruptions.append(Corruption(file, None, str(error)))
@@ -189,18 +188,18 @@ class Checkpoint:
         readable = [item for item in chunks if item[1].file not in broken_files][rank::world_size]
         return corruptions + [damage for damage in self._map_concurrently(readable, verify_item) if damage]
 
-    def verify(self, *, group: Any = None, prefix: str = "") -> None:
+    def verify(self, *, group: Any = None) -> None:
         """Collective: raise the same ``CorruptCheckpointError`` on all ranks unless every byte is as committed."""
         ranks = RankGroup.from_group(group)
 
         def verify_local() -> None:
-            corruptions = self.find_corruption(rank=ranks.rank, world_size=ranks.world_size, prefix=prefix)
+            corruptions = self.find_corruption(rank=ranks.rank, world_size=ranks.world_size)
             if corruptions:
                 more = f" (and {len(corruptions) - 1} more)" if len(corruptions) > 1 else ""
                 raise CorruptCheckpointError(f"{corruptions[0].reason}{more}")
 
         ranks.all_or_raise(f"verifying checkpoint {self.path}", verify_local)
-        self._verified = self._verified or not prefix
+        self._verified = True
 
     def read_into(
         self,

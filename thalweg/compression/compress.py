@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,11 +20,17 @@ from thalweg.compression.layers import (
     iter_compressed,
 )
 from thalweg.config import Config, load
-from thalweg.config.schema.base import Section
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
 PRUNING = {"sparse_pruning": "sparse", "row_pruning": "row", "channel_pruning": "row", "head_pruning": "head"}
+
+
+_REQUIRED_PARAMS: dict[str, tuple[str, ...]] = {
+    "weight_quantization": ("start_bits", "target_bits"),
+    "activation_quantization": ("bits",),
+    **dict.fromkeys(PRUNING, ("dense_ratio",)),
+}
 
 
 def init_compression(model: Any, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None) -> Any:
@@ -65,7 +71,6 @@ def _apply_technique(model: nn.Module, technique: str, shared: Any, groups: Mapp
     seen: dict[str, str] = {}
     for group_name, group in groups.items():
         where = f"compression_training.{technique}.different_groups.{group_name}"
-        params = _GroupParams(group.params, where)
         related = group.related_modules or [()] * len(group.modules)
         for pattern, related_patterns in zip(group.modules, related, strict=True):
             names = list(find_layers(model, pattern))
@@ -82,26 +87,18 @@ def _apply_technique(model: nn.Module, technique: str, shared: Any, groups: Mapp
                 seen[name] = group_name
                 layer = model.get_submodule(name)
                 compression = compress_layer(layer, len(iter_compressed(model)))
-                names_related = tuple(partner[index] for partner in partners)
-                _APPLY[technique](model, layer, compression, shared, params, names_related, f"{where}: {name}")
-
-
-class _GroupParams:
-    """The ``params`` of a group; what is asked for and missing is an error that says where."""
-
-    def __init__(self, params: Section, where: str) -> None:
-        self._params, self._where = params, where
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A value, or the default."""
-        value = getattr(self._params, name)
-        return default if value is None else value
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise ValueError(f"{self._where}.params has no {name}: say it there")
-        return value
+                for required in _REQUIRED_PARAMS[technique]:
+                    if getattr(group.params, required) is None:
+                        raise ValueError(f"{where}.params has no {required}: say it there")
+                at = f"{where}: {name}"
+                if technique == "weight_quantization":
+                    quantize_layer_weight(layer, compression, _weight_quantization(shared, group.params), at)
+                elif technique == "activation_quantization":
+                    _quantize_activation(compression, shared, group.params.bits)
+                else:
+                    names_related = tuple(partner[index] for partner in partners)
+                    mask = _make_mask(model, layer, technique, shared, group.params, names_related, at)
+                    setattr(compression, PRUNING[technique], mask)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -117,14 +114,12 @@ def find_layers(model: nn.Module, pattern: str, related: bool = False) -> Iterat
             yield name
 
 
-def _quantize_weight(
-    model: nn.Module, layer: Any, compression: Compression, shared: Any, params: _GroupParams, related: Any, where: str
-) -> None:
-    mixed = shared.fp16_mixed_quantize
-    spec = WeightQuantization(
-        start_bits=params["start_bits"],
-        target_bits=params["target_bits"],
-        period=params.get("quantization_period", 1),
+def _weight_quantization(shared: Any, params: Any) -> WeightQuantization:
+    mixed, period = shared.fp16_mixed_quantize, params.quantization_period
+    return WeightQuantization(
+        start_bits=params.start_bits,
+        target_bits=params.target_bits,
+        period=1 if period is None else period,
         offset=shared.schedule_offset,
         num_groups=shared.quantize_groups,
         symmetric=shared.quantization_type == "symmetric",
@@ -132,7 +127,6 @@ def _quantize_weight(
         change_ratio=mixed.quantize_change_ratio if mixed.enabled else 0.0,
         verbose=shared.quantize_verbose,
     )
-    quantize_layer_weight(layer, compression, spec, where)
 
 
 def quantize_layer_weight(layer: Any, compression: Compression, spec: WeightQuantization, where: str) -> None:
@@ -148,37 +142,26 @@ def quantize_layer_weight(layer: Any, compression: Compression, spec: WeightQuan
     compression.quantize_weight(spec)
 
 
-def _quantize_activation(
-    model: nn.Module, layer: Any, compression: Compression, shared: Any, params: _GroupParams, related: Any, where: str
-) -> None:
+def _quantize_activation(compression: Compression, shared: Any, bits: int) -> None:
     static, symmetric = shared.range_calibration == "static", shared.quantization_type == "symmetric"
-    compression.quantize_activation(ActivationQuantization(params["bits"], symmetric, static, shared.schedule_offset))
+    compression.quantize_activation(ActivationQuantization(bits, symmetric, static, shared.schedule_offset))
 
 
-def _prune(technique: str) -> Callable[..., None]:
-    def apply(
-        model: nn.Module,
-        layer: Any,
-        compression: Compression,
-        shared: Any,
-        params: _GroupParams,
-        related: tuple[str, ...],
-        where: str,
-    ) -> None:
-        weight = get_rows(layer)
-        if weight.is_meta:
-            raise ValueError(f"{where} has no weights yet: call init_compression() when they are loaded")
-        ratio, rows = params["dense_ratio"], weight.detach().float().abs()
-        if technique == "sparse_pruning":
-            norms = rows
-        elif technique == "head_pruning":
-            units = _count_head_units(model, layer, params.get("num_heads", shared.num_heads), related, where)
-            norms = rows.sum(0).view(units, -1).sum(1)
-        else:
-            norms = rows.flatten(1).sum(1)
-        setattr(compression, PRUNING[technique], Mask(norms, ratio, shared.method, shared.schedule_offset, related))
-
-    return apply
+def _make_mask(
+    model: nn.Module, layer: Any, technique: str, shared: Any, params: Any, related: tuple[str, ...], where: str
+) -> Mask:
+    weight = get_rows(layer)
+    if weight.is_meta:
+        raise ValueError(f"{where} has no weights yet: call init_compression() when they are loaded")
+    rows = weight.detach().float().abs()
+    if technique == "sparse_pruning":
+        norms = rows
+    elif technique == "head_pruning":
+        num_heads = shared.num_heads if params.num_heads is None else params.num_heads
+        norms = rows.sum(0).view(_count_head_units(model, layer, num_heads, related, where), -1).sum(1)
+    else:
+        norms = rows.flatten(1).sum(1)
+    return Mask(norms, params.dense_ratio, shared.method, shared.schedule_offset, related)
 
 
 def _count_head_units(model: nn.Module, layer: Any, num_heads: int | None, related: Iterable[str], where: str) -> int:
@@ -188,10 +171,3 @@ def _count_head_units(model: nn.Module, layer: Any, num_heads: int | None, relat
         raise ValueError(f"{where}: num_heads is {num_heads}; it must divide the {inputs} inputs of this layer")
     rows = [get_rows(model.get_submodule(name)).shape[0] for name in related]
     return min([num_heads, *(count * num_heads // inputs for count in rows)])
-
-
-_APPLY: dict[str, Callable[..., None]] = {
-    "weight_quantization": _quantize_weight,
-    "activation_quantization": _quantize_activation,
-    **{technique: _prune(technique) for technique in PRUNING},
-}

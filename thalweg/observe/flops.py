@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-
-class _ModelSize(Protocol):
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def hidden_size(self) -> int | None: ...
-    @property
-    def num_layers(self) -> int | None: ...
+if TYPE_CHECKING:
+    from thalweg.config import ModelSize
 
 
-def flops_per_token(model_size: _ModelSize, sequence_length: int | None = None) -> float:
+def flops_per_token(model_size: ModelSize, sequence_length: int | None = None) -> float:
     """Return the floating-point operations of one training token, forward and backward.
 
     ``6 N + 12 L d T``: two operations a weight forward and four backward, and the two

@@ -15,6 +15,7 @@ from torch import Tensor
 from thalweg.comm.collectives.wire import SiteExchange
 from thalweg.optim.accumulation import StepListener
 from thalweg.optim.dtensor_local import as_dtensor_like, get_worker_rows, to_local
+from thalweg.utils.buckets import iter_buckets
 from thalweg.zero.collectives import build_replica_sum
 from thalweg.zero.shard import ShardedModel
 
@@ -59,15 +60,7 @@ class SiteSync(StepListener):
         return [p for group in self._inner.param_groups for p in group["params"] if p.requires_grad and p.dim() > 0]
 
     def _iter_buckets(self, params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        bucket: list[Tensor] = []
-        numel = 0
-        for param in params:
-            numel += to_local(param).numel()
-            if bucket and numel > _BUCKET_NUMEL:
-                yield bucket
-                bucket, numel = [], to_local(param).numel()
-            bucket.append(param)
-        yield bucket
+        return iter_buckets(params, lambda param: to_local(param).numel(), _BUCKET_NUMEL)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Things that go together: as many at a time as a limit of bytes allows."""
+"""Things that go together: as many at a time as a limit (of bytes, say) allows."""
 
 from __future__ import annotations
 

@@ -22,9 +22,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import tomllib
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 # What device "auto" means in this process and in those that it starts; ``cpu`` hides the accelerators.
 DEVICE_VARIABLE = "THALWEG_DEVICE"
@@ -54,41 +56,26 @@ class _LauncherVariables:
     """One launcher's names for the four numbers; alternatives of a name are tried in order."""
 
     source: str
-    rank: tuple[str, ...]
-    world_size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...]
-    job_id: tuple[str, ...] = ()
+    rank: list[str]
+    world_size: list[str]
+    local_rank: list[str] = field(default_factory=list)
+    local_world_size: list[str] = field(default_factory=list)
+    job_id: list[str] = field(default_factory=list)
 
 
-_TORCHRUN = _LauncherVariables("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-_OPENMPI = _LauncherVariables(
-    "openmpi",
-    ("OMPI_COMM_WORLD_RANK",),
-    ("OMPI_COMM_WORLD_SIZE",),
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "SLURM_JOB_ID"),
-)
-_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-_SLURM = _LauncherVariables(
-    "slurm", ("SLURM_PROCID",), _SLURM_SIZES, ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_JOBID")
-)
-_PMI = _LauncherVariables(
-    "pmi",
-    ("PMI_RANK", "MV2_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
-    ("MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
-    ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_JOBID", "SLURM_JOB_ID"),
-)
-_KUBEFLOW = _LauncherVariables("kubeflow", ("PET_NODE_RANK",), ("PET_NNODES",), (), ("PET_NPROC_PER_NODE",))
+def _read_launchers() -> dict[str, _LauncherVariables]:
+    tables = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text(encoding="utf-8"))
+    return {source: _LauncherVariables(source, **names) for source, names in tables.items()}
+
+
+_LAUNCHERS = _read_launchers()
+_TORCHRUN, _OPENMPI, _SLURM = _LAUNCHERS["torchrun"], _LAUNCHERS["openmpi"], _LAUNCHERS["slurm"]
+_PMI, _KUBEFLOW = _LAUNCHERS["pmi"], _LAUNCHERS["kubeflow"]
 
 
 def get_launcher_variables(source: str) -> dict[str, str]:
     """The variables that a launcher of this ``source`` sets, by the fields of :class:`RankInfo`."""
-    families = (_TORCHRUN, _OPENMPI, _SLURM, _PMI, _KUBEFLOW)
-    family = next((candidate for candidate in families if candidate.source == source), _TORCHRUN)
+    family = _LAUNCHERS.get(source, _TORCHRUN)
     return {
         "rank": family.rank[0],
         "world_size": family.world_size[0],
@@ -322,7 +309,7 @@ def _read_rank_and_size(environ: Mapping[str, str], family: _LauncherVariables) 
     return _first_integer(environ, family.rank) or 0, _first_integer(environ, family.world_size) or 0
 
 
-def _first_integer(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+def _first_integer(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
     name = _first_set(environ, names)
     return None if name is None else _parse_integer(environ, name)
 
@@ -334,7 +321,7 @@ def _parse_integer(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+def _first_set(environ: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in environ), None)
 
 

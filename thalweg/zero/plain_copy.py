@@ -47,19 +47,15 @@ def copy_plain(module: nn.Module, memo: dict[int, Any] | None = None, *, left_ou
     """
     memo = {} if memo is None else memo
     own = [param for param in module.parameters() if id(param) not in memo]
-    _check_whole(own, "copy.deepcopy")
+    check_whole(own, "copy.deepcopy")
     for param in own:
         deepcopy_plain(param, memo)
     with _shown_plain(module, left_out):
         return copy.deepcopy(module, memo)
 
 
-def check_whole(module: nn.Module, operation: str) -> None:
-    """Raise where ``module`` has a parameter of which this rank has a shard."""
-    _check_whole(module.parameters(), operation)
-
-
-def _check_whole(params: Iterable[Tensor], operation: str) -> None:
+def check_whole(params: Iterable[Tensor], operation: str) -> None:
+    """Raise where this rank has a shard of one of ``params``."""
     if any(isinstance(param, DTensor) for param in params):
         raise ShardedCopyError(operation)
 

@@ -50,8 +50,8 @@ class ForeignCheckpoint(Checkpoint):
         """The state tree; its tensors are read now."""
         return load_tensors(self._contents.state)
 
-    def find_corruption(self, *, rank: int = 0, world_size: int = 1, prefix: str = "") -> list[Corruption]:
-        """All entries whose CRC-32 differs, found by reading every byte; ``prefix`` does not make it less."""
+    def find_corruption(self, *, rank: int = 0, world_size: int = 1) -> list[Corruption]:
+        """All entries whose CRC-32 differs, found by reading every byte."""
         names = sorted(self._contents.files)[rank::world_size]
         reasons = self._map_concurrently(names, lambda name: self._contents.files[name].find_damage())
         return [Corruption(name, None, reason) for name, reason in zip(names, reasons, strict=True) if reason]

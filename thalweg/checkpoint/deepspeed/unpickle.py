@@ -217,12 +217,6 @@ def _set_items(machine: _Interpreter, items: list[Any]) -> None:
     target.update(zip(items[::2], items[1::2], strict=True))
 
 
-def _make_dict(machine: _Interpreter) -> None:
-    items = machine.pop_to_mark()
-    machine.stack.append({})
-    _set_items(machine, items)
-
-
 def _reduce(machine: _Interpreter) -> None:
     function, args = machine.pop_many(2)
     machine.stack.append(machine.call(function, tuple(args)))
@@ -311,8 +305,8 @@ _CONSTANT_OPCODES: dict[str, Callable[[], Any]] = {
 _VALUE_OPCODES = frozenset(
     name.upper()
     for kind in (
-        "int long long1 long4 binint binint1 binint2 float binfloat",
-        "unicode short_binunicode binunicode binunicode8 string binstring short_binstring",
+        "long1 long4 binint binint1 binint2 binfloat",
+        "short_binunicode binunicode binunicode8 binstring short_binstring",
         "binbytes short_binbytes binbytes8 bytearray8",
     )
     for name in kind.split(" ")
@@ -321,12 +315,9 @@ _IGNORED_OPCODES = frozenset({"PROTO", "FRAME"})
 _HANDLERS: dict[str, Callable[[_Interpreter, Any], Any]] = {
     "POP": lambda m, _: m.stack.pop(),
     "POP_MARK": lambda m, _: m.pop_to_mark(),
-    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "PUT": lambda m, key: m.memo.__setitem__(int(key), m.stack[-1]),
     "BINPUT": lambda m, key: m.memo.__setitem__(key, m.stack[-1]),
     "LONG_BINPUT": lambda m, key: m.memo.__setitem__(key, m.stack[-1]),
     "MEMOIZE": lambda m, _: m.memo.__setitem__(len(m.memo), m.stack[-1]),
-    "GET": lambda m, key: m.stack.append(m.memo[int(key)]),
     "BINGET": lambda m, key: m.stack.append(m.memo[key]),
     "LONG_BINGET": lambda m, key: m.stack.append(m.memo[key]),
     "GLOBAL": lambda m, name: m.push_global(_modern_name(*name.split(" ", 1))),
@@ -335,8 +326,6 @@ _HANDLERS: dict[str, Callable[[_Interpreter, Any], Any]] = {
     "TUPLE1": lambda m, _: m.stack.append(tuple(m.pop_many(1))),
     "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop_many(2))),
     "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop_many(3))),
-    "LIST": lambda m, _: m.stack.append(m.pop_to_mark()),
-    "DICT": lambda m, _: _make_dict(m),
     "FROZENSET": lambda m, _: m.stack.append(frozenset(m.pop_to_mark())),
     "APPEND": lambda m, _: _append(m, m.pop_many(1)),
     "APPENDS": lambda m, _: _append(m, m.pop_to_mark()),

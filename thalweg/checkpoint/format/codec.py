@@ -22,7 +22,7 @@ import pathlib
 import re
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
@@ -236,9 +236,9 @@ def _decode_tagged(name: Any, node: dict[str, Any], load_tensor: TensorLoader) -
     if name == "bytes_tensor":
         return load_tensor(value).numpy().tobytes()
     if name == "numpy":
-        return _decode_numpy_scalar(parse_numpy_dtype(node["dtype"]), _base64_decode(value))
+        return _view_bytes((), node["dtype"], _base64_decode(value))[()]
     if name == "ndarray":
-        return _decode_ndarray(node, load_tensor)
+        return _view_bytes(node["shape"], node["dtype"], b"" if value is None else load_tensor(value).numpy().tobytes())
     return _DECODERS[name](decode_tree(value, load_tensor))
 
 
@@ -249,11 +249,5 @@ def parse_numpy_dtype(name: str) -> numpy.dtype:
     return numpy.dtype(name)
 
 
-def _decode_numpy_scalar(dtype: numpy.dtype, raw: bytes) -> Any:
-    return numpy.ndarray((), dtype, bytearray(raw) or bytearray(1))[()]
-
-
-def _decode_ndarray(node: dict[str, Any], load_tensor: TensorLoader) -> numpy.ndarray:
-    dtype = parse_numpy_dtype(node["dtype"])
-    raw = b"" if node["v"] is None else load_tensor(node["v"]).numpy().tobytes()
-    return numpy.ndarray(tuple(node["shape"]), dtype, bytearray(raw) or bytearray(1))
+def _view_bytes(shape: Iterable[int], dtype: str, raw: bytes) -> numpy.ndarray:
+    return numpy.ndarray(tuple(shape), parse_numpy_dtype(dtype), bytearray(raw) or bytearray(1))

@@ -31,6 +31,13 @@ from thalweg.optim.dtensor_local import (
 from thalweg.optim.norms import square_sums
 
 
+def init_adam_state(state: dict[str, Any], param: Tensor, num_steps: float) -> None:
+    """Moments of a parameter that has none, and its count of steps."""
+    if "exp_avg" not in state:
+        state["step"] = torch.tensor(float(num_steps), device="cpu")
+        state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
+
+
 class Lamb(StepMixin, torch.optim.Optimizer):
     """LAMB (arXiv:1904.00962, algorithm 2), with DeepSpeed's clamp on the trust ratio.
 
@@ -103,11 +110,8 @@ class Lamb(StepMixin, torch.optim.Optimizer):
     ) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         for param in params:
-            state = self.state[param]
-            if "exp_avg" not in state:
-                state["step"] = torch.tensor(0.0, device="cpu")
-                state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
-            state["step"] += 1
+            init_adam_state(self.state[param], param, 0)
+            self.state[param]["step"] += 1
         first = [to_local(self.state[p]["exp_avg"]) for p in params]
         second = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
         foreach.lerp_(first, grads, 1 - beta1)

@@ -42,8 +42,9 @@ from thalweg.device import takes_tensors_of, widest_float
 from thalweg.optim import foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
-from thalweg.optim.algorithms.lamb import Lamb
+from thalweg.optim.algorithms.lamb import Lamb, init_adam_state
 from thalweg.optim.dtensor_local import (
+    StepMixin,
     all_reduce_tensors_,
     as_dtensor_like,
     as_rows_of_workers,
@@ -273,7 +274,7 @@ class WarmupMixin(CompressedMixin):
     def _init_late(self, param: Tensor, group: dict[str, Any]) -> None:
         """State of a parameter that had no gradient before the freeze: it stands still."""
         if "exp_avg" not in self.state[param]:
-            _init_adam_state(self.state[param], param, group["frozen_at"])
+            init_adam_state(self.state[param], param, group["frozen_at"])
             to_local(self.state[param]["exp_avg_sq"]).fill_(_STANDS_STILL)
 
     def _freeze_variance(self) -> None:
@@ -338,14 +339,10 @@ class OneBitAdam(WarmupMixin, Adam):
             loss = super().step(closure)
             self._end_warmup_step()
             return loss
-        return self._compressed_step(closure)
+        return StepMixin.step(self, closure)  # type: ignore[arg-type]
 
-    @torch.no_grad()
-    def _compressed_step(self, closure: Callable[[], Any] | None) -> Any:
-        loss, self._opt_called = None, True
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_params(self) -> None:
+        """The step of :class:`StepMixin`, from the freeze on."""
         self._fill_missing_grads()
         exchanged: list[tuple[Tensor, Tensor]] = []
         groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in self.param_groups]
@@ -368,7 +365,6 @@ class OneBitAdam(WarmupMixin, Adam):
                     denominator = _denominator(group, to_local(state["exp_avg_sq"]), group["frozen_at"])
                     piece.addcdiv_(to_local(state["exp_avg"]), denominator, value=-rate)
         self._end_step()
-        return loss
 
 
 class OneBitLamb(WarmupMixin, Lamb):
@@ -547,7 +543,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
                 grads = _effective_grads(group, work, grads)
                 for param, piece, own_grad in zip(members, work, grads, strict=True):
                     state, grad = self.state[param], mean_grads.get(param, own_grad)
-                    _init_adam_state(state, param, step - 1)
+                    init_adam_state(state, param, step - 1)
                     state["step"] += 1
                     if is_adam:
                         moments = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
@@ -650,13 +646,6 @@ def _masters(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     work = [upcast_half(piece) for piece in pieces]
     yield work
     write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
-
-
-def _init_adam_state(state: dict[str, Any], param: Tensor, num_steps: float) -> None:
-    """Moments of a parameter that has none."""
-    if "exp_avg" not in state:
-        state["step"] = torch.tensor(float(num_steps), device="cpu")
-        state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
 
 
 def _effective_grads(group: dict[str, Any], work: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:

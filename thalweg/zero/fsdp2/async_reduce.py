@@ -2,29 +2,37 @@
 
 FSDP2 has no streams on a CPU: a reduction returns when it is done, and the wire idles while
 the next unit's gradients are computed, the processor while they travel.  Here a unit's
-reduction is handed to a thread (:mod:`thalweg.comm.comm_thread`), and the backward pass ends
-when all of them have.  FSDP2 meanwhile sets ``.grad`` to the tensor that will hold the result.
+reduction is handed to a thread, and the backward pass ends when all of them have.  FSDP2
+meanwhile sets ``.grad`` to the tensor that will hold the result.
 
 So a reduction is done at once, as before, where something reads that tensor earlier: a
 gradient to be added to, a hook on the parameter, a cast to another dtype.
+
+One thread does them, in the order given, over a process group that nobody else uses: every
+rank then runs the same collectives in the same order, whatever the main thread does meanwhile
+on other groups.  A collective waits in C++ and sums in torch's operators, both without the
+interpreter's lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from thalweg.comm.collectives.reducer import TrySubmit
-from thalweg.comm.comm_thread import CommThread
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, is_in_backward, queue_backward_callback
+
+_MAX_PENDING = 2  # reductions that wait at a time, which bounds the memory of their inputs
 
 
 class AsyncReduction:
-    """What hands the reductions of one model to the background."""
+    """What hands the reductions of one model to the background: a queue, and the thread that runs it."""
 
     def __init__(self) -> None:
-        self._comm_thread = CommThread()
+        self._pending: list[Future[None]] = []
+        self._executor: ThreadPoolExecutor | None = None
         self._callback_queued = False
 
     def make_try_submit(self, group: FSDPGroupHandle, output_dtype: torch.dtype) -> TrySubmit:
@@ -34,23 +42,34 @@ class AsyncReduction:
             if not is_in_backward() or group.reads_reduced_grads(output_dtype):
                 self.drain()  # what is done now comes after what was given before
                 return False
-            self._comm_thread.submit(work)
+            self.submit(work)
             if not self._callback_queued:
                 self._callback_queued = True
-                queue_backward_callback(self._on_backward_end)
+                queue_backward_callback(self.drain)
             return True
 
         return try_submit
 
-    def _on_backward_end(self) -> None:
-        self._callback_queued = False
-        self.drain()
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run ``work`` after what was submitted before; waits while as many are unfinished as may be."""
+        while len(self._pending) >= _MAX_PENDING:
+            self._pending.pop(0).result()
+        if self._executor is None:  # at first use, so that a fork before it is harmless
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="thalweg-reduce")
+        # Grad mode belongs to a thread: this one has never left the default.
+        self._pending.append(self._executor.submit(torch.no_grad()(work)))
 
     def drain(self) -> None:
-        """Wait for every reduction that was handed over."""
+        """Wait for every reduction that was handed over; the first error of any of them is raised here."""
         self._callback_queued = False
-        self._comm_thread.drain()
+        pending, self._pending = self._pending, []
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
-        """End the thread."""
-        self._comm_thread.close()
+        """End the thread, after what it is at."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+        self._pending = []

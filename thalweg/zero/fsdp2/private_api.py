@@ -583,7 +583,7 @@ def _name_as_wrapped(fsdp_class: type, is_root: bool) -> type:
             if kwargs.get("state_dict") is None:
                 if kwargs.get("is_main_process") is False:
                     return None  # it would write nothing, and a gathered state is there on the first rank alone
-                check_whole(self, "save_pretrained")
+                check_whole(self.parameters(), "save_pretrained")
             return wrapped.save_pretrained(self, *args, **kwargs)
 
         body["state_dict"] = state_dict
@@ -599,7 +599,7 @@ def mark_collective_forward(root: nn.Module) -> None:
 
 
 def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
-    check_whole(module, "pickling the model")
+    check_whole(module.parameters(), "pickling the model")
     plain = copy_plain(module, left_out=_ATTRIBUTES)
     # The usual constructor insists on the object's present class; this one, as old as pickle, does not.
     return copyreg._reconstructor, (type(plain), object, None), *plain.__reduce_ex__(2)[2:]  # type: ignore[attr-defined]
