@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
 from thalweg.device import get_rng_state, set_rng_state
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.linear.functional import must_use_plain_ops
 
 _TENSOR_SLOT: Any = object()
@@ -224,11 +224,6 @@ def tiled(module: nn.Module, tiles: int, *, dim: int = -2) -> nn.Module:
     if tiles > 1:
         module.__class__ = _tiled_class(type(module), tiles, dim)
     return module
-
-
-def untile(model: nn.Module) -> int:
-    """Undo :func:`tiled` for every module of ``model``; returns how many there were."""
-    return restore_class(model, _TiledModule)
 
 
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "DenseReluDense")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,27 +17,11 @@ from typing import Any, Literal, get_args
 Step = Literal["sft", "reward", "ppo", "dpo", "grpo"]
 STEPS: tuple[Step, ...] = get_args(Step)
 
-# What DeepSpeed-Chat's parsers have and nothing here depends on.
-IGNORED = {
-    "deepspeed", "deepscale", "print_loss", "eval_iters", "per_device_eval_batch_size", "local_rank",
-    "data_output_path", "preprocessing_num_workers", "num_padding_at_beginning", "enable_hybrid_engine",
-    "release_inference_cache", "unpin_actor_parameters", "tp_gather_partition_size", "align_overflow",
-    "max_generation_length", "compute_fp32_loss", "deployment_type",
-}  # fmt: skip
-# What they have, and is done in another way here.
-_END_TOKEN = "an answer ends with the tokenizer's eos_token; give the tokenizer of model_name_or_path another"
-REFUSED = {
-    "eval_interval": "nothing is evaluated while it trains; metrics.jsonl has each batch's accuracy before its update",
-    "add_eot_token": _END_TOKEN, "eot_token": _END_TOKEN,
-}  # fmt: skip
-# Their switches for a dropout of 0.
-SWITCHES = {"disable_dropout", "disable_actor_dropout", "disable_critic_dropout"}
-# Their names for what has one name here.
-ALIASES = {
-    "per_device_training_batch_size": "per_device_train_batch_size", "deepscale_config": "deepspeed_config",
-    "actor_model": "actor_model_name_or_path", "reward_model": "reward_model_name_or_path",
-    "reward_zero_stage": "critic_zero_stage", "mixed_precision_lora": "enable_mixed_precision_lora",
-}  # fmt: skip
+# DeepSpeed-Chat's options that are not these: ignored, refused with a cure, or here by another name.
+_CHAT = tomllib.loads(Path(__file__).with_name("deepspeed_chat.toml").read_text(encoding="utf-8"))
+IGNORED, SWITCHES = frozenset(_CHAT["ignored"]), frozenset(_CHAT["switches"])
+REFUSED: dict[str, str] = _CHAT["refused"]
+ALIASES: dict[str, str] = _CHAT["aliases"]
 # Options that PPO's actor and critic have of their own, over those of all models: ``critic_weight_decay``.
 ROLE_OPTIONS = (
     "learning_rate", "weight_decay", "zero_stage", "dropout", "gradient_checkpointing", "lora_dim", "lora_module_name",

@@ -41,6 +41,27 @@ class QuantizedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 
+def list_wide_linears(model: nn.Module) -> list[tuple[nn.Module, str, str, Any]]:
+    """(owner, its name there, full name, layer) of the linear layers that are wide enough to be worth packing."""
+    return [
+        (owner, key, f"{prefix}.{key}".lstrip("."), child)
+        for prefix, owner in model.named_modules()
+        for key, child in owner.named_children()
+        if _is_wide_linear(child) and not isinstance(owner, nn.MultiheadAttention)  # which reads its layers' weights
+    ]
+
+
+def _is_wide_linear(layer: Any) -> bool:
+    is_linear = type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+    return is_linear and min(layer.weight.shape) >= _MIN_FEATURES
+
+
+def get_output_head(model: nn.Module) -> Any:
+    """Return a Hugging Face model's output embeddings, or None."""
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    return None if get_head is None else get_head()
+
+
 def quantize_linears(
     model: nn.Module, weight_format: str, device: torch.device | None = None
 ) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -49,21 +70,14 @@ def quantize_linears(
     ``weight_format``: int8, or int4, with which the head is in int8.  ``device``: of the new ones, by default the old
     ones'.
     """
-    heads: Any = getattr(model, "get_output_embeddings", None)
-    head = None if heads is None else heads()
+    head = get_output_head(model)
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     quantized: dict[int, QuantizedLinear] = {}
-    for owner in list(model.modules()):
-        for name, child in list(owner.named_children()):
-            if not (type(child) is nn.Linear or type(child).__name__ == "Conv1D"):
-                continue
-            weight: Any = child.weight
-            if isinstance(owner, nn.MultiheadAttention) or min(weight.shape) < _MIN_FEATURES:
-                continue
-            if id(child) not in quantized:
-                quantized[id(child)] = QuantizedLinear(child, "int8" if child is head else weight_format, device)
-            setattr(owner, name, quantized[id(child)])
-            replaced.append((owner, name, child))
+    for owner, name, _, child in list_wide_linears(model):
+        if id(child) not in quantized:
+            quantized[id(child)] = QuantizedLinear(child, "int8" if child is head else weight_format, device)
+        setattr(owner, name, quantized[id(child)])
+        replaced.append((owner, name, child))
     return replaced
 
 

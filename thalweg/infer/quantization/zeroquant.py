@@ -12,7 +12,6 @@ loses nothing here: its weights lie on this grid.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch import Tensor, nn
 
 from thalweg.compression.layers import get_rows, is_transposed
 from thalweg.compression.quantize import Quantized, fake_quantize, quantize
-from thalweg.infer.quantization.modules import QuantizedLinear
+from thalweg.infer.quantization.modules import QuantizedLinear, get_output_head, list_wide_linears
 
-_MIN_FEATURES = 32  # narrower layers are routers and classes, which want exact numbers
 _PACKED_GROUP_SIZE = 32
 
 
@@ -65,7 +63,7 @@ def zeroquant(model: nn.Module, bits: int = 8, group_size: int = 0, *, quantize_
     Raises:
         ValueError: other bits, or groups that do not divide a layer's inputs.
     """
-    for owner, key, name, layer in list(_iter_linears(model)):
+    for owner, key, name, layer in _list_linears(model):
         _check(layer, bits, group_size, name)
         packed = None
         if quantize_activations and bits == 8 and not group_size:
@@ -91,7 +89,7 @@ def save_quantized(model: Any, folder: str | Path, bits: int = 8, group_size: in
     """
     from safetensors.torch import save_file
 
-    layers = {name: layer for *_, name, layer in _iter_linears(model) if not is_transposed(layer)}
+    layers = {name: layer for *_, name, layer in _list_linears(model) if not is_transposed(layer)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no torch.nn.Linear, which is what compressed-tensors can say")
     path = Path(folder)
@@ -135,16 +133,9 @@ def _describe(bits: int, group_size: int, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def _iter_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Any]]:
-    """(owner, its name there, full name, layer) of the layers that are quantised."""
-    get_head: Any = getattr(model, "get_output_embeddings", None)
-    head = None if get_head is None else get_head()
-    for prefix, owner in model.named_modules():
-        for key, child in owner.named_children():
-            weight = getattr(child, "weight", None)
-            wide = isinstance(weight, Tensor) and min(weight.shape) >= _MIN_FEATURES
-            if wide and child is not head and (type(child) is nn.Linear or type(child).__name__ == "Conv1D"):
-                yield owner, key, f"{prefix}.{key}".lstrip("."), child
+def _list_linears(model: nn.Module) -> list[tuple[nn.Module, str, str, Any]]:
+    head = get_output_head(model)
+    return [found for found in list_wide_linears(model) if found[-1] is not head]
 
 
 def _check(layer: Any, bits: int, group_size: int, name: str) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -52,7 +52,6 @@ class LossTiling:
     depth: int = 0
     generation: int = 0
     known_hooks: frozenset[int] = frozenset()
-    handles: list[Any] = field(default_factory=list)
 
     def trust_current_hooks(self) -> None:
         """Take the hooks that the head has now for harmless (sharding's own); later ones are a user's."""

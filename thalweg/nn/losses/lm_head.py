@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, contains_lazy_logits, hook_ids
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
 from thalweg.ops._torch_private import is_plain_tensor
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class, restore_class
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class
 from thalweg.ops.linear.functional import is_patched, must_use_plain_ops
 
 LossFromHead = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of hidden, weight and bias
@@ -81,7 +81,7 @@ def _is_plain_linear(head: nn.Module) -> bool:
 
 
 def make_logits_lazy(model: nn.Module, head: nn.Module | None = None, tile_tokens: int | None = None) -> LossTiling:
-    """Let ``model`` take its cross-entropy tile by tile; comes before sharding.  Undo: :func:`undo_lazy_logits`.
+    """Let ``model`` take its cross-entropy tile by tile; comes before sharding.
 
     ``head``: the linear layer that makes the logits, by default :func:`find_lm_head`'s.  Raises ValueError where
     there is none, or where it has hooks or is no plain ``nn.Linear``.
@@ -102,10 +102,8 @@ def make_logits_lazy(model: nn.Module, head: nn.Module | None = None, tile_token
 
     head._thalweg_tiling = tiling  # type: ignore[assignment]
     head.__class__ = _lazy_head_class(type(head))
-    tiling.handles = [
-        model.register_forward_pre_hook(partial(_before_forward, tiling)),
-        model.register_forward_hook(partial(_after_forward, tiling), always_call=True),
-    ]
+    model.register_forward_pre_hook(partial(_before_forward, tiling))
+    model.register_forward_hook(partial(_after_forward, tiling), always_call=True)
     return tiling
 
 
@@ -116,15 +114,6 @@ def _before_forward(tiling: LossTiling, *_: Any) -> None:
 def _after_forward(tiling: LossTiling, _module: nn.Module, _args: Any, output: Any) -> Any:
     tiling.depth -= 1
     return _materialize_unused(output)
-
-
-def undo_lazy_logits(model: nn.Module) -> int:
-    """Give the heads of ``model`` their class back; returns how many there were."""
-    for module in model.modules():
-        tiling = module.__dict__.pop("_thalweg_tiling", None)
-        for handle in tiling.handles if tiling is not None else ():
-            handle.remove()
-    return restore_class(model, _LazyHead)
 
 
 def _materialize_unused(output: Any) -> Any:

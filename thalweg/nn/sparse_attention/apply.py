@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.config.schema.training import SparseAttention
-from thalweg.nn.sparse_attention.sparse_self_attention import get_attention
+from thalweg.nn.sparse_attention.sparse_self_attention import get_attention, read_whole
 from thalweg.nn.sparse_attention.sparsity_config import build_sparsity_config
 from thalweg.ops.attention.block_sparse import MaskMod
 from thalweg.ops.attention.intercept import (
@@ -79,7 +79,7 @@ class _SparseModelAttention:
         attend = attention if q.shape[2] == k.shape[2] else attention.attend_last
         options = {"mask_mod": mask}
         if isinstance(mask, Tensor):
-            options = {"mask_mod" if mask.dtype == torch.bool else "bias": _read_whole(mask)}
+            options = {"mask_mod" if mask.dtype == torch.bool else "bias": read_whole(mask)}
         return attend(q, k, v, causal=causal, scale=scale, **options)
 
     def check_was_used(self) -> None:
@@ -90,16 +90,6 @@ class _SparseModelAttention:
                 "F.scaled_dot_product_attention nor by Hugging Face's attention interface. Let it use one of them, or "
                 "thalweg.nn.sparse_attention.SparseSelfAttention itself, or remove the block"
             )
-
-
-def _read_whole(mask: Tensor) -> MaskMod:
-    """A mask or bias that the model has made for the whole sequence, read by index."""
-    whole = mask[(None,) * (4 - mask.dim())]
-
-    def read(*places: Tensor) -> Tensor:
-        return whole[tuple(at.clamp(max=size - 1) for at, size in zip(places, whole.shape, strict=True))]
-
-    return read
 
 
 def _make_mask(

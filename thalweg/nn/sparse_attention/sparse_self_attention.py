@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.nn.sparse_attention.sparsity_config import FixedSparsityConfig, SparsityConfig
-from thalweg.ops.attention.block_sparse import BlockSparseAttention
+from thalweg.ops.attention.block_sparse import BlockSparseAttention, MaskMod
 
 MaskMode = Literal["add", "mul"]
 
@@ -71,17 +71,23 @@ class SparseSelfAttention(nn.Module):
             additions.append(_to_addition(padding, self.key_padding_mask_mode, query.dtype))
         if attn_mask is not None:
             additions.append(_to_addition(attn_mask, self.attn_mask_mode, query.dtype))
-        wholes = [x.detach()[(None,) * (4 - x.dim())] for x in additions]
+        readers = [read_whole(x.detach()) for x in additions]
 
-        def bias(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            places = (b, h, q_idx, kv_idx)
-            return sum(  # type: ignore[return-value]
-                whole[tuple(at.clamp(max=size - 1) for at, size in zip(places, whole.shape, strict=True))]
-                for whole in wholes
-            )
+        def bias(*places: Tensor) -> Tensor:
+            return sum(read(*places) for read in readers)  # type: ignore[return-value]
 
         attention = get_attention(self.sparsity_config, query.shape[2])
-        return attention(query, key, value, bias=bias if wholes else None)
+        return attention(query, key, value, bias=bias if readers else None)
+
+
+def read_whole(mask: Tensor) -> MaskMod:
+    """A mask or bias made for the whole sequence, read by index."""
+    whole = mask[(None,) * (4 - mask.dim())]
+
+    def read(*places: Tensor) -> Tensor:
+        return whole[tuple(at.clamp(max=size - 1) for at, size in zip(places, whole.shape, strict=True))]
+
+    return read
 
 
 def _to_addition(mask: Tensor, mode: MaskMode, dtype: torch.dtype) -> Tensor:

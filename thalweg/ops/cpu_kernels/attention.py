@@ -43,15 +43,13 @@ def _block_offset(code: KernelBuilder, shape: AttentionShape, block: Any, stripe
 
 def emit_rope_and_store_kv(module: Any, shape: AttentionShape) -> str:
     """Add the kernel that normalises and rotates queries and keys, and stores keys and values."""
-    name = shape.kernel_name("rotate")
-    code = KernelBuilder(module, name)
+    code = KernelBuilder(module, shape.kernel_name("rotate"))
     a = code.load_args(ROPE_ARGS)
     rows = code.load(I64, a["rows"], 8)
     per_token = shape.num_heads + 2 * shape.num_kv_heads
-    first, last = code.thread_range(code.mul(rows, per_token))
     eps = code.load(F32, a["eps"])
     kv = make_kv_layout(code, shape)
-    with code.range(first, last) as item:
+    with code.thread_items(code.mul(rows, per_token)) as item:
         token, head = code.div(item, per_token), code.rem(item, per_token)
         row = code.add(a["qkv"], code.mul(token, a["qkv_stride"]), code.mul(head, 4 * shape.head_dim))
         position = code.load(I64, code.add(a["positions"], code.mul(token, 8)))
@@ -78,8 +76,7 @@ def emit_rope_and_store_kv(module: Any, shape: AttentionShape) -> str:
                         code.sub(head, shape.num_heads + shape.num_kv_heads), BLOCKS_PER_STRIPE * shape.head_bytes
                     )
                     kv.store_value(row, code.add(a["values"], block, start), slot)
-    code.ret()
-    return name
+    return code.ret()
 
 
 def _apply_rope(code: KernelBuilder, shape: AttentionShape, row: Any, position: Any, a: dict[str, Any]) -> None:
@@ -98,14 +95,12 @@ def _apply_rope(code: KernelBuilder, shape: AttentionShape, row: Any, position: 
 
 def emit_paged_attention(module: Any, shape: AttentionShape) -> str:
     """Add the kernel that lets every token's query heads attend; ``out`` has rows of heads * dim floats."""
-    name = shape.kernel_name("attend")
-    code = KernelBuilder(module, name)
+    code = KernelBuilder(module, shape.kernel_name("attend"))
     a = code.load_args(ATTENTION_ARGS)
     head_fn = _emit_attention_head(module, shape)
     rows = code.load(I64, a["rows"], 8)
-    first, last = code.thread_range(code.mul(rows, shape.num_heads))
     scratch = code.add(a["scratch"], code.mul(code.thread_id, a["scratch_stride"]))
-    with code.range(first, last) as item:
+    with code.thread_items(code.mul(rows, shape.num_heads)) as item:
         head, token = code.div(item, rows), code.rem(item, rows)  # a head's keys stay in the cache
         query = code.add(a["qkv"], code.mul(token, a["qkv_stride"]), code.mul(head, 4 * shape.head_dim))
         position = code.load(I64, code.add(a["positions"], code.mul(token, 8)))
@@ -120,8 +115,7 @@ def emit_paged_attention(module: Any, shape: AttentionShape) -> str:
         keys, values = code.add(a["keys"], kv), code.add(a["values"], kv)
         call_args = [query, position, last_visible, table, keys, values, a["stripe"], out, scratch, bias]
         code.builder.call(head_fn, [*call_args, slope])
-    code.ret()
-    return name
+    return code.ret()
 
 
 def _emit_attention_head(module: Any, shape: AttentionShape) -> Any:

@@ -35,8 +35,7 @@ def emit_compress_signs(module: Any) -> str:
     with code.range(0, items) as index:
         words = code.add(table, code.mul(index, 8 * len(COMPRESS_SIGNS_ITEM)))
         item = {name: code.load(I64, code.add(words, 8 * i), 8) for i, name in enumerate(COMPRESS_SIGNS_ITEM)}
-        first, last = code.thread_range(item["blocks"])
-        with code.range(first, last) as block:
+        with code.thread_items(item["blocks"]) as block:
             errors = code.add(item["errors"], code.mul(block, 4 * SIGN_BLOCK))
             numbers = code.stack_var(code.add(item["numbers"], code.mul(block, 4 * SIGN_BLOCK)))
             signs = code.add(item["signs"], code.mul(block, SIGN_BLOCK // 8))
@@ -72,8 +71,7 @@ def emit_compress_signs(module: Any) -> str:
                 code.store(b.fsub(value, coded), code.add(errors, at))
             with code.if_then(is_short), code.range(end, SIGN_BLOCK) as i:
                 code.store(zero, code.add(errors, code.mul(i, 4)))
-    code.ret()
-    return "compress_signs"
+    return code.ret()
 
 
 def _add_pairwise(code: KernelBuilder, vectors: Sequence[Any]) -> Any:
@@ -88,8 +86,7 @@ def emit_decompress_signs(module: Any) -> str:
     code = KernelBuilder(module, "decompress_signs")
     b, a = code.builder, code.load_args(DECOMPRESS_SIGNS_ARGS)
     divisor = code.splat(b.sitofp(a["payloads"], F32), 16)
-    first, last = code.thread_range(a["blocks"])
-    with code.range(first, last) as block:
+    with code.thread_items(a["blocks"]) as block:
         scales, out = code.add(a["scales"], code.mul(block, 4)), code.add(a["out"], code.mul(block, 4 * SIGN_BLOCK))
         signs = code.add(a["signs"], code.mul(block, SIGN_BLOCK // 8))
         with code.range(0, SIGN_BLOCK // 8, 2 * _VECTORS) as at:
@@ -104,8 +101,7 @@ def emit_decompress_signs(module: Any) -> str:
                     total.value = b.fdiv(total.value, divisor)
             for i, total in enumerate(totals):
                 code.store(total.value, code.add(out, code.mul(at, 32), 64 * i))
-    code.ret()
-    return "decompress_signs"
+    return code.ret()
 
 
 def _load_signed(code: KernelBuilder, scale: Any, signs: Any) -> list[Any]:
@@ -125,8 +121,7 @@ def emit_dequantize_nf4(module: Any, dtype: str) -> str:
     twice = code.const_vector([i // 2 for i in range(16)])
     shifts = code.const_vector([4, 0] * 8)
     size = 2 if dtype == "bf16" else 4
-    first, last = code.thread_range(a["blocks"])
-    with code.range(first, last) as block:
+    with code.thread_items(a["blocks"]) as block:
         bits = b.shl(b.zext(code.load(I16, code.add(a["scales"], code.mul(block, 2))), I32), code.int_const(16, I32))
         scale = code.splat(b.bitcast(bits, F32), 16)
         start = code.mul(block, a["block"])
@@ -137,5 +132,4 @@ def emit_dequantize_nf4(module: Any, dtype: str) -> str:
                 code.look_up(values, a["values"], b.and_(b.lshr(both, shifts), code.i32_const(15, 16))), scale
             )
             code.store(code.to_bf16(number) if dtype == "bf16" else number, code.add(a["out"], code.mul(at, size)))
-    code.ret()
-    return f"dequantize_nf4_{dtype}"
+    return code.ret()

@@ -88,8 +88,7 @@ def emit_gemm(module: KernelModule, weight_format: str) -> str:
                 code.builder.position_at_end(bad)
                 code.builder.branch(done)
                 code.builder.position_at_end(done)
-    code.ret()
-    return f"gemm_{weight_format}"
+    return code.ret()
 
 
 class Operands(NamedTuple):

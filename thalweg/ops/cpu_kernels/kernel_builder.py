@@ -14,7 +14,7 @@ can run a list of them (``program.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -209,6 +209,10 @@ class KernelBuilder:
         """Run the body where the condition (one bit) holds."""
         with self.builder.if_then(condition):
             yield
+
+    def thread_items(self, count: Any) -> AbstractContextManager[Any]:
+        """Loop over this thread's part of ``count`` items."""
+        return self.range(*self.thread_range(count))
 
     def thread_range(self, count: Any) -> tuple[Any, Any]:
         """Return the first and the last index but one of this thread's part of ``count`` items."""
@@ -416,6 +420,20 @@ class KernelBuilder:
         """Return a vector's largest element."""
         return self.reduce(a, self.fmax)
 
+    def abs_max(self, address: Any, width: Any) -> Any:
+        """Return the largest size of ``width`` fp32 numbers, above 0."""
+        lane_max = self.stack_var(self.f32_const(0.0, 16))
+        with self.range(0, width, 16) as i:
+            size = self.call_intrinsic("fabs", self.load(vec(16), self.add(address, self.mul(i, 4))))
+            lane_max.value = self.fmax(size, lane_max.value)
+        return self.fmax(self.reduce_max(lane_max.value), self.f32_const(1e-30))
+
+    def load_rounded(self, address: Any, factor: Any) -> Any:
+        """Load 16 floats, multiplied with a factor and rounded to int32."""
+        magic = self.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
+        value = self.fma(self.load(vec(16), address), factor, magic)
+        return self.builder.sub(self.builder.bitcast(value, vec(16, I32)), self.i32_const(0x4B400000, 16))
+
     def reduce(self, a: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """Join a vector's elements, pairwise."""
         while isinstance(a.type, ir.VectorType) and a.type.count > 1:
@@ -428,9 +446,10 @@ class KernelBuilder:
         """Return a constant vector of integers."""
         return ir.Constant(ir.VectorType(typ, len(values)), list(values))
 
-    def ret(self) -> None:
-        """End the function."""
+    def ret(self) -> str:
+        """End the function; returns its name."""
         self.builder.ret_void()
+        return self.function.name
 
 
 def optimize(llvm_ir: str, isa: Isa) -> tuple[Any, Any]:

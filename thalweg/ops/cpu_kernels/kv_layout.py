@@ -239,7 +239,7 @@ class Int8KV(PlainKV):
         code, shape = self.code, self.shape
         inverse = self._store_scale(row, start, slot)
         with code.range(0, shape.head_dim, 16) as d:
-            quantized = _load_quantized(code, code.add(row, code.mul(d, 4)), inverse)
+            quantized = code.load_rounded(code.add(row, code.mul(d, 4)), inverse)
             biased = code.builder.add(quantized, code.i32_const(128, 16))
             fours = code.builder.bitcast(code.builder.trunc(biased, vec(16, I8)), vec(4, I32))
             for i in range(4):
@@ -252,13 +252,13 @@ class Int8KV(PlainKV):
         inverse = self._store_scale(row, start, slot)
         base = code.add(start, code.mul(slot, shape.head_dim))
         with code.range(0, shape.head_dim, 16) as d:
-            quantized = _load_quantized(code, code.add(row, code.mul(d, 4)), inverse)
+            quantized = code.load_rounded(code.add(row, code.mul(d, 4)), inverse)
             code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(base, d))
 
     def _store_scale(self, row: Any, start: Any, slot: Any) -> Any:
         """Write the scale of a position behind its head's bytes; returns its inverse, 16 times."""
         code = self.code
-        row_max = _abs_max(code, row, self.shape.head_dim)
+        row_max = code.abs_max(row, self.shape.head_dim)
         at = code.add(start, BLOCK_SIZE * self.shape.head_dim, code.mul(slot, 4))
         code.store(code.builder.fdiv(row_max, code.f32_const(127.0)), at, 4)
         return code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
@@ -267,12 +267,12 @@ class Int8KV(PlainKV):
         """Four dims at a time, with a query that is quantised once."""
         code, shape = self.code, self.shape
         query_buffer = code.stack_bytes(shape.head_dim)
-        row_max = _abs_max(code, query, shape.head_dim)
+        row_max = code.abs_max(query, shape.head_dim)
         inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
         zero = code.i32_const(0, 16)
         total = code.stack_var(zero)
         with code.range(0, shape.head_dim, 16) as d:
-            quantized = _load_quantized(code, code.add(query, code.mul(d, 4)), inverse)
+            quantized = code.load_rounded(code.add(query, code.mul(d, 4)), inverse)
             total.value = code.builder.add(total.value, quantized)
             code.store(code.builder.trunc(quantized, vec(16, I8)), code.add(query_buffer, d))
         bias = code.builder.mul(code.reduce(total.value, code.builder.add), code.int_const(-code.byte_bias, I32))
@@ -311,19 +311,3 @@ def make_kv_layout(code: KernelBuilder, shape: AttentionShape) -> PlainKV:
 
 def _combine_four(combine: Callable[[Any, Any], Any], acc: Sequence[StackVar]) -> Any:
     return combine(combine(acc[0].value, acc[1].value), combine(acc[2].value, acc[3].value))
-
-
-def _abs_max(code: KernelBuilder, row: Any, dim: int) -> Any:
-    """Return the largest size of a row's numbers, above 0."""
-    lane_max = code.stack_var(code.f32_const(0.0, 16))
-    with code.range(0, dim, 16) as d:
-        size = code.call_intrinsic("fabs", code.load(vec(16), code.add(row, code.mul(d, 4))))
-        lane_max.value = code.fmax(size, lane_max.value)
-    return code.fmax(code.reduce_max(lane_max.value), code.f32_const(1e-30))
-
-
-def _load_quantized(code: KernelBuilder, address: Any, inverse: Any) -> Any:
-    """Return 16 floats, scaled and rounded to int32."""
-    magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
-    value = code.fma(code.load(vec(16), address), inverse, magic)
-    return code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.i32_const(0x4B400000, 16))

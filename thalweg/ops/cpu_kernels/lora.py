@@ -34,8 +34,7 @@ def emit_lora_shrink(module: Any) -> str:
     """Add the kernel that computes A y; arguments: :data:`LORA_SHRINK_ARGS`."""
     code = KernelBuilder(module, "lora_shrink")
     a = code.load_args(LORA_SHRINK_ARGS)
-    first, last = code.thread_range(code.mul(code.load(I64, a["rows"], 8), a["rank"]))
-    with code.range(first, last) as item:
+    with code.thread_items(code.mul(code.load(I64, a["rows"], 8), a["rank"])) as item:
         row, number = code.div(item, a["rank"]), code.rem(item, a["rank"])
         with (
             _if_has_adapter(code, a, row) as (down, _, rank),
@@ -51,8 +50,7 @@ def emit_lora_shrink(module: Any) -> str:
                 )
             to = code.add(a["low"], code.mul(row, a["low_stride"]), code.mul(number, 4))
             code.store(code.reduce_add(total.value), to)
-    code.ret()
-    return "lora_shrink"
+    return code.ret()
 
 
 def emit_lora_expand(module: Any) -> str:
@@ -60,8 +58,7 @@ def emit_lora_expand(module: Any) -> str:
     code = KernelBuilder(module, "lora_expand")
     a = code.load_args(LORA_EXPAND_ARGS)
     num_vectors = code.div(a["columns"], 16)
-    first, last = code.thread_range(code.mul(code.load(I64, a["rows"], 8), num_vectors))
-    with code.range(first, last) as item:
+    with code.thread_items(code.mul(code.load(I64, a["rows"], 8), num_vectors)) as item:
         row, vector_offset = code.div(item, num_vectors), code.mul(code.rem(item, num_vectors), 64)
         with _if_has_adapter(code, a, row) as (_, up, rank):
             at = code.add(a["out"], code.mul(row, a["out_stride"]), vector_offset)
@@ -72,5 +69,4 @@ def emit_lora_expand(module: Any) -> str:
                 scale = code.splat(code.load(F32, code.add(low, code.mul(r, 4))), 16)
                 total.value = code.fma(weight, scale, total.value)
             code.store(code.builder.fadd(code.load(vec(16), at), total.value), at)
-    code.ret()
-    return "lora_expand"
+    return code.ret()

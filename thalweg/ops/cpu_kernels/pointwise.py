@@ -55,20 +55,14 @@ def emit_quantize_row(module: Any, kind: str) -> Any:
 def _quantize(
     code: KernelBuilder, kind: str, y: Any, width: Any, operand: Any, scale: Any, sums: Any, total: Any
 ) -> None:
-    lane_max = code.stack_var(code.f32_const(0.0, 16))
-    with code.range(0, width, 16) as i:
-        value = code.call_intrinsic("fabs", code.load(vec(16), code.add(y, code.mul(i, 4))))
-        lane_max.value = code.fmax(value, lane_max.value)
-    row_max = code.fmax(code.reduce_max(lane_max.value), code.f32_const(1e-30))
+    row_max = code.abs_max(y, width)
     code.store(code.builder.fdiv(row_max, code.f32_const(127.0)), scale)
     inverse = code.splat(code.builder.fdiv(code.f32_const(127.0), row_max), 16)
-    magic = code.f32_const(12582912.0, 16)  # 1.5 * 2**23: adding it rounds, and leaves the integer in the low bits
     zero = code.i32_const(0, 16)
     row_sum = code.stack_var(zero)
     group = code.stack_var(zero)
     with code.range(0, width, 16) as i:
-        value = code.fma(code.load(vec(16), code.add(y, code.mul(i, 4))), inverse, magic)
-        quantized = code.builder.sub(code.builder.bitcast(value, vec(16, I32)), code.i32_const(0x4B400000, 16))
+        quantized = code.load_rounded(code.add(y, code.mul(i, 4)), inverse)
         if kind == "int16":  # of four the even ones, then the odd ones: as ``vpmaddwd`` meets a weight's bytes
             order = code.const_vector([4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(16)])
             words = code.builder.trunc(quantized, vec(16, I16))
@@ -98,19 +92,16 @@ def _call_quantize_row(
 
 def emit_norm(module: Any, style: str, kind: str) -> str:
     """Add a normalisation (``rms`` or ``layer``; ``none`` passes rows on) for operands of a kind."""
-    name = f"norm_{style}_{kind}"
-    code = KernelBuilder(module, name)
+    code = KernelBuilder(module, f"norm_{style}_{kind}")
     a = code.load_args(NORM_ARGS)
     rows, width = code.load(I64, a["rows"], 8), a["width"]
     eps = code.load(F32, a["eps"])
-    first, last = code.thread_range(rows)
-    with code.range(first, last) as row:
+    with code.thread_items(rows) as row:
         x = code.add(a["x"], code.mul(row, a["x_stride"]))
         y = code.add(a["y"], code.mul(row, a["y_stride"]))
         normalize_row(code, style, x, y, a["weight"], a["bias"], eps, width)
         _call_quantize_row(code, module, kind, a, row, y, width)
-    code.ret()
-    return name
+    return code.ret()
 
 
 def normalize_row(
@@ -147,13 +138,11 @@ def normalize_row(
 
 def emit_activation(module: Any, function: str, gated: bool, kind: str) -> str:
     """Add an activation (``silu``, ``gelu``, ``gelu_tanh``, ``relu``), times a second half where gated."""
-    name = f"act_{function}{'_gated' if gated else ''}_{kind}"
-    code = KernelBuilder(module, name)
+    code = KernelBuilder(module, f"act_{function}{'_gated' if gated else ''}_{kind}")
     a = code.load_args(ACTIVATION_ARGS)
     rows, width = code.load(I64, a["rows"], 8), a["width"]
     # One row cannot be shared out where its scale is needed; without one, threads take parts of the width.
-    first, last = code.thread_range(rows)
-    with code.range(first, last) as row:
+    with code.thread_items(rows) as row:
         x = code.add(a["x"], code.mul(row, a["x_stride"]))
         y = code.add(a["y"], code.mul(row, a["y_stride"]))
         with code.range(0, width, 16) as i:
@@ -163,32 +152,28 @@ def emit_activation(module: Any, function: str, gated: bool, kind: str) -> str:
                 value = code.builder.fmul(value, code.load(vec(16), code.add(x, at, code.mul(width, 4))))
             code.store(value, code.add(y, at))
         _call_quantize_row(code, module, kind, a, row, y, width)
-    code.ret()
-    return name
+    return code.ret()
 
 
 def emit_add(module: Any) -> str:
     """Add the kernel that adds rows to rows: ``x``, ``addend``, ``rows``, ``width``, ``input_stride``."""
     code = KernelBuilder(module, "add")
     x, addend, width, stride = (code.load_arg(i) for i in (0, 1, 3, 4))
-    first, last = code.thread_range(code.load(I64, code.load_arg(2), 8))
-    with code.range(first, last) as row:
+    with code.thread_items(code.load(I64, code.load_arg(2), 8)) as row:
         to = code.add(x, code.mul(row, code.mul(width, 4)))
         of = code.add(addend, code.mul(row, stride))
         with code.range(0, width, 16) as i:
             at = code.mul(i, 4)
             value = code.builder.fadd(code.load(vec(16), code.add(to, at)), code.load(vec(16), code.add(of, at)))
             code.store(value, code.add(to, at))
-    code.ret()
-    return "add"
+    return code.ret()
 
 
 def emit_gather_rows(module: Any) -> str:
     """Add the kernel that copies rows by their numbers; arguments: :data:`GATHER_ROWS_ARGS`."""
     code = KernelBuilder(module, "pick")
     a = code.load_args(GATHER_ROWS_ARGS)
-    first, last = code.thread_range(code.load(I64, a["rows"], 8))
-    with code.range(first, last) as row:
+    with code.thread_items(code.load(I64, a["rows"], 8)) as row:
         source = code.load(I64, code.add(a["index"], code.mul(row, 8)), 8)
         x = code.add(a["x"], code.mul(source, a["x_stride"]))
         y = code.add(a["y"], code.mul(row, a["y_stride"]))
@@ -197,8 +182,7 @@ def emit_gather_rows(module: Any) -> str:
             code.store(code.load(vec(16), code.add(x, i)), code.add(y, i))
         with code.range(num_vector_bytes, a["bytes"], 8) as i:
             code.store(code.load(I64, code.add(x, i)), code.add(y, i))
-    code.ret()
-    return "pick"
+    return code.ret()
 
 
 def emit_argmax(module: Any) -> str:
@@ -208,10 +192,9 @@ def emit_argmax(module: Any) -> str:
     """
     code = KernelBuilder(module, "best")
     a = code.load_args(ARGMAX_ARGS)
-    first, last = code.thread_range(code.load(I64, a["rows"], 8))
     lane_ids = code.const_vector(range(16))
     sixteen = code.i32_const(16, 16)
-    with code.range(first, last) as row:
+    with code.thread_items(code.load(I64, a["rows"], 8)) as row:
         x = code.add(a["x"], code.mul(row, a["x_stride"]))
         lane_max = code.stack_var(code.f32_const(-math.inf, 16))
         lane_index = code.stack_var(code.i32_const(0, 16))
@@ -245,8 +228,7 @@ def emit_argmax(module: Any) -> str:
             update_best(value, code.builder.trunc(i, I32))
         code.store(code.builder.fadd(best_value.value, nan.value), code.add(a["value"], code.mul(row, 4)))
         code.store(best_index.value, code.add(a["place"], code.mul(row, 4)))
-    code.ret()
-    return "best"
+    return code.ret()
 
 
 def apply_activation(code: KernelBuilder, name: str, x: Any) -> Any:

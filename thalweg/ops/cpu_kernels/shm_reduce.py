@@ -33,8 +33,7 @@ def emit_barrier(module: Any) -> str:
         with code.range(0, size) as peer:
             peer_counter = b.inttoptr(code.add(counters, code.mul(peer, CACHE_LINE_BYTES)), I64.as_pointer())
             code.spin_until(partial(_is_over, code, peer_counter, target, aborted), _SPINS, 0)
-    code.ret()
-    return "barrier"
+    return code.ret()
 
 
 def _is_over(code: KernelBuilder, counter: Any, target: Any, aborted: Any) -> Any:
@@ -50,8 +49,7 @@ def emit_reduce_sum(module: Any) -> str:
     out, out_stride, inputs, input_stride, rank_stride, size, rows, width = (
         code.load_arg(i) for i in range(len(REDUCE_SUM_ARGS))
     )
-    first, last = code.thread_range(code.load(I64, rows, 8))
-    with code.range(first, last) as row:
+    with code.thread_items(code.load(I64, rows, 8)) as row:
         to = code.add(out, code.mul(row, out_stride))
         of = code.add(inputs, code.mul(row, input_stride))
         with code.range(0, width, 16) as i:
@@ -61,5 +59,4 @@ def emit_reduce_sum(module: Any) -> str:
                 value = code.load(vec(16), code.add(at, code.mul(rank, rank_stride)))
                 total.value = code.builder.fadd(total.value, value)
             code.store(total.value, code.add(to, code.mul(i, 4)))
-    code.ret()
-    return "reduce_sum"
+    return code.ret()
