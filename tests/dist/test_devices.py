@@ -161,12 +161,12 @@ def test_every_tier_on_a_device_trains_as_the_cpu_does(world):
             assert _differences(cases, host, outcomes, world) == []
 
 
-def _train_in_few_bits(rank: int, world: int, mixes: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
-    """Two hosts of two ranks whose memory is not shared, as on GPUs: links at both levels."""
+def _train_in_few_bits(rank: int, world: int, layout: str, mixes: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
+    """On hosts whose ranks share no memory, as on GPUs: links at both levels."""
     import os
 
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
-    set_fake_host(LAYOUTS["2 + 2"], rank)
+    set_fake_host(LAYOUTS[layout], rank)
     return _train(rank, world, {name: _mixed(mix) for name, mix in mixes.items()}, False)
 
 
@@ -174,21 +174,25 @@ def _mixed(mix: dict[str, Any]) -> ParityCase:
     return ParityCase(3, extra={"zero_optimization": {"stage": 3, **mix}, "log_level": "error"}, **WINDOWS)
 
 
-FEW_MIXES = ("hpZ", "qwZ", "qgZ", "all")
-
-
-@pytest.mark.parametrize("names", [FEW_MIXES, nightly(tuple(FEATURE_SETS))], ids=["some", "all"])
-def test_zeropp_on_a_device_sends_the_codes_that_the_cpu_sends(names):
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("1 + 1", ("qwZ", "qgZ")),
+        nightly("2 + 2", ("hpZ", "qwZ", "qgZ", "all")),
+        nightly("2 + 2", ("LoCo all", "MiCS", "all MiCS", "frozen")),
+    ],
+    ids=["two ranks", "four ranks", "groups"],
+)
+def test_zeropp_on_a_device_sends_the_codes_that_the_cpu_sends(layout, names):
     """hpZ's groups, weights and gradients in few bits; each rounding is the same."""
-    mixes = {name: FEATURE_SETS[name] for name in names}
-    host = run_ranks(_train_in_few_bits, 4, mixes | {"plain": {}}, device="cpu", timeout=400)[0]
+    mixes, world = {name: FEATURE_SETS[name] for name in names}, len(LAYOUTS[layout])
+    host = run_ranks(_train_in_few_bits, world, layout, mixes | {"plain": {}}, device="cpu", timeout=400)[0]
     plain, cases = host.pop("plain"), {name: _mixed(mix) for name, mix in mixes.items()}
-    for outcomes in run_ranks(_train_in_few_bits, 4, mixes, device="sim", timeout=400):
-        assert _differences(cases, host, outcomes, 4) == []
+    for outcomes in run_ranks(_train_in_few_bits, world, layout, mixes, device="sim", timeout=400):
+        assert _differences(cases, host, outcomes, world) == []
     # The control: what is rounded otherwise, or not at all, is seen.
-    rounded = [name for name in names if name not in ("hpZ", "MiCS", "frozen")]
-    unrounded = _differences(cases, dict.fromkeys(names, plain), host, 4)
-    assert [line.partition(":")[0] for line in unrounded] == rounded
+    unrounded = _differences(cases, dict.fromkeys(names, plain), host, world)
+    assert [line.partition(":")[0] for line in unrounded] == [n for n in names if n not in ("hpZ", "MiCS", "frozen")]
 
 
 # ---- what the audit of device paths found -----------------------------------------------------------
