@@ -19,6 +19,11 @@ Params = dict[str, Any]
 # folder runs there, and a new test does so by itself.
 OF_PROCESSORS: dict[str, tuple[str, ...]] = {
     "the memory that ranks of one host share, which holds no tensors of a device": ("test_comm_shared_memory.py",),
+    "the copy of the parameters that a host's ranks share, and what crosses to it": (
+        "test_zeropp_state.py::test_all_three_send_less_than_a_quarter_between_hosts",
+        "test_zeropp_state.py::test_homes_on_two_hosts_agree_and_stay_near_the_master",
+        "test_zeropp_state.py::test_what_has_not_changed_is_not_sent_again",
+    ),
     "kernels and threads of processors": ("test_async_reduce.py", "test_comm_onebit.py"),
     "counts the host's memory, in which a device has no tensors": (
         "test_offload_memory.py",
