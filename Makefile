@@ -3,9 +3,9 @@
 #   make demo            train a GPT on real text on two processes, from nothing
 #   make test            the tests of the gate: what must pass before a change lands
 #   make gate            the same and lint, some of it at a time: what .ci/run runs
-#   make nightly         every test: longer runs, full tables, large worlds, new random cases; then `make sim` and
-#                        `make compat`; then the gate's tests on the other Pythons on PATH and with the other torches that
-#                        install
+#   make nightly         every test: longer runs, full tables, large worlds, new random cases; then `make compat`; then
+#                        the gate's tests on the other Pythons on PATH and with the other torches that install; then
+#                        `make sim`
 #   make sim             the distributed tests once more, on a simulated accelerator
 #   make compat          Lightning and TRL on Thalweg, in an environment of their own
 #   make fast            the tests of the gate without the slow ones
@@ -81,10 +81,10 @@ endef
 
 nightly: $(TEST_STAMP)
 	@$(call waiting,); $(call others,)
-	@$(MAKE) --no-print-directory sim
 	@$(MAKE) --no-print-directory compat
 	@for python in $(OTHER_PYTHONS); do $(call in_another,$$python,PYTHON=$$python); done
 	@for torch in $(OTHER_TORCHES); do $(call in_another,torch-$$torch,TORCH=$$torch); done
+	@$(MAKE) --no-print-directory sim
 
 # tests/dist/conftest.py says what is left out, and why.  test_device*.py take the simulated device by themselves, in the
 # phases above too.
