@@ -186,10 +186,6 @@ def _from_local(original: Any) -> Any:
     return faulty
 
 
-def _steps_on_the_host(original: Any) -> Any:
-    return lambda *args: original(*(({} if index == 5 else arg) for index, arg in enumerate(args)))  # no group is fused
-
-
 def _on_the_host(original: Any) -> Any:
     return lambda arrays, device: original(arrays, importlib.import_module("torch").device("cpu"))
 
@@ -434,12 +430,6 @@ FAULTS = {
         "_may_share",
         _returns(True),
         (f"{DEVICE}::test_a_rank_without_a_device_of_its_own_is_refused_with_the_cure",),
-    ),
-    "the steps of a fused kernel come back to the host (C6)": Fault(
-        "thalweg.checkpoint.optimizer_state",
-        "_allocate_like",
-        _steps_on_the_host,
-        (f"{DEVICE}::test_a_checkpoint_goes_on_to_the_bit[Muon-None]",),
     ),
     "a 0-dim gradient is counted on the host (C7)": Fault(
         "thalweg.zero.expert_params",
