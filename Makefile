@@ -4,7 +4,9 @@
 #   make test            the tests of the gate: what must pass before a change lands
 #   make gate            the same and lint, some of it at a time: what .ci/run runs
 #   make nightly         every test: longer runs, full tables, large worlds, new random cases; then `make compat`; then
-#                        the gate's tests on the other Pythons on PATH and with the other torches that install
+#                        the gate's tests on the other Pythons on PATH and with the other torches that install; then
+#                        `make sim`
+#   make sim             the distributed tests once more, on a simulated accelerator
 #   make compat          Lightning and TRL on Thalweg, in an environment of their own
 #   make fast            the tests of the gate without the slow ones
 #   make durations       tests/durations.json from a run of the gate's tests
@@ -30,7 +32,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test gate nightly compat fast durations lint gpu format clean
+.PHONY: demo test gate nightly sim compat fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -82,6 +84,14 @@ nightly: $(TEST_STAMP)
 	@$(MAKE) --no-print-directory compat
 	@for python in $(OTHER_PYTHONS); do $(call in_another,$$python,PYTHON=$$python); done
 	@for torch in $(OTHER_TORCHES); do $(call in_another,torch-$$torch,TORCH=$$torch); done
+	@$(MAKE) --no-print-directory sim
+
+# tests/dist/conftest.py says what is left out, and why.  test_device*.py take the simulated device by themselves, in the
+# phases above too.
+SIM = --device sim --ignore-glob='$(CURDIR)/tests/dist/test_device*.py' tests/dist
+
+sim: $(TEST_STAMP)
+	@$(call waiting,,$(SIM)); $(call others,,$(SIM))
 
 compat:
 	@$(MAKE) --no-print-directory compat-tests VENV=$(VENV)-compat

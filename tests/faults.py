@@ -14,15 +14,18 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIN = "tests/dist/test_engine_pain_points.py"
+DEVICE = "tests/dist/test_devices.py"
+LATE = f"{DEVICE}::test_a_device_trains_as_the_cpu_does[late]"
 SGD = "tests/dist/test_parity_sgd.py::test_first_gradients_and_updates_are_those_of_one_process"
 
 
@@ -116,6 +119,103 @@ def _needs_hidden_size(original: Any) -> Any:
         if not path.endswith("bucket_size")
         else (int(context.model.config.hidden_size), "hidden_size")
     )
+
+
+# ---- of devices, tried on the simulated one; C and W: the audit of device paths ---------------------
+
+
+def _gathers_a_copy(original: Any) -> Any:
+    """Shards on the host are page-locked as FSDP2 did: a copy that the optimizer does not write."""
+
+    def faulty(root: Any, *args: Any, **kwargs: Any) -> None:
+        original(root, *args, **kwargs)
+        for group in importlib.import_module("thalweg.zero.fsdp2.private_api").get_fsdp_groups(root):
+            for inner in (param._inner for param in group.params):
+                if inner.sharded_param._local_tensor.device.type != group._inner.device.type:
+                    inner._sharded_param_data = inner._sharded_param_data.clone().pin_memory()
+
+    return faulty
+
+
+def _hooks_at_once(original: Any) -> Any:
+    """What reads gradients of the host does not wait until they have come."""
+
+    def faulty(self: Any, before: Any, after: Any) -> None:
+        self._has_reduction_hooks = True
+        self._wrap_post_backward(before, after)
+
+    return faulty
+
+
+def _cast_at_once(original: Any) -> Any:
+    def faulty(self: Any) -> None:
+        self._wide.copy_(self._sent)
+        self._has_come = True
+        del self._sent, self._wide
+
+    return faulty
+
+
+def _fetch_at_once(original: Any) -> Any:
+    """The computing stream does not wait for the copy that brings an activation back."""
+
+    def faulty(self: Any) -> Any:
+        self.read_ahead()
+        (tensor, _), self._prefetched = self._prefetched, None
+        self._offloader.on_fetch(self)
+        return tensor
+
+    return faulty
+
+
+def _read_at_once(original: Any) -> Any:
+    def faulty(self: Any, norm: Any) -> None:
+        original(self, norm)
+        norm.item()
+
+    return faulty
+
+
+def _from_local(original: Any) -> Any:
+    """torch's way to make a DTensor, which takes a piece that rests on the host to the mesh's device."""
+
+    def faulty(local: Any, placements: Any, like: Any, shape: Any = None) -> Any:
+        layout = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        return type(like).from_local(local, like.device_mesh, placements, **layout)
+
+    return faulty
+
+
+def _on_the_host(original: Any) -> Any:
+    return lambda arrays, device: original(arrays, importlib.import_module("torch").device("cpu"))
+
+
+def _unpacked_off_the_host(original: Any) -> Any:
+    def faulty(weight: Any, bias: Any, *form: Any) -> Any:
+        if weight.device.type == "cpu":
+            return original(weight, bias, *form)
+        return importlib.import_module("thalweg.ops.linear.packed")._pack_plain(weight, bias)
+
+    return faulty
+
+
+def _stale_tables(original: Any) -> Any:
+    """A graph's replay sees new tokens and positions, and the block tables of its capture."""
+
+    class Inputs:
+        def __init__(self, captured: Any, num_rows: int) -> None:
+            self._seen = captured[: 2 * num_rows]
+
+        def copy_(self, inputs: Any) -> None:
+            self._seen.copy_(inputs[: len(self._seen)])
+
+    def faulty(self: Any, key: Any, inputs: Any) -> Any:
+        found = original(self, key, inputs)
+        if found is not None:
+            found.inputs = Inputs(found.inputs, key[0])
+        return found
+
+    return faulty
 
 
 FAULTS = {
@@ -244,6 +344,117 @@ FAULTS = {
         _returns(None),
         ("tests/dist/test_engine_pain_points.py::test_row40_compiled_equals_eager",),
     ),
+    "a copy of pinned shards is gathered (W1)": Fault(
+        "thalweg.zero.fsdp2.private_api", "lazy_init", _gathers_a_copy, (LATE,)
+    ),
+    "memory of the reduction's stream is given away (W2)": Fault(
+        "thalweg.zero.collectives",
+        "reduce_held",
+        lambda original: lambda reducer, output: reducer.reduce_or_keep(output),
+        (f"{DEVICE}::test_what_the_all_reduce_stream_reads_is_not_given_away",),
+    ),
+    "gradients on their way to the host are used (W3)": Fault(
+        "thalweg.zero.fsdp2.private_api", "FSDPGroupHandle.add_reduction_hooks", _hooks_at_once, (LATE,)
+    ),
+    "gradients on their way to the host are widened (W3)": Fault(
+        "thalweg.zero.fsdp2.private_api",
+        "ArrivingGrad._cast",
+        _cast_at_once,
+        (f"{DEVICE}::test_gradients_are_cast_when_they_have_come_and_in_their_order",),
+    ),
+    "a device's random numbers are not drawn again (W4)": Fault(
+        "thalweg.activation_checkpointing.offloaded_forward",
+        "OffloadedForward.device_markers",
+        lambda original: property(lambda self: []),
+        (f"{DEVICE}::test_recomputation_draws_the_same_dropout_wherever_inputs_wait",),
+    ),
+    "an activation that comes back is not waited for": Fault(
+        "thalweg.activation_checkpointing.offload",
+        "_PinnedTensor.fetch",
+        _fetch_at_once,
+        (f"{DEVICE}::test_recomputation_draws_the_same_dropout_wherever_inputs_wait",),
+    ),
+    "an activation is written to the disk before it has come": Fault(
+        "thalweg.activation_checkpointing.offload",
+        "_NvmeTensor._wait_for_arrival",
+        _returns(None),
+        (f"{DEVICE}::test_recomputation_draws_the_same_dropout_wherever_inputs_wait",),
+    ),
+    "split layers seed the host alone (W5)": Fault(
+        "thalweg.parallel.comm_group",
+        "seed_rng",
+        lambda original: lambda seed: importlib.import_module("torch").default_generator.manual_seed(seed),
+        (f"{DEVICE}::test_dropout_of_split_layers_differs_and_of_whole_ones_agrees[None]",),
+    ),
+    "packed weights are plain off the processor (W6)": Fault(
+        "thalweg.infer.quantization.modules",
+        "pack_linear",
+        _unpacked_off_the_host,
+        ("tests/unit/test_infer_devices.py::test_packed_weights_on_a_device_are_those_numbers[llama-int8]",),
+    ),
+    "phases end before the device has (W7)": Fault(
+        "thalweg.utils.timing",
+        "PhaseTimer._now",
+        lambda original: lambda self: time.perf_counter(),
+        (f"{DEVICE}::test_phases_and_memory_are_the_devices",),
+    ),
+    "an unknown device is planned as an H100 (W8)": Fault(
+        "thalweg.plan.spec.devices",
+        "find_device",
+        lambda original: lambda name: original(name) or original("NVIDIA H100 80GB HBM3"),
+        (f"{DEVICE}::test_a_device_that_nobody_knows_is_measured",),
+    ),
+    "what rests on the host is counted against the device (C1)": Fault(
+        "thalweg.plan.preflight",
+        "shards_on_host",
+        _returns(False),
+        (f"{DEVICE}::test_preflight_counts_what_rests_on_the_host_there",),
+    ),
+    "state of shards on the host lies on the device (C2)": Fault(
+        "thalweg.optim.dtensor_local", "make_dtensor", _from_local, (LATE,)
+    ),
+    "the host's tensors go to the device's library (C3)": Fault(
+        "thalweg.parallel_dims",
+        "takes_tensors_of",
+        _returns(True),
+        (f"{DEVICE}::test_a_checkpoint_goes_on_to_the_bit[AdamW-simccl]",),
+    ),
+    "penalties rest on the host (C4)": Fault(
+        "thalweg.infer.engine.sampler",
+        "arrays_to_device",
+        _on_the_host,
+        ("tests/unit/test_infer_devices.py::test_penalties_biases_and_structures_on_a_device",),
+    ),
+    "two ranks share a device (C5)": Fault(
+        "thalweg.device",
+        "_may_share",
+        _returns(True),
+        (f"{DEVICE}::test_a_rank_without_a_device_of_its_own_is_refused_with_the_cure",),
+    ),
+    "a 0-dim gradient is counted on the host (C7)": Fault(
+        "thalweg.zero.expert_params",
+        "ScalarParams._known_part",
+        lambda original: lambda self, parameter: original(self, parameter).cpu(),
+        (LATE,),
+    ),
+    "a step reads its norm at once (S3)": Fault(
+        "thalweg.optim.accumulation",
+        "StepResult.__init__",
+        _read_at_once,
+        ("tests/dist/test_device_syncs.py::test_a_step_of_adamw_waits_for_nothing[2-names0]",),
+    ),
+    "a resume leaves the device's random numbers": Fault(
+        "thalweg.checkpoint.model_state",
+        "set_rng_state",
+        _returns(None),
+        (f"{DEVICE}::test_a_checkpoint_goes_on_to_the_bit[AdamW-None]",),
+    ),
+    "a decoding graph keeps the block tables of its capture": Fault(
+        "thalweg.infer.runners.torch_runner",
+        "TorchRunner._capture",
+        _stale_tables,
+        ("tests/unit/test_infer_decode_graph.py::test_tokens_are_those_of_single_launches[llama]",),
+    ),
 }
 
 
@@ -274,7 +485,8 @@ def install(name: str) -> None:
     sys.meta_path.insert(0, _Finder(FAULTS[name]))
 
 
-def run(name: str | None, tests: Sequence[str]) -> list[str]:
+@cache  # tests without a fault, which several faults name
+def run(name: str | None, tests: tuple[str, ...]) -> list[str]:
     """The tests that fail, with a fault or without one (None)."""
     paths = [str(ROOT / "tests" / "fault_injection"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,10 +1,11 @@
-"""Tests with one body and many parameters share one fork of the ranks."""
+"""Tests with one body and many parameters share one fork of the ranks; what runs on a device, and what does not."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,44 @@ import torch
 from tests.harness import run_ranks
 
 Params = dict[str, Any]
+
+# What ``--device sim`` and ``--device cuda`` leave out, by the reason: files, or tests of a file.  All else of this
+# folder runs there, and a new test does so by itself.
+OF_PROCESSORS: dict[str, tuple[str, ...]] = {
+    "the memory that ranks of one host share, which holds no tensors of a device": ("test_comm_shared_memory.py",),
+    "the copy of the parameters that a host's ranks share, and what crosses to it": (
+        "test_zeropp_state.py::test_all_three_send_less_than_a_quarter_between_hosts",
+        "test_zeropp_state.py::test_homes_on_two_hosts_agree_and_stay_near_the_master",
+        "test_zeropp_state.py::test_what_has_not_changed_is_not_sent_again",
+    ),
+    "kernels and threads of processors": ("test_async_reduce.py", "test_comm_onebit.py"),
+    "counts the host's memory, in which a device has no tensors": (
+        "test_offload_memory.py",
+        "test_zero_init.py::test_memory_is_that_of_one_tensor",
+    ),
+    "plans, layouts and norms of the processor that it names": (
+        "test_optim_norm.py",
+        "test_plan.py",
+        "test_plan_mesh.py",
+        "test_plan_ranks.py",
+        "test_preflight.py",
+        "test_shard_spec.py",
+    ),
+    "how ranks meet, before one has a device": ("test_launchers.py",),
+    "programs of its own, or the text of sources": ("test_count_files.py", "test_fsdp2_private_names.py"),
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a device, leave out what says something of processors alone."""
+    if config.getoption("--device") == "cpu":
+        return
+    reasons = {name: reason for reason, names in OF_PROCESSORS.items() for name in names}
+    for item in items:
+        file, function = item.path.name, getattr(item, "originalname", item.name)
+        reason = reasons.get(file) or reasons.get(f"{file}::{function}")
+        if item.path.parent == Path(__file__).parent and reason is not None:
+            item.add_marker(pytest.mark.skip(reason=f"of processors alone: {reason}"))
 
 
 def _run_cases(rank: int, world: int, fn: Callable[..., Any], cases: list[Params]) -> list[Any]:

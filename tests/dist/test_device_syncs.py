@@ -468,6 +468,27 @@ def test_a_group_s_gradients_are_added_up_by_the_device_s_library():
         assert mean == 1.5 and extra < 0.1
 
 
+def _reduce_over_two_levels(rank: int, world: int) -> tuple[list[float], dict[str, int]]:
+    """Two hosts of one rank."""
+    from thalweg.comm.collectives.quantized import TwoLevelReduceScatter
+    from thalweg.comm.collectives.wire import AllToAllReduce
+    from thalweg.parallel_dims import new_subgroup
+
+    whole = dist.group.WORLD
+    assert whole is not None
+    levels = AllToAllReduce(new_subgroup([rank], whole)), AllToAllReduce(whole)
+    reducer, out = TwoLevelReduceScatter(*levels, [[1, 0]], "unit"), torch.empty(3, device="sim")
+    rows = torch.tensor([[10.0] * 3, [20.0] * 3], device="sim").add_(rank).flatten()
+    found = _count_syncs(lambda: reducer(out, rows, whole, dist.ReduceOp.AVG))
+    return out.tolist(), found
+
+
+def test_a_reduction_over_two_levels_waits_for_nothing():
+    """S12: the order of the hosts' ranks crossed the link with each unit's gradients."""
+    # Of hosts in the other order each rank gets the other's row.
+    assert run_ranks(_reduce_over_two_levels, 2, device="simulated") == [([20.5] * 3, {}), ([10.5] * 3, {})]
+
+
 def _launches_of_a_codec(rank: int, world: int) -> list[tuple[int, list[float]]]:
     from thalweg.comm.quantization import BlockQuantizer
     from thalweg.zero.collectives import _make_payload_format

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.dist.models import VOCAB_SIZE, OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import FP32_SLACK, MICRO_BATCH_SIZE, ParityCase, ragged_windows, run_engine
+from tests.dist.zeropp_support import FEATURE_SETS, LAYOUTS, set_fake_host
 from tests.harness import is_device_real, run_ranks
 from tests.marks import nightly
 
@@ -83,7 +84,7 @@ def _train(rank: int, world: int, cases: dict[str, ParityCase], late: bool) -> d
             torch.manual_seed(0)
             zero = copy.deepcopy(case.config()["zero_optimization"])
             for section in zero.values():
-                if isinstance(section, dict):
+                if isinstance(section, dict) and "nvme_path" in section:
                     section["nvme_path"] = folder
             model = OddShapesModel() if name.startswith("odd") else tiny_gpt()
             outcome = run_engine(model, case.with_(extra={**case.extra, "zero_optimization": zero}), rank, world)
@@ -158,6 +159,40 @@ def test_every_tier_on_a_device_trains_as_the_cpu_does(world):
     for late in (False, True):
         for outcomes in run_ranks(_train, world, cases, late, device="sim", timeout=900):
             assert _differences(cases, host, outcomes, world) == []
+
+
+def _train_in_few_bits(rank: int, world: int, layout: str, mixes: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
+    """On hosts whose ranks share no memory, as on GPUs: links at both levels."""
+    import os
+
+    os.environ["THALWEG_SHARED_MEMORY"] = "0"
+    set_fake_host(LAYOUTS[layout], rank)
+    return _train(rank, world, {name: _mixed(mix) for name, mix in mixes.items()}, False)
+
+
+def _mixed(mix: dict[str, Any]) -> ParityCase:
+    return ParityCase(3, extra={"zero_optimization": {"stage": 3, **mix}, "log_level": "error"}, **WINDOWS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("1 + 1", ("qwZ", "qgZ")),
+        nightly("2 + 2", ("hpZ", "qwZ", "qgZ", "all")),
+        nightly("2 + 2", ("LoCo all", "MiCS", "all MiCS", "frozen")),
+    ],
+    ids=["two ranks", "four ranks", "groups"],
+)
+def test_zeropp_on_a_device_sends_the_codes_that_the_cpu_sends(layout, names):
+    """hpZ's groups, weights and gradients in few bits; each rounding is the same."""
+    mixes, world = {name: FEATURE_SETS[name] for name in names}, len(LAYOUTS[layout])
+    host = run_ranks(_train_in_few_bits, world, layout, mixes | {"plain": {}}, device="cpu", timeout=400)[0]
+    plain, cases = host.pop("plain"), {name: _mixed(mix) for name, mix in mixes.items()}
+    for outcomes in run_ranks(_train_in_few_bits, world, layout, mixes, device="sim", timeout=400):
+        assert _differences(cases, host, outcomes, world) == []
+    # The control: what is rounded otherwise, or not at all, is seen.
+    unrounded = _differences(cases, dict.fromkeys(names, plain), host, world)
+    assert [line.partition(":")[0] for line in unrounded] == [n for n in names if n not in ("hpZ", "MiCS", "frozen")]
 
 
 # ---- what the audit of device paths found -----------------------------------------------------------

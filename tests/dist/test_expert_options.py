@@ -116,7 +116,7 @@ def _generate(rank: int, world: int) -> tuple[list[int], list[int]]:
     config = make_config(2, 1, 2 * world, world, expert_parallel={"autoep_size": world})
     engine, *_ = thalweg.initialize(model=model, config=config)
     engine.eval()
-    found = engine.module.generate(prompt, **options)
+    found = engine.module.generate(prompt.to(engine.device), **options)
     engine.close()
     return found.tolist(), wanted.tolist()
 

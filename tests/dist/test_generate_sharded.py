@@ -71,10 +71,10 @@ def _generate(
     ids = torch.tensor([PROMPTS[rank]])
 
     def text(model: Any, eos: int, **more: Any) -> list[int]:
-        model = model.lm if kind == "wrapped" else model
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": eos}
-        mask = torch.ones_like(ids)
-        return model.generate(input_ids=ids, attention_mask=mask, **options, **more)[0].tolist()
+        given = ids if model is plain else ids.to(engine.device)
+        model = model.lm if kind == "wrapped" else model
+        return model.generate(input_ids=given, attention_mask=torch.ones_like(given), **options, **more)[0].tolist()
 
     whole = text(plain, -1)
     eos = whole[len(PROMPTS[rank])] if rank == 1 else -1  # rank 1 ends at once

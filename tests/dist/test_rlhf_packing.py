@@ -70,7 +70,7 @@ def _families(rank: int, world: int) -> dict[str, tuple[float, bool]]:
         with torch.no_grad():
             got, logits = packing.response_logprobs(engine, batch)
         assert len(logits) == int(batch["response_mask"][:, 1:].sum())
-        found[name] = float((got - want).abs().max()), packing._row_limits[engine] is not None
+        found[name] = float((got.cpu() - want).abs().max()), packing._row_limits[engine] is not None
         engine.close()
     return found
 
@@ -126,7 +126,7 @@ def _gradients(rank: int, world: int, kind: str) -> tuple[list[float], int, int]
         (total / world).backward()
         want = dict(plain.named_parameters())
         pairs = [(safe_get_full_grad(p), want[name].grad) for name, p in engine.module.named_parameters()]
-        gaps.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if b is not None))
+        gaps.append(max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs if b is not None))
         engine.close()
     return gaps, tokens, batches[rank]["input_ids"].numel()
 
@@ -201,7 +201,7 @@ def _deaf(rank: int, world: int) -> tuple[bool, float]:
         got, _ = packing.response_logprobs(engine, batch)
     packs = packing._row_limits[engine] is not None
     engine.close()
-    return packs, float((got - want).abs().max())
+    return packs, float((got.cpu() - want).abs().max())
 
 
 def test_a_model_that_does_not_look_at_its_mask_computes_the_padding_on_all_ranks() -> None:

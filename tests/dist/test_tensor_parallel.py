@@ -282,7 +282,7 @@ def _facts(rank: int, world: int) -> dict[str, Any]:
     engine, *_ = thalweg.initialize(model=copy.deepcopy(model), config=make_config(1, world, 2, 1))
     engine.eval()
     with torch.no_grad():
-        logits = engine(input_ids=tokens).logits
+        logits = engine(input_ids=tokens).logits.cpu()
     found = {
         "logits": float((logits - expected).abs().max()),
         "sampled": bool((logits.argmax(-1) == expected.argmax(-1)).all()),

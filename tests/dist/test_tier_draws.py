@@ -134,7 +134,7 @@ def _train(one: Draw, rank: int, world: int, folder: str, tiers: bool) -> tuple[
             loss = _loss(engine, one, micro, slice(rank, None, world), 2 * world)
             engine.backward(loss)
             engine.step()
-            total += loss.detach()
+            total += loss.detach().cpu()
             micro += 1
         dist.all_reduce(total)
         losses.append(float(total) / world / one["accumulation"])

@@ -70,7 +70,7 @@ def _batch(step: int) -> Tensor:
 
 
 def _step(model: Any, step: int, rows: slice = slice(None)) -> Tensor:
-    loss = model(_batch(step)[rows]).pow(2).mean()
+    loss = model(_batch(step)[rows].to(next(model.parameters()).device)).pow(2).mean()
     if isinstance(model, thalweg.Engine):
         model.backward(loss)
         model.step()
@@ -95,7 +95,11 @@ class Plain:
 
 def _worst(module: nn.Module, plain: nn.Module) -> float:
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
-    return max(float((a.detach().float() - b.detach()).abs().max()) for a, b in pairs)
+    return max(float((a.detach().float().cpu() - b.detach().cpu()).abs().max()) for a, b in pairs)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.detach().cpu(), b.detach().cpu())
 
 
 def _reads(rank: int, world: int, stage: int, way: str) -> None:
@@ -117,7 +121,7 @@ def _reads(rank: int, world: int, stage: int, way: str) -> None:
         weight = module.down.weight
         assert isinstance(weight, nn.Parameter) and not isinstance(weight, DTensor)
         assert abs(weight.norm().item() - plain.net.down.weight.norm().item()) < 1e-6
-        assert weight.detach().numpy().shape == (5, 7) and len(weight.tolist()) == 5
+        assert weight.detach().cpu().numpy().shape == (5, 7) and len(weight.tolist()) == 5
         assert torch.autograd.grad(module(_batch(9)).sum(), weight)[0].shape == (5, 7)
 
         copied = copy.deepcopy(module)
@@ -214,7 +218,7 @@ def _writes(rank: int, world: int, stage: int, way: str, forget: bool = False) -
                         plain.step(step)
                 whole = engine.state_dict()
                 shown = dict(engine.module.named_parameters())
-                assert all(torch.equal(whole[name], param) for name, param in shown.items())
+                assert all(_same(whole[name], param) for name, param in shown.items())
                 worst = max(worst, _worst(engine.module, plain.net))
     return worst
 
@@ -259,14 +263,14 @@ def _half(rank: int, world: int, section: str) -> None:
         assert dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[section]
         masters = engine.state_dict()
         assert masters["down.weight"].dtype == torch.float32
-        assert torch.equal(module.down.weight, masters["down.weight"].to(dtype))
+        assert _same(module.down.weight, masters["down.weight"].to(dtype))
         module.down.bias.data.fill_(1 / 3)
         state = engine.state_dict()
-        assert torch.equal(state["down.weight"], masters["down.weight"])
-        assert torch.equal(state["down.bias"], torch.full((5,), 1 / 3).to(dtype).float())
+        assert _same(state["down.weight"], masters["down.weight"])
+        assert _same(state["down.bias"], torch.full((5,), 1 / 3).to(dtype).float())
         state["down.weight"] += 1e-5  # less than half a unit of the compute dtype
         engine.load_state_dict(state)
-        assert torch.equal(engine.state_dict()["down.weight"], state["down.weight"])
+        assert _same(engine.state_dict()["down.weight"], state["down.weight"])
 
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
@@ -338,7 +342,7 @@ def _stage3(rank: int, world: int, folder: str) -> None:
         saved.module.save_pretrained(str(target))
     assert not target.exists(), "nothing is half written"
     saved.module.save_pretrained(str(target), state_dict=saved.state_dict())
-    assert torch.equal(torch.load(target / "model.pt")["down.weight"], _net().down.weight)
+    assert _same(torch.load(target / "model.pt")["down.weight"], _net().down.weight)
     saved.close()
 
 

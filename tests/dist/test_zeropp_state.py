@@ -164,7 +164,7 @@ def _load_alone(rank, world, folder):
 
 def _bits(tensors):
     """Tensors as bytes, which outlive the rank that made them."""
-    return [tensor.numpy().tobytes() for tensor in tensors]
+    return [tensor.cpu().numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize("name", [nightly("hpZ"), nightly("qwZ hpZ"), nightly("all MiCS"), nightly("LoCo all")])

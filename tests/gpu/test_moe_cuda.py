@@ -13,6 +13,7 @@ from thalweg.ops.grouped_mm import RowGroups, grouped_linear
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("without_tf32"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
 ]
 
@@ -22,7 +23,6 @@ pytestmark = [
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_grouped_products_equal_the_processor(flipped, width, dtype, tolerance):
     torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
     counts = torch.tensor([70, 0, 130, 33])
     groups = RowGroups(counts, torch.arange(4).repeat_interleave(counts))
     x = torch.randn(233, width, dtype=dtype)

@@ -10,6 +10,7 @@ from thalweg.ops.linear.packed import pack_linear
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("without_tf32"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
 ]
 
@@ -36,7 +37,6 @@ def test_products_are_those_of_the_numbers(
 ):
     """With fp64, and with the plain form; every way of cutting the rows, and more rows than the kernel takes."""
     pytest.importorskip("triton")
-    torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     weight, bias = torch.randn(shape) * 0.05, torch.randn(shape[0])
     layer = pack_linear(weight.cuda(), bias.cuda(), form, dtype)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import harness
+from tests.dist import conftest as of_ranks
 from tests.dist import models
 from tests.harness import run_ranks
 
@@ -77,3 +82,34 @@ def test_ranks_with_a_thread_or_an_error_go():
         run_ranks(_fail, 2, reuse=True)
     assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in others)
     assert [total for _, total in run_ranks(_total, 2, 1.0, reuse=True)] == [3.0, 3.0]
+
+
+FOLDER = Path(models.__file__).parent
+
+
+def _left_out(device: str, names: list[str]) -> dict[str, str]:
+    """Of tests of these names, those that a run on ``device`` leaves out, and why."""
+    found: dict[str, str] = {}
+
+    def item(name: str) -> Any:
+        file, _, function = name.partition("::")
+        mark = lambda mark: found.update({name: mark.kwargs["reason"]})
+        return SimpleNamespace(path=FOLDER / file, originalname=function, name=function, add_marker=mark)
+
+    config: Any = SimpleNamespace(getoption=lambda option: device)
+    of_ranks.pytest_collection_modifyitems(config, [item(name) for name in names])
+    return found
+
+
+def test_a_device_runs_all_but_what_one_list_leaves_out_with_its_reason():
+    listed = list(itertools.chain(*of_ranks.OF_PROCESSORS.values()))
+    for file, _, function in (name.partition("::") for name in listed):
+        assert f"def {function or 'test_'}" in (FOLDER / file).read_text()
+    tests = [name if "::" in name else f"{name}::test_any" for name in listed]
+    others = ["test_new.py::test_any", "test_zero_init.py::test_any", "../unit/test_plan.py::test_any"]
+    for device in ("sim", "cuda"):
+        found = _left_out(device, [*tests, *others])
+        assert list(found) == tests and all("processors" in reason for reason in found.values())
+    assert _left_out("cpu", tests) == {}
+    nightly = (FOLDER.parents[1] / "Makefile").read_text().partition("\nnightly:")[2].partition("\n\n")[0]
+    assert "$(MAKE) --no-print-directory sim" in nightly.splitlines()[-1]

@@ -236,7 +236,7 @@ class TwoLevelReduceScatter(Reducer):
     ) -> None:
         """Two all-to-alls; rows are put in the order of local ranks first."""
         numel = rows.shape[1]
-        sorted_rows = rows[torch.tensor(self._rank_order, device=rows.device)]
+        sorted_rows = torch.stack([rows[rank] for rank in self._rank_order])  # a list of indices would cross the link
         rows_by_local_rank = sorted_rows.view(len(rows) // self._num_hosts, self._num_hosts * numel)
         partial_sums = torch.empty(self._num_hosts * numel, dtype=torch.float32, device=rows.device)
         self._inner_all_to_all.reduce_rows(rows_by_local_rank, partial_sums, 1.0, call, rows.dtype)
