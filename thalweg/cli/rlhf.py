@@ -19,6 +19,7 @@ from dataclasses import fields
 from typing import Any
 
 from thalweg.rlhf.config import ALIASES, IGNORED, REFUSED, STEPS, SWITCHES, RLHFConfig
+from thalweg.utils.env import DEVICE_VARIABLE
 
 PARSER_OPTIONS = {"allow_abbrev": False}
 
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", dest="only", nargs="+", type=int, choices=(1, 2, 3), default=(), help="of `all` these steps alone"
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (%(default)s)")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="cpu, cuda, ... (%(default)s: the accelerator)"
+    )
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     options = {each.name: each for each in fields(RLHFConfig)}
     for name, own in ({name: name for name in options} | ALIASES).items():
@@ -66,10 +70,12 @@ def _parse_value(text: str) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Run the steps on this host's ranks; 0 when the model is there."""
-    own = {"step", "only", "config", "algorithm", "nproc", "passthrough"}
+    own = {"step", "only", "config", "algorithm", "nproc", "device", "passthrough"}
     flags = {key: value for key, value in vars(args).items() if key not in own}
     if args.only and args.step != "all":
         raise ValueError(f"--step chooses of `thalweg rlhf all`: leave it out of {args.step}")
+    if args.device != "auto":
+        os.environ[DEVICE_VARIABLE] = args.device
     if args.nproc > 1 and "RANK" not in os.environ:
         return _launch(args.nproc)
     from thalweg.rlhf.config import load_rlhf_config
