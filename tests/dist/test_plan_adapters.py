@@ -74,11 +74,9 @@ def _storages(tensor: Any) -> list[tuple[int, Any]]:
     return [(storage._cdata, storage)]
 
 
-def _measure(
-    rank: int, world: int, cases: list[tuple[str, str | None, int]], shape: str
-) -> list[tuple[int, int, int]]:
-    """For each case (place, format of the base, tensor ranks) the bytes at the peak of a step: found, planned, and what a
-    plan would say that takes the base for numbers."""
+def _measure(rank: int, world: int, cases: list[tuple[str, str | None, int]], shape: str) -> list[tuple[int, int, int]]:
+    """For each case (place, format of the base, tensor ranks) the bytes at the peak of a step: found, planned, and what
+    a plan would say that takes the base for numbers."""
     return [_measure_one(rank, world, case, *SHAPES[shape]) for case in cases]
 
 
