@@ -35,13 +35,24 @@ class _LiveTensors(TorchDispatchMode):
     def __init__(self, others: set[int]) -> None:
         super().__init__()
         self.bytes = self.peak = 0
-        self._known = set(others)
-        for tensor in _tensors():
-            self._see(tensor)
+        self._known: set[int] = set()
+        self._resting: list[tuple[int, int]] = []
+        end, places = 0, []
+        for key, storage in (pair for each in _tensors() for pair in _storages(each)):
+            if key not in others:
+                places.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            self._known.add(key)
+            weakref.finalize(storage, self._known.discard, key).atexit = False
+        for start, stop in sorted(places):
+            # Views of memory that ranks share are storages of their own, over the same bytes.
+            self.bytes += max(0, stop - max(start, end))
+            end = max(stop, end)
+            self._resting.append((start, stop))
 
     def _see(self, tensor: Any) -> None:
         for key, storage in _storages(tensor):
-            if key not in self._known:
+            place = storage.data_ptr()
+            if key not in self._known and not any(start <= place < stop for start, stop in self._resting):
                 self._known.add(key)
                 self.bytes += storage.nbytes()
                 weakref.finalize(storage, self._drop, key, storage.nbytes()).atexit = False
