@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -167,6 +169,24 @@ def test_bytes_cut_for_tensor_ranks_are_the_numbers_pieces(weight_format: str) -
         return
     with pytest.raises(ValueError, match="cut at 96, within 64 that share a scale: cut it over fewer ranks"):
         weight.byte_spans(1, within)
+
+
+@pytest.mark.parametrize("weight_format", ["nf4", "int8"])
+def test_what_rebuilds_a_weight_keeps_no_byte_of_the_whole(weight_format: Any) -> None:
+    """ZeRO and tensor ranks put pieces in the place of what is inside; the whole must go then."""
+    layer = nn.Linear(192, 48, bias=False)
+    quantize_linears(layer, weight_format)
+    unwrap_quantized_params(layer)
+    inside: Any = layer.parametrizations.weight
+    wholes = [weakref.ref(parameter.untyped_storage()) for parameter in inside.parameters()]
+    gc.collect()
+    assert len(wholes) == 2 and all(whole() is not None for whole in wholes)  # the control: a weakref sees what is held
+    for name, parameter in list(inside.named_parameters()):
+        setattr(inside, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    del parameter
+    gc.collect()
+    assert all(whole() is None for whole in wholes)
+    assert layer.weight.shape == (48, 192)  # and it is built from the pieces
 
 
 def test_the_plan_counts_a_base_in_few_bits_as_its_bytes() -> None:

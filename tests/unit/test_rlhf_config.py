@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from tests.unit.infer_models import tiny_decoder
 from thalweg.cli import rlhf as command
 from thalweg.rlhf import models, policy, steps
 from thalweg.rlhf.config import ROLE_OPTIONS, RLHFConfig, load_rlhf_config
+from thalweg.utils.env import DEVICE_VARIABLE
 
 # The three steps of DeepSpeed-Chat's scripts for one GPU and one node.
 SFT = (
@@ -50,6 +52,14 @@ def _config(step: Any, line: str, monkeypatch: pytest.MonkeyPatch, file: Path | 
     assert command.run(parser.parse_args([step, *(["--config", str(file)] if file else []), *line.split()])) == 0
     assert [name for name, _ in found] == [step]
     return found[0][1]
+
+
+def test_the_device_is_what_the_command_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "before")
+    _config("sft", SFT, monkeypatch)
+    assert os.environ[DEVICE_VARIABLE] == "before"  # auto: as the environment says
+    _config("sft", f"{SFT} --device cpu", monkeypatch)
+    assert os.environ[DEVICE_VARIABLE] == "cpu"
 
 
 def test_deepspeed_chat_s_lines_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from thalweg.rlhf import losses
 
@@ -220,6 +222,32 @@ def test_whitened_values_have_mean_0_and_variance_1_over_the_mask() -> None:
     alone = torch.zeros_like(mask)
     alone[0, 1] = True
     assert not losses.whiten(x, alone).any()
+
+
+class _Dtypes(TorchDispatchMode):
+    """The dtypes that operators have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
+
+
+def test_whitening_fp32_needs_no_fp64_and_is_as_exact() -> None:
+    """MPS has no fp64; a mean that is large beside the deviation is what fp32 rounds."""
+    x, mask = _inputs(torch.float64)["values"].float() * 0.01 + 1000, _mask()
+    with _Dtypes() as dtypes:
+        white = losses.whiten(x, mask)
+    assert torch.float32 in dtypes.found and torch.float64 not in dtypes.found
+    chosen = x[mask].double()
+    want = (chosen - chosen.mean()) / (chosen.var() + 1e-8).sqrt()
+    assert (white[mask] - want).abs().max() < 1e-6
+    plain = (x[mask] - x[mask].mean()) / (x[mask].var() + 1e-8).sqrt()  # the control: fp32 without its second pass
+    assert (plain - want).abs().max() > 1e-5
 
 
 def test_padding_may_hold_anything() -> None:

@@ -5,7 +5,7 @@ examples:
   thalweg rlhf all --config rlhf.json --nproc 2
   thalweg rlhf grpo --config rlhf.json --reward_function rewards.py:score --num_train_steps 100
 
-A config file is JSON with the options below, `algorithm` and `nproc` too, for one step in a block of its name
+A config file is JSON with the options below, `algorithm`, `nproc` and `device` too, for one step in a block of its name
 ("ppo": {...}); flags go over it.
 The same command goes on with a run that died.  `thalweg chat OUT/ppo/model` talks to the result.
 """
@@ -29,9 +29,12 @@ from thalweg.rlhf.config import (
     load_rlhf_config,
     read_mapping,
 )
+from thalweg.utils.env import DEVICE_VARIABLE
 
 PARSER_OPTIONS = {"allow_abbrev": False}
 ALGORITHMS = ("ppo", "dpo", "grpo")
+# Options that belong to the run, not to a step of it, and what they are by default.
+_OF_THE_RUN = {"algorithm": "ppo", "nproc": 1, "device": "auto"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", dest="only", nargs="+", type=int, choices=(1, 2, 3), default=(), help="of `all` these steps alone"
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this host (1)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ... (auto: the accelerator)")
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     options = {each.name: each for each in fields(RLHFConfig)}
     for name, own in ({name: name for name in options} | ALIASES).items():
@@ -75,18 +79,18 @@ def _parse_value(text: str) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Run the steps on this host's ranks; 0 when the model is there."""
-    own = {"step", "only", "config", "algorithm", "nproc", "passthrough"}
+    own = {"step", "only", "config", "passthrough", *_OF_THE_RUN}
     flags = {key: value for key, value in vars(args).items() if key not in own}
     if args.only and args.step != "all":
         raise ValueError(f"--step chooses of `thalweg rlhf all`: leave it out of {args.step}")
     options = read_mapping(args.config)
-    named = {"algorithm": "ppo", "nproc": 1} | {
-        key: options.pop(key) for key in ("algorithm", "nproc") if key in options
-    }
-    algorithm, nproc = args.algorithm or named["algorithm"], args.nproc or named["nproc"]
+    in_file = {key: options.pop(key, default) for key, default in _OF_THE_RUN.items()}
+    algorithm, nproc, device = (getattr(args, key) or in_file[key] for key in _OF_THE_RUN)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r}; it may be {', '.join(ALGORITHMS)}")
     config = load_rlhf_config(options, algorithm if args.step == "all" else args.step, **flags)
+    if device != "auto":
+        os.environ[DEVICE_VARIABLE] = device
     if nproc > 1 and "RANK" not in os.environ:
         return _launch(nproc)
     from thalweg.rlhf.steps import run_all, run_step

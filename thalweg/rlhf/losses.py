@@ -78,16 +78,21 @@ def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], object] 
     ``all_reduce``: sums a tensor over the ranks, in place, where they hold parts of one batch.
     """
 
-    def total(x: Tensor) -> Tensor:
-        x = x.masked_fill(~mask, 0.0).sum(dtype=torch.float64)
+    def totals(*parts: Tensor) -> tuple[Tensor, ...]:
+        x = torch.stack([part.masked_fill(~mask, 0.0).sum() for part in parts])
         if all_reduce is not None:
             all_reduce(x)
-        return x
+        return x.unbind()
 
-    count = total(torch.ones_like(values)).clamp(min=1)
-    centred = (values - total(values) / count).masked_fill(~mask, 0.0)
-    variance = total(centred.square()) / (count - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + 1e-8) if int(count) > 1 else centred).to(values.dtype)
+    x = _widen(values)
+    count, total = totals(torch.ones_like(x), x)
+    count = count.clamp(min=1)
+    centred = (x - total / count).masked_fill(~mask, 0.0)
+    # The mean is rounded to fp32, as MPS has no fp64 and GPUs are slow at it: what is left of it comes off as well.
+    rest, squares = totals(centred, centred.square())
+    variance = (squares - rest.square() / count) / (count - 1).clamp(min=1)
+    scale = torch.where(count > 1, torch.rsqrt(variance.clamp(min=0) + 1e-8), 1.0)
+    return ((centred - rest / count) * scale).masked_fill(~mask, 0.0).to(values.dtype)
 
 
 # Supervised

@@ -375,6 +375,9 @@ class ActorWeights:
             storage.resize_(nbytes)
         return tensor
 
+    # Runners read in inference mode, whose tensors (DoRA makes a new weight) no parameter takes as data where the
+    # device is not one of torch's own.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _merge(self, base_layer: nn.Module) -> None:
         """Let PEFT merge the layer's adapter into its gathered weight."""

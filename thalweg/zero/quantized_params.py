@@ -115,11 +115,12 @@ def _flatten_wrapper(tensor: Any) -> tuple[list[Tensor], RebuildFn]:
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
     names, context = tensor.__tensor_flatten__()
     flattened = [_flatten_wrapper(getattr(tensor, name)) for name in names]
-    counts = [len(leaves) for leaves, _ in flattened]
+    # What rebuilds lives as long as the model, and must not hold the whole tensors that ZeRO cuts.
+    inner_rebuilds = [(name, len(leaves), inner) for name, (leaves, inner) in zip(names, flattened, strict=True)]
 
     def rebuild(leaves: list[Tensor]) -> Tensor:
         inner_tensors, start = {}, 0
-        for name, count, (_, inner) in zip(names, counts, flattened, strict=True):
+        for name, count, inner in inner_rebuilds:
             inner_tensors[name] = inner(leaves[start : start + count])
             start += count
         return kind.__tensor_unflatten__(inner_tensors, context, size, stride)
