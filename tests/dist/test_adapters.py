@@ -486,11 +486,13 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
     ids = torch.randint(2, 131, (4, 128), generator=torch.Generator().manual_seed(rank // 2))
     # LLVM and its kernels are the process's, not the model's.
     QuantizedWeight.quantize(torch.randn(1024, 1024), "nf4").dequantize()
+    batch = {"input_ids": ids, "labels": ids}
+    sizes: dict[str, Any] = {"devices_per_node": world, "device": "cpu", "suggest": False}
+    thalweg.plan(model, config, batch=batch, process_bytes=0, **sizes)  # loads 40 MiB of modules, as initialize() would
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what quantising has left behind is not the run's
     base = int(resident_mib() * 2**20) - _local_bytes(model.parameters())
-    sizes = {"devices_per_node": world, "device": "cpu", "process_bytes": base, "suggest": False}
-    planned = thalweg.plan(model, config, batch={"input_ids": ids, "labels": ids}, **sizes)
+    planned = thalweg.plan(model, config, batch=batch, process_bytes=base, **sizes)
     Path("/proc/self/clear_refs").write_text("5")
     engine, *_ = thalweg.initialize(model=model, config=config)
     del model
@@ -515,13 +517,13 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_21_22_lora_on_a_base_in_few_bits_over_tensor_ranks_against_its_plan(world: int) -> None:
-    """What rests is what was planned; the peak is not within the 15% of row 22's test: 13% to 16% above the plan, 635
-    MiB for 551.  At the end 182 MiB of the heap are free, of which the plan knows 89 as activations and 17 as holes."""
+    """What rests is what was planned; the peak of a process within 10%: 584 MiB for 586 and 589 where the two tensor ranks
+    are all, 636 for 589 with two of those, the cause of which is not known."""
     for found in run_ranks(_measure, world, "host", "nf4", reuse=False):
         for tier in ("parameters", "optimizer"):
             held, planned = found[tier]
             assert held == pytest.approx(planned, rel=0.02), (tier, found)
         peak, planned = found["peak"]
-        assert 0.95 * planned <= peak <= 1.2 * planned, found
+        assert 0.95 * planned <= peak <= 1.1 * planned, found
         peak, planned = found["without activations"]
-        assert peak > 1.2 * planned  # the control: what such a plan would miss is seen
+        assert peak > 1.1 * planned  # the control: what such a plan would miss is seen
