@@ -517,8 +517,8 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_21_22_lora_on_a_base_in_few_bits_over_tensor_ranks_against_its_plan(world: int) -> None:
-    """What rests is what was planned; the peak of a process within 10%: 584 MiB for 586 and 589 where the two tensor ranks
-    are all, 636 for 589 with two of those, the cause of which is not known."""
+    """What rests is what was planned; the peak of a process within 10%: 584 MiB for 586 and 589 where two tensor
+    ranks are all, 636 for 589 with two such pairs, the cause of which is not known."""
     for found in run_ranks(_measure, world, "host", "nf4", reuse=False):
         for tier in ("parameters", "optimizer"):
             held, planned = found[tier]
