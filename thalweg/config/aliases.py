@@ -5,12 +5,14 @@ Each move is remembered, so that a later complaint names the path that the user 
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from thalweg.config.errors import ConfigProblem, to_json_snippet
+from thalweg.config.schema.base import AUTO, canonical_dtype
 
 ZERO = "zero_optimization"
 DEPRECATED_KEYS: dict[str, str] = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
@@ -52,6 +54,7 @@ def apply_key_aliases(tree: dict[str, Any]) -> tuple[dict[str, Any], KeyAliases,
     for old, new in DEPRECATED_KEYS.items():
         _move(tree, old, new, aliases, problems)
     _expand_offload_flags(tree, aliases, problems)
+    _translate_amp(tree, aliases, problems)
     return tree, aliases, problems
 
 
@@ -115,3 +118,53 @@ def _expand_offload_flags(tree: dict[str, Any], aliases: KeyAliases, problems: l
         if isinstance(zero.get(block), dict):
             zero[block].setdefault("pin_memory", pin_memory)
     aliases.pairs.append((path, f"pin_memory = {to_json_snippet(pin_memory)} of the offload blocks"))
+
+
+_BATCH_NORMS = ["auto", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"]
+
+
+def _translate_amp(tree: dict[str, Any], aliases: KeyAliases, problems: list[ConfigProblem]) -> None:
+    """Put what ``amp`` asks of NVIDIA's Apex into the blocks that mean it here, and switch it off.
+
+    O0 is fp32.  O1 is torch's autocast over fp32 parameters.  O2 and O3 compute with parameters of 16 bits and keep fp32
+    masters (unless ``master_weights`` is false), O2 with batch norms in fp32.  The loss scale is Apex's: it starts at
+    2**16 at most, each overflow halves it and 2,000 good steps double it, to 2**24 at most; bf16 needs none.
+    """
+    given = tree.get("amp")
+    if not isinstance(given, dict) or given.get("enabled") is not True:
+        return
+    amp = {key: value for key, value in given.items() if value != AUTO and value is not None}
+    level, dtype = amp.get("opt_level", "O1"), canonical_dtype(amp.get("cast_model_type", "fp16"))
+    blocks = {name: tree[name] for name in ("fp16", "bf16", "torch_autocast") if isinstance(tree.get(name), dict)}
+    if on := [name for name, block in blocks.items() if block.get("enabled") is True]:
+        expected = "false, because amp.enabled is true; keep one of the two"
+        problems += [ConfigProblem(f"{name}.enabled", True, expected) for name in on]
+        return
+    scales = {key: value for key, value in amp.items() if key.endswith("loss_scale") and type(value) in (int, float)}
+    if level not in ("O0", "O1", "O2", "O3") or any(value <= 0 for value in scales.values()):
+        return  # the schema says what is wrong
+    if dtype == "fp32" or level == "O0":
+        level, dtype = "O0", "fp32"
+    half: dict[str, Any] = {"enabled": True}
+    if dtype == "fp16":
+        top = scales.get("max_loss_scale", 2.0**24)
+        half |= {"loss_scale": 1.0 if level == "O3" and "loss_scale" not in amp else 0.0, "loss_scale_window": 2000}
+        half |= {"hysteresis": 1, "initial_scale_power": int(math.log2(min(max(top, 1), 2.0**16)))}
+        half |= {"max_loss_scale": top, **scales}
+        aliases.pairs += [(f"amp.{key}", f"fp16.{key}") for key in scales]
+    new: dict[str, dict[str, Any]] = {} if level == "O0" else {dtype: half}
+    if level in ("O0", "O1"):
+        new["data_types"] = {"param_dtype": "fp32"}
+    if level == "O1":
+        new = {"torch_autocast": {"enabled": True, "dtype": dtype}} | (new if dtype == "fp16" else {})
+    elif dtype != "fp32":
+        if amp.get("master_weights") is False:
+            half[f"{dtype}_master_weights_and_grads"] = True
+        if str(amp.get("keep_batchnorm_fp32", level == "O2")) == "True":
+            new["data_types"] = {"keep_in_fp32_modules": _BATCH_NORMS}
+    given["enabled"] = False
+    for name, values in new.items():
+        old = tree[name] if isinstance(tree.get(name), dict) else {}
+        tree[name] = values | old if name == "data_types" else old | values
+    words = [f"{name}.{key} {to_json_snippet(tree[name][key])}" for name, values in new.items() for key in values]
+    aliases.pairs.append((f"amp.opt_level {level}", ", ".join(words)))
