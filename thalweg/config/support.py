@@ -1,9 +1,9 @@
 """What becomes of each option that is not simply read, as the schema says beside it.
 
-An ``unsupported`` switch that is on is an error that says what to do; it is of work that is still to come (``later``) or
-will not (``not offered``).  An ``ignored`` option means nothing on FSDP2: it is accepted, and listed once with the reason.  An option that is neither,
-and not in an ``UnreadBlock``, is read by the program.  ``get_support_status`` names which it is, and the frozen list
-``tests/repo/config_schema.txt`` shows it for every option.
+An ``unsupported`` switch that is on is an error that says what to do; it is of work that is still to come (``later``)
+or will not (``not offered``).  An ``ignored`` option means nothing on FSDP2: it is accepted, and listed once with the
+reason.  An option that is neither, and not in an ``UnreadBlock``, is read by the program.  ``get_support_status`` names
+which it is, and the frozen list ``tests/repo/config_schema.txt`` shows it for every option.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ gradients overflow is skipped and, once the ``hysteresis`` allowance is used up,
 Nothing here touches a tensor, a device or another rank: all ranks see the same verdict (``norms.py`` makes
 sure of that), so all ranks hold the same state. Order of the rules and counts are DeepSpeed's
 (``DynamicLossScaler``), so that a run moved over keeps its sequence of scales. Two differences: the scale
-stops growing at ``max_loss_scale``, 2**64 unless a config says otherwise (a model whose gradients are all zero would otherwise drive it to infinity, and
-infinity times zero is NaN), and the error at the floor says what to do.
+stops growing at ``max_loss_scale``, 2**64 unless a config says otherwise (a model whose gradients are all zero would
+drive it to infinity, and infinity times zero is NaN), and the error at the floor says what to do.
 """
 
 from __future__ import annotations

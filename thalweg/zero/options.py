@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
@@ -91,5 +89,7 @@ def _find_fp32_modules(model: nn.Module, config: Config, precision: Precision) -
     return tuple(
         name
         for name, module in model.named_modules()
-        if name and names & {name, name.rpartition(".")[2], type(module).__name__} and any(True for _ in module.parameters())
+        if name
+        and names & {name, name.rpartition(".")[2], type(module).__name__}
+        and any(True for _ in module.parameters())
     )

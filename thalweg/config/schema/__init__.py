@@ -9,8 +9,8 @@ keys of the JSON.  It passes through these files::
     resolve.py  every "auto" and the batch equation filled in      (``resolve``)
 
 Invariants: an option that is not declared here is an error; an option that is declared is
-either read by some room, or ``ignored`` with the reason (mostly by unread.toml), or ``unsupported`` (``later``) with what to do
-when it is switched on, or in a block that nothing reads (unread.toml).
+either read by some room, or ``ignored`` with the reason (mostly by unread.toml), or ``unsupported`` (``later``) with
+what to do when it is switched on, or in a block that nothing reads (unread.toml).
 ``tests/repo/config_schema.txt`` lists every option, its type and default; a test compares it, so that each change is
 seen in review.
 """
@@ -38,8 +38,9 @@ from thalweg.config.schema.base import (
     unsupported,
 )
 from thalweg.config.schema.compression import CompressionTraining, Eigenvalue, QuantizeTraining
-from thalweg.config.schema.unsupported import UNREAD_BLOCKS
+from thalweg.config.schema.unsupported import UNREAD_BLOCKS, without_effect
 
+_AMP = without_effect("amp")
 _SAYS_WHEN = "it affects the order of division only, not the result"
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -88,7 +89,7 @@ class Config(UNREAD_BLOCKS):
     outer_optimizer: training.OuterOptimizerConfig | None = None
     gradient_compression: training.GradientCompressionConfig | None = None
     scheduler: training.SchedulerConfig | None = None
-    amp: training.Amp = ignored(training.Amp(), "read as fp16, bf16, torch_autocast and data_types at load")
+    amp: _AMP = _AMP()  # type: ignore[valid-type]
     fp16: training.FP16 = training.FP16()
     bf16: training.BF16 = training.BF16()
     torch_autocast: training.TorchAutocast = training.TorchAutocast()

@@ -125,9 +125,7 @@ def ignored(default: Any, why: str) -> Any:
     return Field(default, json_schema_extra={"ignored": why})
 
 
-def unsupported(
-    default: Any, hint: str, on: Callable[[Any], bool] | None = None, status: str = "not offered"
-) -> Any:
+def unsupported(default: Any, hint: str, on: Callable[[Any], bool] | None = None, status: str = "not offered") -> Any:
     """A switch that, where it is ``on`` (else: not at its default), is an error that says what to do instead.
 
     ``status``: ``"not offered"``, or ``"later"`` of work that is still to come.

@@ -31,23 +31,6 @@ from thalweg.config.schema.unsupported import block, without_effect
 _EVERY_COLLECTIVE = "the ledger counts every collective"
 
 
-class Amp(Section):
-    """NVIDIA Apex's mixed precision in the arguments of ``apex.amp.initialize``; aliases.py translates it."""
-
-    enabled: bool = False
-    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
-    cast_model_type: Dtype | None = None
-    patch_torch_functions: bool | None = None
-    keep_batchnorm_fp32: bool | Literal["True", "False"] | None = None
-    master_weights: bool | None = None
-    loss_scale: Literal["dynamic"] | PositiveFloat | None = None
-    min_loss_scale: PositiveFloat | None = None
-    max_loss_scale: PositiveFloat | None = None
-    cast_model_outputs: Dtype | None = None
-    num_losses: PositiveInt = 1
-    verbosity: NonNegativeInt = 1
-
-
 class FP16(without_effect("fp16")):
     """Half precision with loss scaling: static where ``loss_scale`` > 0, else dynamic."""
 
@@ -248,9 +231,7 @@ class Health(Section):
     """What a run does about silence, non-finite values and spikes."""
 
     heartbeat_seconds: NonNegativeFloat | None = later(None, "remove it")
-    hang_seconds: NonNegativeFloat | None = later(
-        None, "remove it; the process group's timeout still ends a hung run"
-    )
+    hang_seconds: NonNegativeFloat | None = later(None, "remove it; the process group's timeout still ends a hung run")
     non_finite: Literal["skip", "rewind", "stop"] = later("skip", 'set it to "skip"')
     spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = later("ignore", 'set it to "ignore"')
 
