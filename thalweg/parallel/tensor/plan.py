@@ -431,6 +431,7 @@ def apply_layer_specs(
             plan.per_head_args.pop(parent, None)
         elif parent not in plan.local_attributes:
             _add_local_attributes(plan, model, [parent], family.local_attributes, rank)
+            plan.per_head_args |= {parent: family.per_head_args} if family.per_head_args else {}
     return plan
 
 
