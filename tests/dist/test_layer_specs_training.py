@@ -45,6 +45,6 @@ def _runs(rank: int, world: int) -> dict[str, Any]:
 def test_specs_train_as_the_plan_that_is_known() -> None:
     for found in run_ranks(_runs, 2):
         assert found["same"]
-        assert found["alone"] < 1e-4 and found["skipped"] < 1e-4
+        assert found["alone"] < 1e-5 and found["skipped"] < 1e-5
         # The control: a row where a column belongs is another model, and is not trained.
-        assert "mlp.up" in found["refused"] or "computes" in found["refused"], found["refused"]
+        assert "layer_specs does not fit GPT" in found["refused"], found["refused"]
