@@ -38,9 +38,12 @@ LEVELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "O2 in bf16": (
         {"opt_level": "O2", "cast_model_type": "bf16", "keep_batchnorm_fp32": False},
-        {"bf16": {"enabled": True}},
+        {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
     ),
-    "O3": ({"opt_level": "O3", "loss_scale": "dynamic"}, {"fp16": {"enabled": True, **_SCALE}}),
+    "O3": (
+        {"opt_level": "O3", "loss_scale": "dynamic"},
+        {"fp16": {"enabled": True, **_SCALE}, "data_types": {"buffer_dtype": "fp16"}},
+    ),
 }
 
 

@@ -170,4 +170,8 @@ def _precision_blocks(amp: dict[str, Any], level: str, dtype: str) -> dict[str, 
     if amp.get("master_weights") is False:
         half[f"{dtype}_master_weights_and_grads"] = True
     keeps_norms = str(amp.get("keep_batchnorm_fp32", level == "O2")) == "True"
-    return {dtype: half} | ({"data_types": {"keep_in_fp32_modules": _BATCH_NORMS}} if keeps_norms else {})
+    # Apex cast buffers with the rest; a batch norm takes its statistics in the dtype of its weights.
+    return {
+        dtype: half,
+        "data_types": {"keep_in_fp32_modules": _BATCH_NORMS} if keeps_norms else {"buffer_dtype": dtype},
+    }
