@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from thalweg.nn.moe.layer import GatePolicy, route
 
 REUSE_RANKS = True
-COEFF, WIDTH, EXPERTS, STEPS = 0.02, 12, 6, 25
+COEFF, WIDTH, EXPERTS, STEPS = 0.01, 12, 6, 25
 
 
 class _Routed(nn.Module):
@@ -29,8 +29,8 @@ class _Routed(nn.Module):
         expert = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         self.moe = MoE(WIDTH, expert, EXPERTS, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
         with torch.no_grad():
-            self.moe.gate.weight.copy_(0.05 * torch.randn(EXPERTS, WIDTH)).select(0, 0).fill_(0.05)
-            self.moe.gate.weight[1] = 0.05
+            self.moe.gate.weight.copy_(0.3 * torch.randn(EXPERTS, WIDTH))[:, 0] = 0.0
+            self.moe.gate.weight[:2, 0] = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.moe(x)[0].square().mean()
@@ -50,7 +50,13 @@ def _engine(model: nn.Module, coeff: float | None, ep: int, lr: float, **extra: 
 
 
 def _x(step: int, rank: int) -> Tensor:
-    return torch.rand(2, 64, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    x = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    x[..., 0] = 1.0
+    return x
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _own(rank: int, world: int, ep: int, coeff: float | None, folder: str) -> dict[str, Any]:
@@ -88,10 +94,10 @@ def test_our_own_layer_comes_into_balance(ep: int, tmp_path: Path) -> None:
     """By the paper's rule over all ranks and micro-batches; without it the load stays (the control)."""
     for found in run_ranks(_own, 2, ep, COEFF, str(tmp_path)):
         assert torch.equal(found["bias"], found["expected"]) and found["bias"].any()
-        assert found["loads"][0] > 2.5 and found["loads"][-1] < 1.5
+        assert _mean(found["loads"][:3]) > 2.2 and _mean(found["loads"][-5:]) < 1.5
         assert not found["before load"].any() and torch.equal(found["loaded"], found["bias"])
     for found in run_ranks(_own, 2, ep, None, str(tmp_path)):
-        assert found["loads"][-1] > 2.5
+        assert _mean(found["loads"][-5:]) > 2.2
 
 
 def _hugging_face(rank: int, world: int, ep: int) -> dict[str, Any]:
