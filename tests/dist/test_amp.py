@@ -110,8 +110,10 @@ def test_a_level_trains_as_the_blocks_that_it_is_read_as(stage: int) -> None:
             "O2 in bf16": (brain, brain),
             "O3": (half, half),
         }
-        # The control: levels are not alike, so that equality says something; and all of them learn the same.
+        # The control: levels are not alike, so that equality says something (O1 and O2 round this network at the same
+        # places); and all of them learn the same.
         losses = {level: tuple(values) for level, (_, values, *_) in found.items()}
-        assert len(set(losses.values())) == len(LEVELS)
+        assert losses.pop("O1") == losses["O2"]
+        assert len(set(losses.values())) == len(LEVELS) - 1
         for level, values in losses.items():
             assert values == pytest.approx(losses["O0"], rel=0.1), level
