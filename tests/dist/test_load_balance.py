@@ -107,9 +107,11 @@ def _hugging_face(rank: int, world: int, ep: int) -> dict[str, Any]:
     expected = {name: gate.e_score_correction_bias.clone() for name, gate in gates.items()}
     counts = {name: torch.zeros(6) for name in gates}
     for name, gate in gates.items():
-        gate.register_forward_hook(
-            lambda module, args, output, name=name: counts[name].add_(output[2].flatten().bincount(minlength=6))
-        )
+
+        def count(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            counts[name].add_(output[2].flatten().bincount(minlength=6))
+
+        gate.register_forward_hook(count)
     engine = _engine(model, COEFF, ep, 0.05)
     for step in range(3):
         engine.backward(compute_loss(engine, make_batch(step, 2 * world)[rank::world]))
