@@ -35,6 +35,7 @@ from thalweg.device import MallocThreadCache, synchronize
 from thalweg.nn.curriculum import CurriculumScheduler, apply_curriculum_seqlen
 from thalweg.nn.layer_drop import apply_progressive_layer_drop
 from thalweg.nn.moe.layer import MoE
+from thalweg.nn.moe.load_balance import LoadBalancer
 from thalweg.nn.random_ltd import apply_random_ltd
 from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
@@ -207,6 +208,9 @@ def parallelize(
     if pipeline is not None:
         pipeline.split_model()
     expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
+    balancer = None
+    if coeff := config.expert_parallel.load_balance_coeff:
+        balancer = LoadBalancer(model, config.expert_parallel, coeff, mesh.get_group(), device)
     _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
     units = find_units(model, options.unit_policy)
     apply_sparse_attention(model, config.sparse_attention, blocks)
@@ -258,6 +262,8 @@ def parallelize(
     if compression is not None:
         window.add_listener(compression)
     window.add_listener(StepCallbacks(on_close=close_offload))
+    if balancer is not None:
+        window.add_listener(StepCallbacks(on_step=balancer.update))
     if site_sync is not None:
         window.add_listener(site_sync)
     window.add_listener(sharded)  # after whoever moves parameters
@@ -333,8 +339,9 @@ def _apply_tp(
     warn_cross_host_groups(
         tp_group.process_group, meshes.world_group, model_info.num_layers or 1, model_info.hidden_size or 1, device
     )
+    partition = config.tensor_parallel.partition_config
     return tp_group, apply_tensor_parallel(
-        model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels
+        model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels, partition=partition
     )
 
 

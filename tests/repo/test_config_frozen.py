@@ -10,9 +10,9 @@ import pytest
 
 import thalweg
 from tests.repo.config_listing import LISTING_FILE, render_listing
-from thalweg.config import Config
-from thalweg.config.schema.base import AUTO, Section, get_section_type, list_options, literal_choices
-from thalweg.config.support import get_support_status, ignored_options, unread_blocks, unsupported_options
+from thalweg.config import Config, support
+from thalweg.config.schema.base import AUTO, Section, get_section_type, later, list_options, literal_choices
+from thalweg.config.support import get_support_status, ignored_options, is_under, unread_blocks, unsupported_options
 
 IGNORED, UNSUPPORTED = ignored_options(Config), unsupported_options(Config)
 UNSUPPORTED_BLOCKS = unread_blocks(Config)
@@ -42,12 +42,42 @@ def test_no_option_has_two_fates() -> None:
     assert not UNSUPPORTED.keys() & IGNORED.keys()
 
 
-def test_every_block_with_a_switch_is_listed_as_later() -> None:
-    """A block whose only use is not built yet must not be printed as if its options were read."""
+# Work that is still to come: a run that survives what happens to it, and the search before a run.
+RELIABILITY = (
+    "nebula", "elasticity", "autotuning", "health", "checkpoint.writer.decoupled", "checkpoint.asynchronous",
+    "checkpoint.use_node_local_storage",
+)  # fmt: skip
+
+
+def _later_elsewhere() -> set[str]:
+    """Options that are still to come, by the committed list, and not of reliability."""
+    rows = (line.split(" | ") for line in render_listing().splitlines() if not line.startswith("#"))
+    later = {row[0] for row in rows if row[-1] == "later"}
+    assert len(later) > 40, "the list has another form"
+    return {path for path in later if not any(is_under(path, block) for block in RELIABILITY)}
+
+
+def test_what_is_still_to_come_is_of_reliability_alone() -> None:
+    assert not _later_elsewhere()
+
+
+def test_another_option_that_is_still_to_come_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    field = dict(list_options(Config))["graph_harvesting"]
+    monkeypatch.setattr(field, "json_schema_extra", later(False, "wait").json_schema_extra)
+    for table in (ignored_options, unsupported_options):
+        monkeypatch.setattr(support, table.__name__, table.__wrapped__)
+    assert _later_elsewhere() == {"graph_harvesting"}
+
+
+def test_every_block_with_a_switch_is_listed_as_not_built() -> None:
+    """A block whose only use is not built must not be printed as if its options were read."""
     for path in UNSUPPORTED:
         block, _, name = path.rpartition(".")
         if name == "enabled":
-            assert any(get_support_status(f"{block}.{key}", Config) == "later" for key in ("enabled",))
+            section = get_section_type(dict(list_options(Config))[block].annotation)
+            assert section is not None
+            found = {get_support_status(f"{block}.{key}", Config) for key in section.model_fields}
+            assert found == {UNSUPPORTED[path][2]}, block
             assert any(path.startswith(one) for one in UNSUPPORTED_BLOCKS), path
 
 

@@ -258,7 +258,7 @@ def test_auto_is_taken_at_every_option_and_resolved(path: str) -> None:
         if path.startswith(f"{block}."):
             tree[block].setdefault("type", kind)
     if path.startswith(SWITCHED_ON_BY_PRESENCE):
-        with pytest.raises(ConfigError, match="not built yet"):
+        with pytest.raises(ConfigError, match="not offered: weight_quantization"):
             load_config(tree, world_size=2)
         return
     config = load_config(tree, world_size=2)
@@ -289,6 +289,17 @@ def test_describe_tells_where_values_come_from() -> None:
 BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
     ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.dtype"),
+    ({"amp": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
+    ({"amp": {"enabled": True, "opt_level": "O2"}, "bfloat16": {"enabled": True}}, "bfloat16.enabled"),
+    ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+    ({"amp": {"enabled": True, "opt_level": "O4"}}, "amp.opt_level"),
+    ({"amp": {"enabled": True, "loss_scale": -1}}, "amp.loss_scale"),
+    ({"amp": {"enabled": True, "min_loss_scale": 1e9}}, "amp.min_loss_scale"),
+    ({"amp": {"enabled": True, "cast_model_type": "fp8"}}, "amp.cast_model_type"),
+    (
+        {"expert_parallel": {"load_balance_coeff": 1e-3}, "pipeline": {"stages": 2}},
+        "expert_parallel.load_balance_coeff",
+    ),
     (
         {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}},
         "torch_autocast.dtype",
@@ -563,11 +574,60 @@ def test_optimisers_at_every_stage(name: str, stage: int) -> None:
     load_config({"optimizer": {"type": name, "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}})
 
 
-# ---- not built yet ----
+# ---- NVIDIA Apex's amp ----
+
+
+@pytest.mark.parametrize(
+    ("amp", "expected"),
+    [
+        ({"opt_level": "O0"}, {"data_types.param_dtype": "fp32", "fp16.enabled": False, "bf16.enabled": False}),
+        (
+            {},
+            {
+                "torch_autocast.enabled": True, "torch_autocast.dtype": "fp16", "data_types.param_dtype": "fp32",
+                "fp16.enabled": True, "fp16.loss_scale": 0, "fp16.loss_scale_window": 2000, "fp16.hysteresis": 1,
+                "fp16.initial_scale_power": 16, "fp16.max_loss_scale": 2**24,
+            },
+        ),
+        (
+            {"opt_level": "O1", "cast_model_type": "torch.bfloat16"},
+            {"torch_autocast.enabled": True, "torch_autocast.dtype": "bf16", "fp16.enabled": False},
+        ),
+        (
+            {"opt_level": "O2", "loss_scale": "dynamic", "min_loss_scale": 2, "max_loss_scale": 4096},
+            {
+                "fp16.enabled": True, "fp16.loss_scale": 0, "fp16.min_loss_scale": 2, "fp16.max_loss_scale": 4096,
+                "fp16.initial_scale_power": 12, "torch_autocast.enabled": False,
+                "fp16.fp16_master_weights_and_grads": False,
+            },
+        ),
+        (
+            {"opt_level": "O2", "keep_batchnorm_fp32": "False", "master_weights": False, "loss_scale": 128},
+            {
+                "fp16.loss_scale": 128, "data_types.keep_in_fp32_modules": "auto",
+                "fp16.fp16_master_weights_and_grads": True,
+            },
+        ),
+        ({"opt_level": "O3"}, {"fp16.enabled": True, "fp16.loss_scale": 1, "data_types.keep_in_fp32_modules": "auto"}),
+        ({"opt_level": "O3", "cast_model_type": "bf16"}, {"bf16.enabled": True, "fp16.enabled": False}),
+    ],
+)  # fmt: skip
+def test_an_amp_block_is_read_as_the_blocks_that_mean_it(amp: dict[str, Any], expected: dict[str, Any]) -> None:
+    """With what a config of that time has beside it: an fp16 block that is switched off, and says other things."""
+    off = {"fp16": {"enabled": False, "loss_scale": 64, "loss_scale_window": 7}, "bf16": {"enabled": "auto"}}
+    source = {**off, "amp": {"enabled": True, **amp}}
+    config = load_config(source)
+    assert {path: get_by_path(config, path) for path in expected} == expected
+    assert f"amp.opt_level {amp.get('opt_level', 'O1')} is read as " in config.describe()
+    assert load_config(config.to_dict()) == config
+    # The control: a block that is switched off changes nothing.
+    assert load_config({**off, "amp": {**amp, "enabled": False}}).fp16.loss_scale == 64
+
+
+# ---- not built ----
 
 ON: dict[str, Any] = {
     "zero_optimization.zenflow": ({}, {}),
-    "tensor_parallel.partition_config.layer_specs": ([{"patterns": ["q"]}], {}),
     "activation_checkpointing.offload": ("cpu", {"activation_checkpointing": {"policy": "full"}}),
     "datastates_ckpt": ({"x": 1}, {}),
     "health.heartbeat_seconds": (1, {}),
@@ -587,7 +647,7 @@ def _with(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", UNSUPPORTED)
-def test_a_switch_of_later_work_is_one_clear_error(path: str) -> None:
+def test_a_switch_of_what_is_not_built_is_one_clear_error(path: str) -> None:
     field = dict(list_options(Config))[path]
     kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
     value, base = ON.get(path, (True if bool in kinds else 2, {}))
@@ -595,8 +655,10 @@ def test_a_switch_of_later_work_is_one_clear_error(path: str) -> None:
         load_config(_with(base, path, value), world_size=2)
     problems = caught.value.problems
     assert [problem.path for problem in problems] == [path]
-    assert f"not built yet: {path} = " in str(problems[0])
-    assert UNSUPPORTED[path][0] in str(problems[0])
+    hint, _, status = UNSUPPORTED[path]
+    words = "not built yet" if status == "later" else "not offered"
+    assert f"{words}: {path} = " in str(problems[0])
+    assert hint in str(problems[0])
 
 
 def test_blocks_that_are_switched_off_are_accepted() -> None:

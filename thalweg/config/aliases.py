@@ -5,12 +5,14 @@ Each move is remembered, so that a later complaint names the path that the user 
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from thalweg.config.errors import ConfigProblem, to_json_snippet
+from thalweg.config.schema.base import AUTO, canonical_dtype
 
 ZERO = "zero_optimization"
 DEPRECATED_KEYS: dict[str, str] = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
@@ -52,6 +54,7 @@ def apply_key_aliases(tree: dict[str, Any]) -> tuple[dict[str, Any], KeyAliases,
     for old, new in DEPRECATED_KEYS.items():
         _move(tree, old, new, aliases, problems)
     _expand_offload_flags(tree, aliases, problems)
+    _translate_amp(tree, aliases, problems)
     return tree, aliases, problems
 
 
@@ -115,3 +118,60 @@ def _expand_offload_flags(tree: dict[str, Any], aliases: KeyAliases, problems: l
         if isinstance(zero.get(block), dict):
             zero[block].setdefault("pin_memory", pin_memory)
     aliases.pairs.append((path, f"pin_memory = {to_json_snippet(pin_memory)} of the offload blocks"))
+
+
+_BATCH_NORMS = ["auto", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"]
+_PRECISION = ("fp16", "bf16", "torch_autocast", "data_types")
+_SCALES = ("loss_scale", "min_loss_scale", "max_loss_scale")
+_TRANSLATED = ("enabled", "opt_level", "cast_model_type", "keep_batchnorm_fp32", "master_weights", *_SCALES)
+
+
+def _translate_amp(tree: dict[str, Any], aliases: KeyAliases, problems: list[ConfigProblem]) -> None:
+    """Put what ``amp`` asks of NVIDIA's Apex into the blocks that mean it here.
+
+    O0 is fp32.  O1 is torch's autocast over fp32 parameters.  O2 and O3 compute with parameters of 16 bits and keep
+    fp32 masters (unless ``master_weights`` is false), O2 with batch norms in fp32.  The loss scale is Apex's: it starts
+    at 2**16 at most, each overflow halves it and 2,000 good steps double it, to 2**24 at most; bf16 needs none.
+    """
+    given = tree.get("amp")
+    if not isinstance(given, dict) or given.get("enabled") is not True:
+        return
+    amp = {key: value for key, value in given.items() if value not in (AUTO, None)}
+    level, dtype = amp.get("opt_level", "O1"), canonical_dtype(amp.get("cast_model_type", "fp16"))
+    before = {name: tree[name] for name in _PRECISION if isinstance(tree.get(name), dict)}
+    on = [f"{name}.enabled" for name, block in before.items() if block.get("enabled") is True]
+    problems += [ConfigProblem(path, True, "false, because amp.enabled is true; keep one of the two") for path in on]
+    if dtype not in ("fp16", "bf16", "fp32"):
+        problems.append(ConfigProblem("amp.cast_model_type", amp["cast_model_type"], "fp16, bf16 or fp32"))
+    elif not on and level in ("O0", "O1", "O2", "O3"):
+        tree["amp"] = {key: value for key, value in given.items() if key not in _TRANSLATED}
+        words = []
+        for name, values in _precision_blocks(amp, level, dtype).items():
+            old = before.get(name, {})  # which meant nothing where the block was switched off
+            tree[name] = values | old if name == "data_types" else old | values
+            words += [f"{name}.{key} {to_json_snippet(tree[name][key])}" for key in values]
+        aliases.pairs += [(f"amp.{key}", f"fp16.{key}") for key in _SCALES if key in amp]
+        aliases.pairs.append((f"amp.opt_level {level}", ", ".join(words)))
+
+
+def _precision_blocks(amp: dict[str, Any], level: str, dtype: str) -> dict[str, dict[str, Any]]:
+    half: dict[str, Any] = {"enabled": True}
+    if dtype == "fp16":
+        half |= {"loss_scale": 1.0 if level == "O3" else 0.0, "loss_scale_window": 2000, "hysteresis": 1}
+        half["max_loss_scale"] = 2.0**24
+        half |= {key: 0.0 if amp[key] == "dynamic" else amp[key] for key in _SCALES if key in amp}
+        if isinstance(top := half["max_loss_scale"], int | float):
+            half["initial_scale_power"] = int(math.log2(min(max(top, 1), 2.0**16)))
+    if level == "O0" or dtype == "fp32":
+        return {"data_types": {"param_dtype": "fp32"}}
+    if level == "O1":
+        autocast = {"torch_autocast": {"enabled": True, "dtype": dtype}, "data_types": {"param_dtype": "fp32"}}
+        return autocast | ({"fp16": half} if dtype == "fp16" else {})
+    if amp.get("master_weights") is False:
+        half[f"{dtype}_master_weights_and_grads"] = True
+    keeps_norms = str(amp.get("keep_batchnorm_fp32", level == "O2")) == "True"
+    # Apex cast buffers with the rest; a batch norm takes its statistics in the dtype of its weights.
+    return {
+        dtype: half,
+        "data_types": {"keep_in_fp32_modules": _BATCH_NORMS} if keeps_norms else {"buffer_dtype": dtype},
+    }

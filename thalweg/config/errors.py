@@ -87,3 +87,10 @@ class UnsupportedOption(ConfigProblem):
     """A switch of later work that is on; ``expected`` says what to do today."""
 
     _form = "not built yet: {where} = {value}; {expected}"
+
+
+@dataclass(frozen=True)
+class OptionNotOffered(UnsupportedOption):
+    """A switch that is on of what will not be built; ``expected`` says what to do instead."""
+
+    _form = "not offered: {where} = {value}; {expected}"

@@ -60,8 +60,8 @@ def _remark(path: str) -> str:
     if status == "no effect":
         reason = next((why for option, why in ignored_options(Config).items() if is_under(path, option)), "")
         return f"no effect: {reason}"
-    hint = unsupported_options(Config).get(path, ("", None))[0]
-    return f"not offered: {hint}" if status == "later" and hint else ""
+    words = "not built yet" if status == "later" else status
+    return f"{words}: {unsupported_options(Config)[path][0]}" if path in unsupported_options(Config) else ""
 
 
 def _shown(value: Any) -> str:

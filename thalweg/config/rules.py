@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thalweg.config.errors import ConfigProblem, UnsupportedOption
+from thalweg.config.errors import ConfigProblem, OptionNotOffered, UnsupportedOption
 from thalweg.config.schema.base import AUTO, Section, get_by_path
 from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS
@@ -200,14 +200,14 @@ def _find_curriculum_problems(config: Section, skipped: tuple[str, ...]) -> Iter
 
 
 def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
-    """One problem for each switch of later work that is on."""
+    """One problem for each switch that is on of what is not built."""
     skipped = tuple(skip_paths)
-    for path, (hint, is_on) in unsupported_options(type(config)).items():
+    for path, (hint, is_on, status) in unsupported_options(type(config)).items():
         value = get_by_path(config, path)
         if value is None or (isinstance(value, str) and value == AUTO) or _overlaps((path,), skipped):
             continue
         if is_on(value):
-            yield UnsupportedOption(path, value, hint)
+            yield (UnsupportedOption if status == "later" else OptionNotOffered)(path, value, hint)
 
 
 def _overlaps(paths: tuple[str, ...], skipped: tuple[str, ...]) -> bool:

@@ -1,9 +1,9 @@
 """What becomes of each option that is not simply read, as the schema says beside it.
 
-An ``unsupported`` switch belongs to work that is still to come: on, it is an error that says what to do.  An
-``ignored`` option means nothing on FSDP2: it is accepted, and listed once with the reason.  An option that is neither,
-and not in an ``UnreadBlock``, is read by the program.  ``get_support_status`` names which it is, and the frozen list
-``tests/repo/config_schema.txt`` shows it for every option.
+An ``unsupported`` switch that is on is an error that says what to do; it is of work that is still to come (``later``)
+or will not (``not offered``).  An ``ignored`` option means nothing on FSDP2: it is accepted, and listed once with the
+reason.  An option that is neither, and not in an ``UnreadBlock``, is read by the program.  ``get_support_status`` names
+which it is, and the frozen list ``tests/repo/config_schema.txt`` shows it for every option.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from thalweg.config.schema.unsupported import UnreadBlock
 
 
 @cache
-def unsupported_options(config: type[Section]) -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    """Of each switch of later work: what to do instead, and whether a value means that it is on."""
-    return {path: (notes["unsupported"], notes["on"]) for path, notes in _iter_notes(config) if "unsupported" in notes}
+def unsupported_options(config: type[Section]) -> dict[str, tuple[str, Callable[[Any], bool], str]]:
+    """Of each switch that is not built: what to do instead, whether a value means that it is on, its status."""
+    keys = ("unsupported", "on", "status")
+    return {path: tuple(notes[key] for key in keys) for path, notes in _iter_notes(config) if "unsupported" in notes}
 
 
 @cache
@@ -40,12 +41,13 @@ def _iter_notes(config: type[Section]) -> Any:
 
 
 def get_support_status(path: str, config: type[Section]) -> str:
-    """``read``, ``later`` (an unsupported switch or what it rules) or ``no effect``."""
-    if path in unsupported_options(config) and path != "optimizer.type":
-        return "later"
-    if any(is_under(path, block) for block in ignored_options(config)):
+    """``read``, ``no effect``, or ``later`` or ``not offered`` (an unsupported switch or what it rules)."""
+    switches = unsupported_options(config)
+    if path not in switches and any(is_under(path, block) for block in ignored_options(config)):
         return "no effect"
-    return "later" if any(is_under(path, block) for block in unread_blocks(config)) else "read"
+    block = next((block for block in unread_blocks(config) if is_under(path, block)), "")
+    switch = path if path in switches else f"{block}.enabled"
+    return switches[switch][2] if switch in switches else "read"
 
 
 def is_under(path: str, block: str) -> bool:

@@ -12,8 +12,8 @@ gradients overflow is skipped and, once the ``hysteresis`` allowance is used up,
 Nothing here touches a tensor, a device or another rank: all ranks see the same verdict (``norms.py`` makes
 sure of that), so all ranks hold the same state. Order of the rules and counts are DeepSpeed's
 (``DynamicLossScaler``), so that a run moved over keeps its sequence of scales. Two differences: the scale
-stops growing at 2**64 (a model whose gradients are all zero would otherwise drive it to infinity, and
-infinity times zero is NaN), and the error at the floor says what to do.
+stops growing at ``max_loss_scale``, 2**64 unless a config says otherwise (a model whose gradients are all zero would
+drive it to infinity, and infinity times zero is NaN), and the error at the floor says what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from thalweg.config.schema.training import FP16
 
 _FACTOR = 2.0
-_MAX_SCALE = 2.0**64
 
 
 class LossScaleFloorError(RuntimeError):
@@ -80,7 +79,7 @@ class LossScaler:
         stable = self._iteration - self._last_overflow - 1
         if stable > 0 and stable % self._section.loss_scale_window == 0:
             self._remaining_hysteresis = self._section.hysteresis
-            self.scale = max(self.scale, min(self.scale * _FACTOR, _MAX_SCALE))
+            self.scale = max(self.scale, min(self.scale * _FACTOR, self._section.max_loss_scale))
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as JSON-ready scalars."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
@@ -82,15 +80,16 @@ def _find_fp32_modules(model: nn.Module, config: Config, precision: Precision) -
     """Names of the modules that stay in fp32 while the rest computes in a lower precision."""
     if precision.compute_dtype == torch.float32:
         return ()
-    keys: Iterable[str] = config.data_types.keep_in_fp32_modules or ()
-    if config.data_types.keep_in_fp32_modules == "auto":
-        default_names: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    given = config.data_types.keep_in_fp32_modules or ()
+    names = {given} if isinstance(given, str) else set(given)
+    if "auto" in names:
+        names |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         if precision.compute_dtype == torch.float16:
-            default_names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-        keys = default_names
-    names = set(keys)
+            names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return tuple(
         name
         for name, module in model.named_modules()
-        if name and names & {name, name.rpartition(".")[2]} and any(True for _ in module.parameters())
+        if name
+        and names & {name, name.rpartition(".")[2], type(module).__name__}
+        and any(True for _ in module.parameters())
     )

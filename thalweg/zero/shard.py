@@ -631,6 +631,8 @@ def _apply_fully_shard(
             module = model.get_submodule(name)
             fully_shard(module, mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
         for name, module in units.items():
+            if name in options.fp32_modules:
+                continue
             fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
         fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
     except RuntimeError as error:

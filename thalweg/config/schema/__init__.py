@@ -9,8 +9,8 @@ keys of the JSON.  It passes through these files::
     resolve.py  every "auto" and the batch equation filled in      (``resolve``)
 
 Invariants: an option that is not declared here is an error; an option that is declared is
-either read by some room, or ``ignored`` with the reason (mostly by unread.toml), or ``unsupported`` with what to do
-when it is switched on, or in a block that nothing reads (unread.toml).
+either read by some room, or ``ignored`` with the reason (mostly by unread.toml), or ``unsupported`` (``later``) with
+what to do when it is switched on, or in a block that nothing reads (unread.toml).
 ``tests/repo/config_schema.txt`` lists every option, its type and default; a test compares it, so that each change is
 seen in review.
 """
@@ -38,8 +38,9 @@ from thalweg.config.schema.base import (
     unsupported,
 )
 from thalweg.config.schema.compression import CompressionTraining, Eigenvalue, QuantizeTraining
-from thalweg.config.schema.unsupported import UNREAD_BLOCKS
+from thalweg.config.schema.unsupported import UNREAD_BLOCKS, without_effect
 
+_AMP = without_effect("amp")
 _SAYS_WHEN = "it affects the order of division only, not the result"
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -82,12 +83,13 @@ class Config(UNREAD_BLOCKS):
     log_level: Annotated[LogLevel, LowerCase] | None = None
     vocabulary_size: PositiveInt | None = ignored(None, "was used for a warning about its divisor")
     managed_gradient_accumulation: bool = True
-    graph_harvesting: bool = unsupported(False, "set it to false; compile.enabled is built")
+    graph_harvesting: bool = ignored(False, "captured CUDA graphs, with the same numbers; compile.mode captures them")
 
     optimizer: training.Optimizer | None = None
     outer_optimizer: training.OuterOptimizerConfig | None = None
     gradient_compression: training.GradientCompressionConfig | None = None
     scheduler: training.SchedulerConfig | None = None
+    amp: _AMP = _AMP()  # type: ignore[valid-type]
     fp16: training.FP16 = training.FP16()
     bf16: training.BF16 = training.BF16()
     torch_autocast: training.TorchAutocast = training.TorchAutocast()
@@ -104,7 +106,7 @@ class Config(UNREAD_BLOCKS):
     eigenvalue: Eigenvalue = Eigenvalue()  # type: ignore[valid-type]
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()
-    datastates_ckpt: Literal[False] | AnyDict = unsupported(False, "remove it")
+    datastates_ckpt: Literal[False] | AnyDict = unsupported(False, "remove it; every checkpoint has one writer")
     health: training.Health = training.Health()
     memory: training.Memory = training.Memory()
     tensorboard: training.FileMonitor = training.FileMonitor()

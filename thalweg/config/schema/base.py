@@ -16,7 +16,7 @@ Rules that hold for every option of every block:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -92,7 +92,8 @@ def _to_lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _canonical_dtype(value: Any) -> Any:
+def canonical_dtype(value: Any) -> Any:
+    """The schema's name of a dtype, where ``value`` is one of its other names."""
     return DTYPE_ALIASES.get(value.lower().removeprefix("torch."), value) if isinstance(value, str) else value
 
 
@@ -113,7 +114,7 @@ StrTuple = Annotated[tuple[str, ...], BeforeValidator(to_str_tuple)]
 IntTuple = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(to_tuple)]
 PositiveIntTuple = Annotated[tuple[PositiveInt, ...], BeforeValidator(to_tuple)]
 Betas = Annotated[tuple[DecayRate, DecayRate], BeforeValidator(to_tuple)]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_canonical_dtype)]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(canonical_dtype)]
 AnyTuple = Annotated[tuple[Any, ...], BeforeValidator(to_tuple)]
 LowerCase = BeforeValidator(_to_lower)
 AnyDict = Annotated[dict[str, Any], Field(strict=True)]
@@ -124,10 +125,16 @@ def ignored(default: Any, why: str) -> Any:
     return Field(default, json_schema_extra={"ignored": why})
 
 
-def unsupported(default: Any, hint: str, on: Callable[[Any], bool] | None = None) -> Any:
-    """A switch of later work: where it is ``on`` (else: not at its default) it is an error that says what to do."""
-    notes: dict[str, Any] = {"unsupported": hint, "on": on or (lambda value: value != default)}
+def unsupported(default: Any, hint: str, on: Callable[[Any], bool] | None = None, status: str = "not offered") -> Any:
+    """A switch that, where it is ``on`` (else: not at its default), is an error that says what to do instead.
+
+    ``status``: ``"not offered"``, or ``"later"`` of work that is still to come.
+    """
+    notes: dict[str, Any] = {"unsupported": hint, "on": on or (lambda value: value != default), "status": status}
     return Field(default, json_schema_extra=notes)
+
+
+later = partial(unsupported, status="later")
 
 
 class Section(BaseModel):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from thalweg.config.schema.base import (
     AUTO,
     AnyTuple,
     Dtype,
+    LowerCase,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
+    StrTuple,
     ignored,
+    to_tuple,
     unsupported,
 )
-from thalweg.config.schema.unsupported import UnreadBlock, without_effect
+from thalweg.config.schema.unsupported import without_effect
 
 
 class TPSize(Section):
@@ -25,11 +30,31 @@ class TPSize(Section):
     tp_grain_size: PositiveInt = ignored(1, "layers are cut by whole heads and even widths")
 
 
-class TPPartition(UnreadBlock):
-    """The user's own table of splits."""
+class TPLayerSpec(Section):
+    """How linear layers are cut: those whose weight's name one of ``patterns`` matches from its start.
+
+    ``partition_type``: ``"column"`` cuts outputs, ``"row"`` inputs.  ``shape``: what is cut is several sections one
+    behind the other, each of them cut: ``[3, -1]`` of equal sizes, ``[[64, 16, 16], -1]`` of these.  ``gather_output``:
+    the layer stays whole, or is cut as a head.  ``grad_allreduce``: a skipped module sees a part of the heads.
+    """
+
+    patterns: StrTuple
+    partition_type: Annotated[Literal["column", "row", "skip"], LowerCase] = "column"
+    shape: AnyTuple | None = None
+    partition_dim: NonNegativeInt | None = None
+    model_types: StrTuple | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
+
+
+class TPPartition(without_effect("tensor_parallel.partition_config")):
+    """The user's own table of splits; the first of ``layer_specs`` that fits counts.
+
+    ``use_default_specs``: layers that no spec names are cut as without the table; else they stay whole.
+    """
 
     use_default_specs: bool = True
-    layer_specs: AnyTuple = unsupported((), "remove it; layers are found by themselves")
+    layer_specs: Annotated[tuple[TPLayerSpec, ...], BeforeValidator(to_tuple)] = ()
 
 
 class TensorParallel(without_effect("tensor_parallel")):
@@ -46,7 +71,11 @@ class TensorParallel(without_effect("tensor_parallel")):
 
 
 class ExpertParallel(without_effect("expert_parallel")):
-    """Experts spread over ``autoep_size`` ranks."""
+    """Experts spread over ``autoep_size`` ranks.
+
+    ``load_balance_coeff``: after each step the bias by which a router chooses an expert changes by this much, up where
+    it got fewer tokens than the mean and down where more (arXiv 2408.15664); no auxiliary loss is needed then.
+    """
 
     autoep_size: PositiveInt = 1
     expert_tensor_parallel_size: PositiveInt = unsupported(
@@ -55,7 +84,7 @@ class ExpertParallel(without_effect("expert_parallel")):
     moe_layer_pattern: str | None = None
     expert_pattern: str | None = None
     use_grouped_mm: bool = True
-    load_balance_coeff: NonNegativeFloat | None = unsupported(None, "remove it; the model's own auxiliary loss counts")
+    load_balance_coeff: NonNegativeFloat | None = None
     num_experts_attr: str | None = None
 
 

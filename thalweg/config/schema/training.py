@@ -23,6 +23,7 @@ from thalweg.config.schema.base import (
     StrTuple,
     UnitFloat,
     ignored,
+    later,
     unsupported,
 )
 from thalweg.config.schema.unsupported import block, without_effect
@@ -40,6 +41,7 @@ class FP16(without_effect("fp16")):
     hysteresis: NonNegativeInt = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: NonNegativeFloat = 1.0
+    max_loss_scale: PositiveFloat = 2.0**64  # a model whose gradients are all zero would drive it to infinity
     fp16_master_weights_and_grads: bool = False
 
 
@@ -62,7 +64,10 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
-    """Dtypes that override what ``fp16`` and ``bf16`` imply; ``None`` leaves them to decide."""
+    """Dtypes that override what ``fp16`` and ``bf16`` imply; ``None`` leaves them to decide.
+
+    ``keep_in_fp32_modules``: names or classes of modules; ``"auto"``, also among them: what the model itself names.
+    """
 
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
@@ -203,7 +208,7 @@ _WRITER = block(
     io_multiplier=1,
     show_statistics=False,
     data_parallel=None,
-    decoupled=unsupported(False, "set it to false; saving then waits for the disk"),
+    decoupled=later(False, "set it to false; saving then waits for the disk"),
 )
 _WRITERS = block(
     {"writer": (_WRITER | None, ignored(None, "there is one writer"))},
@@ -218,19 +223,17 @@ class CheckpointConfig(_WRITERS):
     tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capitalize)] = "Warn"
     keep: Literal["all"] | PositiveInt = "all"
     resume: Literal["auto", "must", "never"] = "auto"
-    asynchronous: bool = unsupported(False, "set it to false; saving then waits for the disk")
-    use_node_local_storage: bool = unsupported(False, "set it to false and save to a shared folder")
+    asynchronous: bool = later(False, "set it to false; saving then waits for the disk")
+    use_node_local_storage: bool = later(False, "set it to false and save to a shared folder")
 
 
 class Health(Section):
     """What a run does about silence, non-finite values and spikes."""
 
-    heartbeat_seconds: NonNegativeFloat | None = unsupported(None, "remove it")
-    hang_seconds: NonNegativeFloat | None = unsupported(
-        None, "remove it; the process group's timeout still ends a hung run"
-    )
-    non_finite: Literal["skip", "rewind", "stop"] = unsupported("skip", 'set it to "skip"')
-    spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = unsupported("ignore", 'set it to "ignore"')
+    heartbeat_seconds: NonNegativeFloat | None = later(None, "remove it")
+    hang_seconds: NonNegativeFloat | None = later(None, "remove it; the process group's timeout still ends a hung run")
+    non_finite: Literal["skip", "rewind", "stop"] = later("skip", 'set it to "skip"')
+    spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = later("ignore", 'set it to "ignore"')
 
 
 class Memory(Section):

@@ -1,4 +1,4 @@
-"""Blocks that nothing reads, as DeepSpeed names them: work that is still to come, and what has no use on FSDP2.
+"""Blocks that nothing reads, as DeepSpeed names them: work that is still to come or will not, and what has no use here.
 
 ``unread.toml`` lists them, and the options without effect of the other blocks.  A config that carries such a block
 switched off is accepted; a key that the block does not have is an error as everywhere, and so is a switch that is on.
@@ -22,6 +22,7 @@ from thalweg.config.schema.base import (
     NonNegativeInt,
     Section,
     ignored,
+    later,
     to_str_tuple,
     unsupported,
 )
@@ -94,16 +95,19 @@ def _absent(section: type[Section]) -> Typed:
 def _unread_block(options: dict[str, Any], hint: str = "") -> type[Section]:
     given = {key: _from_table(option) for key, option in options.items()}
     given |= {key: _absent(option) for key, option in given.items() if isinstance(option, type)}
-    return block(enabled=unsupported(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}"), **given)
+    return block(enabled=later(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}"), **given)
 
 
 _REMOVE_BLOCK = "remove the block or set enabled to false"
-_ZEROQUANT = "thalweg.infer.quantization.zeroquant quantizes a trained model"
+_QUANTIZE = (
+    'init_inference(quantization="int8" or "int4") serves weights in few bits, and '
+    "thalweg.adapt.quantized_weight.quantize_linears keeps frozen ones so while others train"
+)
 # fmt: off
 UNREAD_BLOCKS = block(
     None, without_effect("top"),
     weight_quantization=_absent(block(
-        enabled=unsupported(True, f"{_REMOVE_BLOCK}; {_ZEROQUANT}", on=bool), num_bits=8,
+        enabled=unsupported(True, f"{_REMOVE_BLOCK}; {_QUANTIZE}", on=bool), num_bits=8,
         q_type=("symmetric", "asymmetric"), q_groups=1, quantized_initialization={}, post_init_quant={})),
     **{name: _unread_block(**table) for name, table in _TABLE["blocks"].items()},
 )

@@ -73,17 +73,25 @@ class GatePolicy:
         return max(math.ceil(self.k * num_tokens / num_experts * factor), self.min_capacity)
 
 
-def route(logits: Tensor, policy: GatePolicy, training: bool = True, used_token: Tensor | None = None) -> Routing:
-    """Choose experts by ``logits`` (N, E); ``used_token`` (N,) is false for tokens to leave out."""
+def route(
+    logits: Tensor,
+    policy: GatePolicy,
+    training: bool = True,
+    used_token: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Routing:
+    """Choose experts by ``logits`` (N, E), or by their softmax plus ``bias`` (E,), which leaves weights and losses
+    alone; ``used_token`` (N,) is false for tokens to leave out."""
     num_tokens, num_experts = logits.shape
     logits = logits.float()
     gates = logits.softmax(-1)
-    scores = logits
+    by_choice = logits if bias is None else (gates.detach() + bias).clamp(min=1e-9).log()
+    scores = by_choice
     if training and policy.noisy_gate_policy == "RSample" and policy.k == 1:
-        scores = logits + _gumbel_like(logits)
+        scores = by_choice + _gumbel_like(logits)
     first = scores.topk(1 if policy.k == 2 else policy.k, dim=-1).indices
     if policy.k == 2:
-        others = logits + _gumbel_like(logits) if training and policy.sample_second_expert else logits
+        others = by_choice + _gumbel_like(logits) if training and policy.sample_second_expert else by_choice
         second = others.scatter(1, first, -math.inf).argmax(-1, keepdim=True)
         first = torch.cat([first, second], 1)
     experts = first
@@ -197,6 +205,8 @@ class MoE(nn.Module):
         self.residual = copy.deepcopy(expert) if use_residual else None
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
         self.shared = shared_expert
+        self.e_score_correction_bias: Tensor | None
+        self.register_buffer("e_score_correction_bias", None)  # expert_parallel.load_balance_coeff makes one
         self._dispatcher: AllToAllDispatcher | None = None
 
     def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
@@ -209,7 +219,8 @@ class MoE(nn.Module):
         gate_input = x
         if self.training and self.policy.noisy_gate_policy == "Jitter":
             gate_input = x * torch.empty_like(x).uniform_(1 - 1e-2, 1 + 1e-2)
-        routing = route(F.linear(gate_input, self.gate.weight).float(), self.policy, self.training, used_token)
+        logits = F.linear(gate_input, self.gate.weight).float()
+        routing = route(logits, self.policy, self.training, used_token, self.e_score_correction_bias)
         y = self._run_experts(x, routing).view(hidden_states.shape)
         if self.shared is not None:
             y = y + self.shared(hidden_states)

@@ -55,7 +55,7 @@ def find_experts(model: nn.Module, section: ExpertParallel | None = None) -> dic
     """
     section, expert_layers = section or ExpertParallel(), {}
     for name, module in model.named_modules():
-        if _is_stacked(module, section) and _is_wanted(name, section):
+        if is_stacked(module, section) and _is_wanted(name, section):
             _check_weighted_sum(name, module, section)
             expert_layers[name] = StackedExperts(module, _num_experts(module, section), section.use_grouped_mm)
     for name, experts in find_expert_lists(model).items():
@@ -69,16 +69,18 @@ def _num_experts(module: nn.Module, section: ExpertParallel) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _is_stacked(module: nn.Module, section: ExpertParallel) -> bool:
+def is_stacked(module: nn.Module, section: ExpertParallel) -> bool:
+    """Whether a module is a stack of experts."""
     count = _num_experts(module, section)
     stacked = [p for p in module._parameters.values() if p is not None]
     if count < 2 or not any(p.ndim == 3 for p in stacked) or any(len(p) != count for p in stacked if p.ndim):
         return False
     has_children_params = any(True for child in module.children() for _ in child.parameters())
-    return not has_children_params and len(_positional_args(module)) >= 3
+    return not has_children_params and len(positional_args(module)) >= 3
 
 
-def _positional_args(module: nn.Module) -> list[str]:
+def positional_args(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(type(module).forward).parameters
     return [name for name, p in parameters.items() if p.kind in kinds and name != "self"]
@@ -104,7 +106,7 @@ class StackedExperts:
         module = self.module
         is_grouped = self.use_grouped_mm and _is_transformers_format(module)
         compute = _grouped_forward if is_grouped else _per_row_forward(module)
-        names = _positional_args(module)[:3]
+        names = positional_args(module)[:3]
         num_experts = self.num_experts
         num_local = next(len(local_rows(p, p.dtype)) for p in module._parameters.values() if p is not None)
         for key in [key for key, value in vars(module).items() if value == num_experts and "expert" in key]:

@@ -2,22 +2,23 @@
 
 Sources, in this order: our own families; the model's own plan (``base_model_tp_plan`` of a
 Hugging Face config), whose roles say less about heads, so they are read off the widths; the
-graph of its linear layers (:mod:`.auto_plan.infer_plan`).  The vocabulary is added wherever the
-model's embedding and head allow it.
+graph of its linear layers (:mod:`.auto_plan.infer_plan`).  A config's ``layer_specs`` go before any.  The vocabulary
+is added wherever the model's embedding and head allow it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
+from thalweg.config.schema.parallel import TPLayerSpec
 from thalweg.parallel.shard_spec import ShardSpec, aligned_spec, contiguous_spec, fused_spec
-from thalweg.parallel.tensor.families import HEAD_ROLES, LOCAL_ATTRIBUTES, get_family
+from thalweg.parallel.tensor.families import HEAD_ROLES, LOCAL_ATTRIBUTES, Family, get_family
 from thalweg.parallel.tensor.heads import (
     AttentionHeads,
     HeadAssignment,
@@ -125,11 +126,12 @@ def heads_from_config(config: Any) -> AttentionHeads | None:
 
 # Roles
 
+Role = str | tuple[int, ...]  # of families.py; sizes of sections, each of them cut by outputs
 _KV_ROLES = {"key_value": (1, False), "kv_fused": (2, False), "qkv_fused": (2, True)}  # sections, behind queries?
 
 
 def _plan_layers(
-    name: str, module: Any, role: str, assignment: HeadAssignment, world_size: int, rank: int, block: int
+    name: str, module: Any, role: Role, assignment: HeadAssignment, world_size: int, rank: int, block: int
 ) -> dict[str, LayerPlan]:
     """The plan of a layer, or of PEFT's layer around one and of the factors beside it, by their names.
 
@@ -158,7 +160,7 @@ def _plan_layers(
 
 
 def _plan_layer(
-    name: str, module: nn.Module, role: str, assignment: HeadAssignment, world_size: int, rank: int, block: int
+    name: str, module: nn.Module, role: Role, assignment: HeadAssignment, world_size: int, rank: int, block: int
 ) -> tuple[LayerPlan, Any]:
     """The plan of one layer, and the cut of its weight."""
     if role in ("grad_all_reduce", "replicated"):
@@ -189,7 +191,9 @@ def _plan_layer(
     elif role in _KV_ROLES:
         spec, shared_rows = kv_spec(assignment, out_dim, rank, *_KV_ROLES[role])
     elif role == "gate_up_fused":
-        spec = gate_up_spec(out_dim, size, world_size, block)
+        spec = sections_spec(out_dim, (size // 2,) * 2, world_size, block)
+    elif not isinstance(role, str):
+        spec = sections_spec(out_dim, role, world_size, block)
     else:
         assert role == "column", role
         spec = aligned_spec(out_dim, size, world_size, block)
@@ -240,10 +244,10 @@ def _weight_specs(name: str, module: nn.Module, spec: ShardSpec) -> dict[str, Sh
     }
 
 
-def gate_up_spec(dim: int, size: int, world_size: int, block: int = 1) -> ShardSpec:
-    """Two fused sections of equal length, each cut evenly."""
-    spans = [own[0] for own in aligned_spec(dim, size // 2, world_size, block).spans]
-    return fused_spec(dim, (size // 2, size // 2), [(span, span) for span in spans])
+def sections_spec(dim: int, sizes: Sequence[int], world_size: int, block: int = 1) -> ShardSpec:
+    """Fused sections one behind the other, each cut evenly."""
+    sections = [aligned_spec(dim, size, world_size, block).spans for size in sizes]
+    return fused_spec(dim, sizes, [[spans[rank][0] for spans in sections] for rank in range(world_size)])
 
 
 def _check_size(name: str, spec: ShardSpec, size: int) -> ShardSpec:
@@ -343,7 +347,7 @@ def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     """The role in whole heads that a linear layer of attention has by its width."""
     weight = _get_weight(getattr(module, "base_layer", module))
     assert weight is not None
-    out_features, in_features = weight.shape
+    out_features, in_features = weight.shape[::-1] if type(module).__name__ == "Conv1D" else weight.shape
     if role == "row":
         return "out" if in_features == heads.num_heads * heads.head_dim else role
     query_width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -360,12 +364,92 @@ def _expert_specs(name: str, module: nn.Module, get_role: Any, world_size: int) 
             continue
         if role == "packed_colwise":
             dim = parameter.ndim - 2 if parameter.ndim == 3 else parameter.ndim - 1
-            yield key, gate_up_spec(dim, parameter.shape[dim], world_size)
+            yield key, sections_spec(dim, (parameter.shape[dim] // 2,) * 2, world_size)
         elif role in ("rowwise", "colwise"):
             dim = parameter.ndim - (1 if role == "rowwise" else 2)
             yield key, aligned_spec(dim, parameter.shape[dim], world_size)
         else:
             raise UnshardableModelError(f"{name}.{key}: the model's own plan calls it {role!r}, which is not built yet")
+
+
+# The user's own
+
+
+def apply_layer_specs(
+    plan: TpPlan, model: nn.Module, specs: Sequence[TPLayerSpec], world_size: int, rank: int
+) -> TpPlan:
+    """Cut the layers that ``specs`` name as they say, whatever ``plan`` (changed in place) says of them.
+
+    Raises:
+        ValueError: no spec names a layer, or one cannot be followed.
+    """
+    config = getattr(model, "config", None)
+    heads, model_type = heads_from_config(config), str(getattr(config, "model_type", "")).lower()
+    assignment = plan.head_assignment or (None if heads is None else assign_heads(heads, world_size))
+    by_heads = assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size)
+    fitting = [spec for spec in specs if model_type in map(str.lower, spec.model_types or (model_type,))]
+    vocabulary = [_call_getter(model, f"get_{end}_embeddings") for end in ("input", "output")]
+    block, attention, found, cuts_vocabulary = _scale_block(model), dict[str, None](), False, False
+    for name, module in model.named_modules():
+        weight = _get_weight(getattr(module, "base_layer", module))
+        spec = next((s for s in fitting if any(re.match(one, f"{name}.weight") for one in s.patterns)), None)
+        if spec is None or weight is None:
+            continue
+        found, skips = True, spec.partition_type == "skip"
+        if skips and spec.grad_allreduce:
+            plan.layers[name] = LayerPlan("grad_all_reduce")
+            continue
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or hasattr(module, "base_layer")
+        if not skips and (module in vocabulary or not is_linear):
+            cuts_vocabulary |= module in vocabulary
+            continue
+        for other in list(plan.layers):  # of a shared weight, too
+            if f"{other}.".startswith(f"{name}.") or _get_weight(model.get_submodule(other)) is weight:
+                del plan.layers[other]
+        parent = name.rpartition(".")[0]
+        in_attention = re.search("attn|attention", parent, re.IGNORECASE) and assignment is not None
+        if in_attention:
+            attention[parent] = None
+        if skips or spec.gather_output:
+            continue
+        role = _role_of_spec(name, module, spec)
+        if in_attention and isinstance(role, str):
+            role = _per_head_role(module, role, by_heads.heads)
+        elif in_attention and len(role) == 3:
+            role = "qkv_fused"
+        plan.layers |= _plan_layers(name, module, role, by_heads, world_size, rank, block)
+    if not found:
+        raise UnshardableModelError(f"no weight of {type(model).__name__} has a name that one of layer_specs matches")
+    if cuts_vocabulary:
+        add_vocab_parallel(plan, model, world_size)
+    plan.source += ", and layer_specs"
+    family, plan.head_assignment = get_family(model) or Family({}), assignment
+    for parent in attention:
+        is_cut = any(n.startswith(f"{parent}.") and one.kind in ("column", "row") for n, one in plan.layers.items())
+        if not is_cut:
+            plan.local_attributes.pop(parent, None)
+            plan.per_head_args.pop(parent, None)
+        elif parent not in plan.local_attributes:
+            _add_local_attributes(plan, model, [parent], family.local_attributes, rank)
+            plan.per_head_args |= {parent: family.per_head_args} if family.per_head_args else {}
+    return plan
+
+
+def _role_of_spec(name: str, module: nn.Module, spec: TPLayerSpec) -> Role:
+    """``"column"``, ``"row"``, or the sizes of a column's sections."""
+    dim = int(spec.partition_type == "row")
+    if spec.shape is None and spec.partition_dim in (None, dim):
+        return spec.partition_type
+    shape = spec.shape or ()
+    if len(shape) != 2 or dim or spec.partition_dim:
+        raise UnshardableModelError(
+            f"{name}: a layer is cut in dim {dim} of its weight, a column's sections as [number, -1] or [[sizes], -1]; "
+            f"its layer_spec says shape {spec.shape}, partition_dim {spec.partition_dim}"
+        )
+    if isinstance(shape[0], tuple):
+        return shape[0]
+    size = _get_weight(getattr(module, "base_layer", module)).shape[type(module).__name__ == "Conv1D"]
+    return "column" if shape[0] == -1 else (size // shape[0],) * shape[0]
 
 
 # The vocabulary

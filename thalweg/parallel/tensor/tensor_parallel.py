@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thalweg.config.schema.parallel import TPPartition
 from thalweg.deferred_init.context import has_meta_tensors, materialize_module
 from thalweg.deferred_init.op_graph import is_meta
 from thalweg.device import get_rng_state, set_rng_state
@@ -47,7 +48,7 @@ from thalweg.parallel.tensor.auto_plan.infer_plan import infer_plan
 from thalweg.parallel.tensor.dummy_inputs import make_dummy_inputs
 from thalweg.parallel.tensor.layers import TpContext, replace_forward
 from thalweg.parallel.tensor.parity_check import check_parity, run_for_parity
-from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, build_tp_plan
+from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, apply_layer_specs, build_tp_plan
 from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -63,17 +64,19 @@ def apply_tensor_parallel(
     *,
     kernels: str = "torch",
     check: bool = True,
+    partition: TPPartition | None = None,
 ) -> TensorParallelLayout:
     """Cut ``model`` in place over ``tp_group``; collective over ``world_group``, whose rank 0's values count.
 
-    ``tp_fsdp_mesh`` has the axes ("tp", "dp").  Returns what ``shard`` needs to know.
+    ``tp_fsdp_mesh`` has the axes ("tp", "dp"); ``partition`` is the user's own table of splits.  Returns what
+    ``shard`` needs to know.
 
     Raises:
         ValueError: no plan fits, or the cut model computes something else: the message names
             the module.
     """
     broadcast_model(model, world_group)
-    plan = _agree_on_plan(model, tp_group, world_group)
+    plan = _agree_on_plan(model, tp_group, world_group, partition)
     check = check and not has_meta_tensors(model)
     inputs = make_dummy_inputs(model) if check else None
     expected = run_for_parity(model, plan, inputs) if check else None
@@ -99,15 +102,20 @@ def apply_tp_offline(model: nn.Module, tp_group: ParallelGroup) -> None:
     model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
 
 
-def _build_plan(model: nn.Module, tp_group: ParallelGroup) -> TpPlan:
+def _build_plan(model: nn.Module, tp_group: ParallelGroup, partition: TPPartition | None = None) -> TpPlan:
     reason = "no tensor-parallel plan is known for it"
-    try:
-        plan = build_tp_plan(model, tp_group.size, tp_group.rank)
-    except UnshardableModelError as error:
-        plan, reason = None, str(error)
+    partition, plan = partition or TPPartition(), None
     has_values = not has_meta_tensors(model)
-    if plan is None or not plan.layers:
-        plan = infer_plan(model, tp_group.size, tp_group.rank) if has_values else None
+    if not partition.layer_specs or partition.use_default_specs:
+        try:
+            plan = build_tp_plan(model, tp_group.size, tp_group.rank)
+        except UnshardableModelError as error:
+            reason = str(error)
+        if plan is None or not plan.layers:
+            plan = infer_plan(model, tp_group.size, tp_group.rank) if has_values else None
+    if partition.layer_specs:
+        plan = plan or TpPlan("tensor_parallel.partition_config")
+        return apply_layer_specs(plan, model, partition.layer_specs, tp_group.size, tp_group.rank)
     if plan is None:
         cure = "running it shows none; set tensor_parallel.autotp_size to 1"
         if not has_values:
@@ -116,7 +124,9 @@ def _build_plan(model: nn.Module, tp_group: ParallelGroup) -> TpPlan:
     return plan
 
 
-def _agree_on_plan(model: nn.Module, tp_group: ParallelGroup, world_group: dist.ProcessGroup) -> TpPlan:
+def _agree_on_plan(
+    model: nn.Module, tp_group: ParallelGroup, world_group: dist.ProcessGroup, partition: TPPartition | None
+) -> TpPlan:
     """The plan, which every rank finds for itself; collective over ``world_group``.
 
     Ranks with other software, or one that ran out of memory, may find another one than rank 0: they would cut
@@ -127,7 +137,7 @@ def _agree_on_plan(model: nn.Module, tp_group: ParallelGroup, world_group: dist.
     """
     plan, error = None, None
     try:
-        plan = _build_plan(model, tp_group)
+        plan = _build_plan(model, tp_group, partition)
     except Exception as caught:
         error = caught
     found: Any = str(error) if plan is None else plan.describe()
