@@ -161,7 +161,8 @@ def test_row45_lora_on_a_base_in_few_bits_over_tensor_ranks_trains_as_in_one_pro
         assert held == pytest.approx(planned.parameters, rel=0.02)
         assert max(found["optimizer"] for found in results) == pytest.approx(planned.optimizer, rel=0.05)
         plain = thalweg.plan(make_model(None, WIDE), results[0]["config"], **sizes).per_rank
-        assert plain.parameters > 3 * planned.parameters  # the control: a base in numbers
+        times = 3 if weight_format == "nf4" else 2.5  # beside LoRA, and norms, in numbers
+        assert plain.parameters > times * planned.parameters  # the control: a base in numbers
     for found in results[1:]:
         assert all(torch.equal(found["lora"][name], value) for name, value in results[0]["lora"].items())
     _check_saved(tmp_path / "adapter", results[0]["lora"], weight_format, WIDE)

@@ -274,8 +274,14 @@ def match_layout(tensor: Tensor, param: Tensor, placements: Sequence[Placement])
         return tensor
     mesh = param.device_mesh
     if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return tensor if tensor.placements == tuple(placements) else tensor.redistribute(mesh, placements)
+        tensor = make_dtensor(tensor, [Replicate()] * mesh.ndim, param, tensor.shape)
+    if tensor.placements == tuple(placements):
+        return tensor
+    local, device = tensor.to_local(), torch.device(mesh.device_type)
+    if local.device.type != device.type:  # rests on the host, where the mesh may have no backend
+        tensor = make_dtensor(local.to(device), tensor.placements, tensor)
+    moved = tensor.redistribute(mesh, placements)
+    return make_dtensor(moved.to_local().to(local.device), placements, moved)
 
 
 def get_worker_axis(param: Tensor) -> int | None:
@@ -308,8 +314,4 @@ def as_rows_of_workers(piece: Tensor, param: Tensor) -> Tensor:
     """This worker's row of a state of shape (workers, *shape)."""
     assert isinstance(param, DTensor)
     shape = torch.Size((param.device_mesh.size(get_worker_axis(param)), *param.shape))
-    stride = torch.empty(shape, device="meta").stride()
-    placements = _row_placements(param, by_worker=True)
-    return DTensor.from_local(
-        piece.unsqueeze(0), param.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return make_dtensor(piece.unsqueeze(0), _row_placements(param, by_worker=True), param, shape)

@@ -77,21 +77,15 @@ class MomentumLink:
 
 
 class MomentumExchange:
-    """The workers of some parameters, and their collective; made anew where the parameters are others."""
+    """The workers of some parameters of one device, and their collective; made anew where the parameters are others."""
 
     def __init__(self, ledger: CommsLog) -> None:
         self._ledger = ledger
         self._params: list[Tensor] = []
         self._reducer: OneBitAllReduce | None = None
 
-    def open(self, params: Sequence[Tensor], state: Any) -> OneBitAllReduce | None:
-        """The collective of the ``params`` that several workers hold, with the errors that ``state`` has; collective.
-
-        None where nobody else has them.
-        """
-        params = [param for param in params if get_worker_axis(param) is not None]
-        if not params:
-            return None
+    def open(self, params: list[Tensor], state: Any) -> OneBitAllReduce:
+        """The collective of ``params``, which several workers hold, with the errors that ``state`` has; collective."""
         same = len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True))
         if same and self._reducer is not None and self._is_live(state):
             return self._reducer
@@ -172,7 +166,7 @@ class CompressedMixin:
 
     def _init_link(self, link: MomentumLink | None) -> None:
         self._link = link or MomentumLink()
-        self._exchange = MomentumExchange(self._link.ledger)
+        self._exchanges: dict[torch.device, MomentumExchange] = {}
         self._link.sync.enabled = not self.is_compressing
 
     @property
@@ -192,20 +186,22 @@ class CompressedMixin:
 
     def consolidate_state_dict(self) -> bool:
         """Make ``state`` all that another job needs to go on; collective.  Whether parameters have changed."""
-        self._exchange.save_errors(self.state)
+        for exchange in self._exchanges.values():
+            exchange.save_errors(self.state)
         return False
 
     def adopt_state(self) -> None:
         """``state`` was loaded: the phase is that of its steps, and errors become this worker's; collective."""
         self._link.sync.enabled = not self.is_compressing
         if any("worker_error" in self.state.get(p, ()) for p in self._all_params()):
-            self._exchange.open(self._all_params(), self.state)
+            self._open_exchanges(self._all_params())
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _end_step(self) -> None:
-        self._exchange.drop_saved(self.state)
+        for exchange in self._exchanges.values():
+            exchange.drop_saved(self.state)
         self._link.sync.enabled = not self.is_compressing
 
     def _num_steps(self) -> int:
@@ -213,11 +209,26 @@ class CompressedMixin:
         steps = (self.state[p]["step"] for p in self._all_params() if "step" in self.state.get(p, ()))
         return int(next(steps, 0))
 
+    def _open_exchanges(self, params: Sequence[Tensor]) -> list[tuple[OneBitAllReduce, list[Tensor]]]:
+        """The collectives of the ``params`` that several workers hold, each with its own; collective.
+
+        One for each device: of offloaded states a parameter of 0 dims stays where the model is.
+        """
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for param in params:
+            if get_worker_axis(param) is not None:
+                by_device.setdefault(to_local(param).device, []).append(param)
+        opened = []
+        for device, members in by_device.items():
+            exchange = self._exchanges.setdefault(device, MomentumExchange(self._link.ledger))
+            opened.append((exchange.open(members, self.state), members))
+        return opened
+
     def _average(self, params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Exchange ``tensors``, the pieces of a value for each of ``params``, with the other workers."""
-        reducer = self._exchange.open(params, self.state)
-        if reducer is not None:
-            reducer([t for p, t in zip(params, tensors, strict=True) if get_worker_axis(p) is not None])
+        by_param = dict(zip(params, tensors, strict=True))
+        for reducer, members in self._open_exchanges(params):
+            reducer([by_param[param] for param in members])
         for param, tensor in zip(params, tensors, strict=True):
             if get_worker_axis(param) is None and "worker_error" in self.state[param]:  # of a job with more workers
                 tensor.add_(_owed_errors(param, self.state[param], 1)[0])
@@ -587,17 +598,15 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
 
     def _mean_grads(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """The exact mean over workers of the gradients that several hold."""
-        reducer = self._exchange.open(params, self.state)
-        if reducer is None:
-            return {}
-        shared: list[Tensor] = []
-        pieces: list[Tensor] = []
+        own: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             members = [p for p in group["params"] if p.requires_grad and get_worker_axis(p) is not None]
             with working_copies(members) as (work, grads):
-                pieces += _effective_grads(group, work, grads)
-            shared += members
-        return dict(zip(shared, reducer.exact_mean(pieces), strict=True))
+                own |= zip(members, _effective_grads(group, work, grads), strict=True)
+        means: dict[Tensor, Tensor] = {}
+        for reducer, members in self._open_exchanges(params):
+            means |= zip(members, reducer.exact_mean([own[param] for param in members]), strict=True)
+        return means
 
     def _meet(self, step: int) -> None:
         """All workers go on from one parameter and one momentum."""
