@@ -32,10 +32,10 @@ _context = multiprocessing.get_context("fork")
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """The tests are imported: their ranks start as here, and a test has at most so many sets of parameters.  Those that
-    are named are taken as they are."""
+    are named are taken in that order; those that have their outcome already are not run again."""
     named = json.loads(os.environ.get("THALWEG_UNIT_NAMED", "null"))
     if named is not None:
-        items[:] = [item for item in items if item.nodeid in named]
+        items[:] = sorted((item for item in items if item.nodeid in named), key=lambda item: named.index(item.nodeid))
     sample, by_function = int(os.environ.get("THALWEG_UNIT_SAMPLE", "0")), {}
     for item in items:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             {group[i * (len(group) - 1) // max(1, sample - 1)] for i in range(sample)} for group in by_function.values()
         ]
         items[:] = [item for item in items if any(item in kept for kept in spread)]
+    done = set(json.loads(os.environ.get("THALWEG_UNIT_DONE", "[]")))
+    items[:] = [item for item in items if item.nodeid not in done]
     if ON_THALWEG:
         _call_probe_of_optimizer_files()
     executor = import_module("unit.common").DistributedExec
