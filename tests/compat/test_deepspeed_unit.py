@@ -21,9 +21,6 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-def get_master_port():
-    return "29411"
-
 class DistributedExec:
     is_dist_test, world_size = True, 2
     def __call__(self, request):

@@ -11,9 +11,11 @@ import json
 import multiprocessing
 import os
 import queue
+import socket
 import time
 import traceback
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +109,7 @@ def _launch_ranks(self: Any, num_ranks: int, init_method: str) -> None:
     if devices < num_ranks:
         pytest.skip(f"{num_ranks} devices required, {devices} available")
     self.reuse_dist_env = self.non_daemonic_procs = False
-    results, port = _context.Queue(), common.get_master_port()
+    results, port = _context.Queue(), _find_free_port()
     args = (num_ranks, port, init_method)
     ranks = [_context.Process(target=_run_rank, args=(results, self, rank, *args)) for rank in range(num_ranks)]
     for rank in ranks:
@@ -130,6 +132,9 @@ def _launch_ranks(self: Any, num_ranks: int, init_method: str) -> None:
         if rank.is_alive():
             rank.kill()
             rank.join()
+    # DeepSpeed names its shared memory after the port, and leaves it behind.
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        path.unlink()
     failed = [f"--- rank {number} ---\n{text}" for number, (outcome, text) in found.items() if outcome == "failed"]
     if failed or len(found) < num_ranks:
         pytest.fail("\n".join(failed) or f"no answer within {TIMEOUT} s", pytrace=False)
@@ -138,7 +143,14 @@ def _launch_ranks(self: Any, num_ranks: int, init_method: str) -> None:
         pytest.skip(skipped[0])
 
 
-def _run_rank(results: Any, test: Any, rank: int, num_ranks: int, port: str, init_method: str) -> None:
+def _find_free_port() -> int:
+    """A port that no other run beside this one has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run_rank(results: Any, test: Any, rank: int, num_ranks: int, port: int, init_method: str) -> None:
     try:
         message = test._dist_run(rank, num_ranks, port, init_method)
         test._dist_destroy()
