@@ -51,9 +51,19 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items[:] = [item for item in items if item.nodeid not in done]
     if ON_THALWEG:
         _call_probe_of_optimizer_files()
+    else:
+        _load_operators()
+    import_module("torch._dynamo")  # a process's first optimizer imports it, for seconds: forked ranks find it there
     executor = import_module("unit.common").DistributedExec
     executor._launch_procs = _launch_ranks
     executor._launch_with_file_store = _launch_with_store
+
+
+def _load_operators() -> None:
+    """DeepSpeed looks for each compiled operator for seconds: the forked ranks find those of most tests loaded."""
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder"):
+        accelerator.create_op_builder(name).load(verbose=False)
 
 
 def _call_probe_of_optimizer_files() -> None:
