@@ -121,21 +121,22 @@ def main() -> int:
         if not args.resume:
             results.unlink(missing_ok=True)
         for file in args.files:
-            tests = named and [test for test in named if file_of(test) == file]
+            done = read_outcomes(results)
+            tests = named and [test for test in named if file_of(test) == file and test not in done]
             if tests == []:
                 continue
             lines = run_file(args.checkout.resolve(), file, args.real, args.sample, args.pytest, results, tests)
             print(file, dict(Counter(line["outcome"] for line in lines)), flush=True)
             if not args.real:
                 status |= report_lost(lines)
-            if args.passed:
-                names = set(args.passed.read_text().splitlines()) if args.passed.exists() else set()
-                names |= {test for test, line in read_outcomes(results).items() if line["outcome"] == "passed"}
-                args.passed.write_text("".join(f"{name}\n" for name in sorted(names)))
         outcomes = read_outcomes(results)
     print("all", dict(Counter(line["outcome"] for line in outcomes.values())))
+    if args.passed:
+        names = set(args.passed.read_text().splitlines()) if args.passed.exists() else set()
+        names |= {test for test, line in outcomes.items() if line["outcome"] == "passed"}
+        args.passed.write_text("".join(f"{name}\n" for name in sorted(names)))
     if args.page:
-        record_run(outcomes, real=args.real)
+        record_run(outcomes, args.real, set(named or ()))
     return status
 
 
