@@ -11,9 +11,11 @@ import json
 import multiprocessing
 import os
 import queue
+import socket
 import time
 import traceback
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +34,10 @@ _context = multiprocessing.get_context("fork")
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """The tests are imported: their ranks start as here, and a test has at most so many sets of parameters.  Those that
-    are named are taken as they are."""
+    are named are taken in that order; those that have their outcome already are not run again."""
     named = json.loads(os.environ.get("THALWEG_UNIT_NAMED", "null"))
     if named is not None:
-        items[:] = [item for item in items if item.nodeid in named]
+        items[:] = sorted((item for item in items if item.nodeid in named), key=lambda item: named.index(item.nodeid))
     sample, by_function = int(os.environ.get("THALWEG_UNIT_SAMPLE", "0")), {}
     for item in items:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -45,11 +47,23 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             {group[i * (len(group) - 1) // max(1, sample - 1)] for i in range(sample)} for group in by_function.values()
         ]
         items[:] = [item for item in items if any(item in kept for kept in spread)]
+    done = set(json.loads(os.environ.get("THALWEG_UNIT_DONE", "[]")))
+    items[:] = [item for item in items if item.nodeid not in done]
     if ON_THALWEG:
         _call_probe_of_optimizer_files()
+    else:
+        _load_operators()
+    import_module("torch._dynamo")  # a process's first optimizer imports it, for seconds: forked ranks find it there
     executor = import_module("unit.common").DistributedExec
     executor._launch_procs = _launch_ranks
     executor._launch_with_file_store = _launch_with_store
+
+
+def _load_operators() -> None:
+    """DeepSpeed looks for each compiled operator for seconds: the forked ranks find those of most tests loaded."""
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder"):
+        accelerator.create_op_builder(name).load(verbose=False)
 
 
 def _call_probe_of_optimizer_files() -> None:
@@ -105,7 +119,7 @@ def _launch_ranks(self: Any, num_ranks: int, init_method: str) -> None:
     if devices < num_ranks:
         pytest.skip(f"{num_ranks} devices required, {devices} available")
     self.reuse_dist_env = self.non_daemonic_procs = False
-    results, port = _context.Queue(), common.get_master_port()
+    results, port = _context.Queue(), _find_free_port()
     args = (num_ranks, port, init_method)
     ranks = [_context.Process(target=_run_rank, args=(results, self, rank, *args)) for rank in range(num_ranks)]
     for rank in ranks:
@@ -128,6 +142,9 @@ def _launch_ranks(self: Any, num_ranks: int, init_method: str) -> None:
         if rank.is_alive():
             rank.kill()
             rank.join()
+    # DeepSpeed names its shared memory after the port, and leaves it behind.
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        path.unlink()
     failed = [f"--- rank {number} ---\n{text}" for number, (outcome, text) in found.items() if outcome == "failed"]
     if failed or len(found) < num_ranks:
         pytest.fail("\n".join(failed) or f"no answer within {TIMEOUT} s", pytrace=False)
@@ -136,7 +153,14 @@ def _launch_ranks(self: Any, num_ranks: int, init_method: str) -> None:
         pytest.skip(skipped[0])
 
 
-def _run_rank(results: Any, test: Any, rank: int, num_ranks: int, port: str, init_method: str) -> None:
+def _find_free_port() -> int:
+    """A port that no other run beside this one has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run_rank(results: Any, test: Any, rank: int, num_ranks: int, port: int, init_method: str) -> None:
     try:
         message = test._dist_run(rank, num_ranks, port, init_method)
         test._dist_destroy()
