@@ -301,6 +301,21 @@ def test_int4_that_becomes_int8_is_said_once_for_a_shape(caplog: pytest.LogCaptu
     assert "of 33 outputs and 96 inputs are kept in int8" in caplog.text
 
 
+def test_a_kernel_that_the_processor_lacks_is_said_once_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: object) -> None:
+        raise NotImplementedError("Could not run 'mkldnn::reorder'. It is only available for: [CPU, Meta, Python].\nmore")
+
+    monkeypatch.setitem(packed._PACKERS, "bf16", missing)
+    packed._log_once.cache_clear()
+    for shape in ((8, 4), (4, 8), (8, 8)):
+        weight, x = torch.randn(shape), torch.randn(2, shape[1], dtype=torch.bfloat16)
+        assert torch.equal(packed.pack_linear(weight, None, "bf16")(x), x @ weight.bfloat16().T)
+    want = "weights in bf16 stay with torch's own product: Could not run 'mkldnn::reorder'"
+    assert [record.getMessage() for record in caplog.records] == [want]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 200), st.integers(0, 10**6))
 def test_the_best_of_each_row(rows: int, width: int, seed: int) -> None:

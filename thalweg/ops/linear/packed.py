@@ -62,8 +62,8 @@ def pack_linear(
     try:
         return _PACKERS[weight_format](weight, bias)
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        log.warning("weights %s in %s stay with torch's own product: %s", tuple(weight.shape), weight_format, reason)
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        _log_once("weights in %s stay with torch's own product: %s", weight_format, reason)
         return _pack_plain(weight, bias)
 
 
