@@ -305,7 +305,9 @@ def test_a_kernel_that_the_processor_lacks_is_said_once_in_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(*_: object) -> None:
-        raise NotImplementedError("Could not run 'mkldnn::reorder'. It is only available for: [CPU, Meta, Python].\nmore")
+        raise NotImplementedError(
+            "Could not run 'mkldnn::reorder'. It is only available for: [CPU, Meta, Python].\nmore"
+        )
 
     monkeypatch.setitem(packed._PACKERS, "bf16", missing)
     packed._log_once.cache_clear()
