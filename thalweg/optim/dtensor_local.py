@@ -35,7 +35,7 @@ from thalweg.device import takes_tensors_of
 from thalweg.optim import foreach
 from thalweg.parallel_dims import control_group
 from thalweg.utils.dtypes import HALF_DTYPES
-from thalweg.zero.full_state_dict import make_dtensor
+from thalweg.zero.full_state_dict import make_dtensor, on_mesh_device
 
 ShardGroups = tuple[dist.ProcessGroup, ...]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -269,19 +269,17 @@ def all_reduce_tensors_(
 
 
 def match_layout(tensor: Tensor, param: Tensor, placements: Sequence[Placement]) -> Tensor:
-    """``tensor`` on the mesh of ``param`` with ``placements``; a checkpoint may have brought it in another layout."""
+    """``tensor`` on the mesh of ``param`` with ``placements``, resting where ``param`` does; a checkpoint may have
+    brought it in another layout."""
     if not isinstance(param, DTensor):
         return tensor
-    mesh = param.device_mesh
+    mesh, device = param.device_mesh, to_local(param).device
     if not isinstance(tensor, DTensor):
-        tensor = make_dtensor(tensor, [Replicate()] * mesh.ndim, param, tensor.shape)
+        tensor = make_dtensor(tensor.to(device), [Replicate()] * mesh.ndim, param, tensor.shape)
     if tensor.placements == tuple(placements):
         return tensor
-    local, device = tensor.to_local(), torch.device(mesh.device_type)
-    if local.device.type != device.type:  # rests on the host, where the mesh may have no backend
-        tensor = make_dtensor(local.to(device), tensor.placements, tensor)
-    moved = tensor.redistribute(mesh, placements)
-    return make_dtensor(moved.to_local().to(local.device), placements, moved)
+    moved = on_mesh_device(tensor).redistribute(mesh, placements)
+    return make_dtensor(moved.to_local().to(device), placements, moved)
 
 
 def get_worker_axis(param: Tensor) -> int | None:

@@ -48,13 +48,16 @@ def make_dtensor(
     return DTensor(local, new_spec, requires_grad=local.requires_grad)  # pyright: ignore[reportCallIssue]
 
 
+def on_mesh_device(tensor: DTensor) -> DTensor:
+    """``tensor`` on its mesh's device, where its collectives are: a copy of what rests on the host."""
+    local, device = tensor.to_local(), tensor.device_mesh.device_type
+    return tensor if local.device.type == device else make_dtensor(local.to(device), tensor.placements, tensor)
+
+
 def all_gather_full(param: DTensor) -> Tensor:
     """``param`` whole, in memory of its own; collective."""
-    mesh, local = param.device_mesh, param.to_local()
-    source = param
-    if local.device.type != mesh.device_type:  # shards that rest on the host
-        source = make_dtensor(local.to(mesh.device_type), param.placements, param)
-    full = source.full_tensor().detach()
+    local = param.to_local()
+    full = on_mesh_device(param).full_tensor().detach()
     if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         full = full.clone()  # one rank, or replicated: writes must not reach the shard
     return full

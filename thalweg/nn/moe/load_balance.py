@@ -34,7 +34,7 @@ class LoadBalancer:
     def __init__(
         self, model: nn.Module, section: ExpertParallel, coeff: float, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self.coeff, self.group = coeff, group
+        self.coeff, self.group, self._device = coeff, group, device
         self._routers: list[nn.Module] = []  # a bias is looked up in its module, as sharding may move it
         self._counts: list[Tensor] = []
         modules = dict(model.named_modules())
@@ -57,13 +57,13 @@ class LoadBalancer:
         """Count what ``read`` finds in a call of ``module``: counts (E,), or chosen experts (N, k)."""
         index, size = len(self._routers), len(router.get_buffer(_BIAS))
         self._routers.append(router)
-        self._counts.append(torch.zeros(size, dtype=torch.int64))
+        self._counts.append(torch.zeros(size, dtype=torch.int64, device=self._device))
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module.training:  # a recomputed layer counts twice, which leaves each expert's side of the mean
                 new = read(args, kwargs, output)
                 new = new if new.ndim == 1 else new.flatten().bincount(minlength=size)[:size]
-                self._counts[index] = self._counts[index].to(new.device) + new
+                self._counts[index] += new
 
         module.register_forward_hook(hook, with_kwargs=True)
 
