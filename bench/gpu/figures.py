@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import json
 import os
 import socket
@@ -144,6 +145,7 @@ def inference(device: torch.device, small: bool) -> dict[str, Any]:
             )
     forms = {"bf16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
     for name, asked in {**forms, "host": {"weight_offload": "cpu"}}.items():
+        print(f"{time.perf_counter():.1f} s: {found}; next {name}", file=sys.stderr, flush=True)
         try:
             engine = thalweg.init_inference(copy.deepcopy(model), {"dtype": "bf16", "device": device.type, **asked})
             for rows in (1, 32):
@@ -503,6 +505,7 @@ def main() -> int:
     if args.figure == "compiled":  # cuBLAS reads it with its first product, and "deterministic" comes later
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     warnings.simplefilter("ignore")
+    faulthandler.dump_traceback_later(60, repeat=True)  # what runs out of its time says where
     torch.manual_seed(0)
     print(json.dumps(FIGURES[args.figure](torch.device(args.device, 0), small)))
     return 0

@@ -134,6 +134,8 @@ def main() -> int:
     passed = set() if chosen else done
     start = time.monotonic()
 
+    compile_libraries()
+
     def run(check: Check) -> None:
         """Run one check and leave its line."""
         left = args.limit - (time.monotonic() - start)
@@ -170,6 +172,7 @@ def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, 
     else:
         names = [sys.executable, str(Path(__file__).with_name("figures.py")), check.figure, "--device", args.device]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds = check.seconds * (1 if args.jobs == 1 or check.is_timed else 2)  # beside others it takes longer
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:  # what a check leaves running holds no pipe of ours
@@ -203,6 +206,18 @@ def run_check(check: Check, args: argparse.Namespace, left: float) -> dict[str, 
         found = found or "; ".join(errors[-3:]) or (output.splitlines() or ["no output"])[-1]
     line = {"outcome": outcome, "found": found.strip("= "), "seconds": round(time.monotonic() - start, 1)}
     return {**line, "figures": figures, **({"errors": errors[:40]} if outcome != "passed" else {})}
+
+
+def compile_libraries() -> None:
+    """Write torch's bytecode where an image has none: each of the hundreds of processes would compile it anew, which
+    took more than the checks did."""
+    for name in ("torch", "transformers", "numpy"):
+        found = find_spec(name)
+        if found is None or found.origin is None or found.cached is None or Path(found.cached).exists():
+            continue
+        command = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(Path(found.origin).parent)]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def describe_machine(device: str) -> dict[str, Any]:

@@ -164,9 +164,10 @@ def _best_seconds(run: Callable[[], Tensor], device: torch.device, seconds: floa
             calls *= 2
 
 
-# What a process holds on a device beside its tensors, before torch's allocator has given out a byte.  The context: 300
-# MiB and more since CUDA loads kernels lazily (pytorch/pytorch#107667), about 500 on the large devices.
-CONTEXT_BYTES = 512 * _MIB
+# What a process holds on a device beside its tensors.  The context and the code of kernels and cuBLAS: 300 MiB and more
+# since CUDA loads kernels lazily (pytorch/pytorch#107667); on an H200 (driver 580, CUDA 13, torch 2.11) 619 with the
+# first kernel, 685 with the first product, 693 with attention.
+CONTEXT_BYTES = 693 * _MIB
 # NCCL's buffers of one group, as seen on four A100 with NVLink (NVIDIA/nccl#964): of two ranks, and of more.
 _NCCL_PAIR_BYTES, _NCCL_GROUP_BYTES = 544 * _MIB, 688 * _MIB
 # torch's workspaces of cuBLAS: 32 MiB since Hopper (CUBLAS_WORKSPACE_CONFIG's default in torch), 8 before, for the
