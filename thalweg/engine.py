@@ -33,6 +33,7 @@ from thalweg.device import configure_malloc, pick_device, synchronize, trim_mall
 from thalweg.observe.flops import resident_mib
 from thalweg.observe.recorder import Recorder
 from thalweg.optim.accumulation import StepCallbacks, StepResult
+from thalweg.optim.lr_scheduler import set_group_lr
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.pipeline.pipeline_runner import PipelineRunner
 from thalweg.parallel.sequence.batch_split import build_loader_splitter
@@ -444,7 +445,7 @@ class Engine(nn.Module):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all groups; a schedule writes its own at its next step."""
         for group in self._require_optimizer().param_groups:
-            group["lr"] = lr
+            set_group_lr(group, lr)
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
         """Give metrics with ``schedule_type: custom`` (the older block's is called seqlen) a function of the step,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from torch import nn
 
+import thalweg
 from tests.dist.tensor_models import build_model
 from thalweg.config import load
 from thalweg.config.schema.parallel import TPLayerSpec
 from thalweg.parallel.tensor.plan import TpPlan, UnshardableModelError, apply_layer_specs, build_tp_plan
+from thalweg.plan.spec.cluster import Cluster
+from thalweg.plan.spec.devices import get_device
 
 ROW, COLUMN = {"partition_type": "row"}, {"partition_type": "column"}
 _LLAMA = [
@@ -110,3 +114,31 @@ def test_a_head_that_gathers_its_output_is_cut_by_vocabulary() -> None:
 def test_a_spec_that_cannot_be_followed_says_why(spec: dict[str, Any], words: str) -> None:
     with pytest.raises(UnshardableModelError, match=words):
         apply_layer_specs(TpPlan("specs"), build_model("llama"), _specs([spec]), 2, 0)
+
+
+def test_the_plan_reads_them():
+    """With the MLPs' splits alone, a rank keeps the rest whole: what the plan counts is what the cut leaves."""
+    model, mlp = build_model("llama, 4 heads on 1"), _LLAMA[0]["patterns"][1:] + _LLAMA[1]["patterns"][1:]
+    specs = [{"patterns": mlp[:1], **ROW}, {"patterns": mlp[1:]}]
+
+    def planned(**section: Any) -> int:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW"},
+            "tensor_parallel": {"autotp_size": 2, **section},
+        }
+        found = thalweg.plan(
+            build_model("llama, 4 heads on 1"),
+            config,
+            cluster=Cluster(1, 2, device_memory=80 << 30, flops=get_device("h100").flops),
+            sequence_length=8,
+            suggest=False,
+        )
+        assert "tensor_parallel.autotp_size" not in found.not_counted
+        return found.per_rank.parameters
+
+    whole = sum(p.numel() for p in model.parameters())
+    of_mlp = sum(p.numel() for name, p in model.named_parameters() if re.search(r"\.mlp\..*weight", name))
+    own = planned(partition_config={"layer_specs": specs, "use_default_specs": False})
+    assert own == 4 * (whole - of_mlp // 2)
+    assert planned() < own  # negative control: the family's own plan cuts attention too

@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 from thalweg.data.packing import IGNORE_INDEX
 from thalweg.data.sampler import BatchSlice, EpochSampler, permutation
 from thalweg.optim.accumulation import StepListener, StepResult
+from thalweg.optim.lr_scheduler import set_group_lr
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,4 @@ class BatchSizeLR(StepListener):
 
     def _set_rates(self, factor: float) -> None:
         for group, lr in zip(self._optimizer.param_groups, self._base_lrs or (), strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr * factor)
-            else:
-                group["lr"] = lr * factor
+            set_group_lr(group, lr * factor)

@@ -32,6 +32,14 @@ _log = get_logger(__name__)
 Rates = float | Sequence[float]
 
 
+def set_group_lr(group: dict[str, Any], lr: float) -> None:
+    """Set a group's learning rate; one that is a tensor stays that tensor, which a captured update reads."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
 class LRScheduler:
     """Base: keeps ``last_batch_iteration`` and writes ``lrs``/``momenta`` of it into the parameter groups."""
 
@@ -92,10 +100,7 @@ class LRScheduler:
         groups = self.optimizer.param_groups
         self._last_lr = self.get_lr()
         for group, lr in zip(groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+            set_group_lr(group, lr)
         momenta = self.momenta(self.last_batch_iteration)
         if momenta is not None:
             for group, momentum in zip(groups, momenta, strict=False):

@@ -77,7 +77,9 @@ class Planner:
             is_deferred = config.zero_optimization.offload_param.device == "nvme"
         run_spec = run_spec_from_config(config, self.cluster.topology, build_shard_options(model, config))
         unmodelled_keys = unmodelled_options(config)
-        if run_spec.tp_size > 1 and not supports_tp(self.meta_model.copy_model(), run_spec.tp_size):
+        if run_spec.tp_size > 1 and not supports_tp(
+            self.meta_model.copy_model(), run_spec.tp_size, run_spec.tp_partition
+        ):
             run_spec = replace(run_spec, tp_size=1)
             unmodelled_keys.append("tensor_parallel.autotp_size")
         input_spec = self._input_spec(model, run_spec)

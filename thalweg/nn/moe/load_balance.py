@@ -62,7 +62,9 @@ class LoadBalancer:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if module.training:  # a recomputed layer counts twice, which leaves each expert's side of the mean
                 new = read(args, kwargs, output)
-                new = new if new.ndim == 1 else new.flatten().bincount(minlength=size)[:size]
+                if new.ndim > 1:
+                    flat = new.flatten().clamp(max=size)  # bincount would wait for a GPU
+                    new = flat.new_zeros(size + 1).scatter_add_(0, flat, torch.ones_like(flat))[:size]
                 self._counts[index] += new
 
         module.register_forward_hook(hook, with_kwargs=True)

@@ -90,13 +90,13 @@ def apply_tensor_parallel(
     return TensorParallelLayout(tp_fsdp_mesh, placements)
 
 
-def apply_tp_offline(model: nn.Module, tp_group: ParallelGroup) -> None:
+def apply_tp_offline(model: nn.Module, tp_group: ParallelGroup, partition: TPPartition | None = None) -> None:
     """Cut ``model`` in place as ``tp_group.rank``'s, without a word to the others and without comparing anything.
 
     Raises:
         ValueError: no plan fits.
     """
-    plan = _build_plan(model, tp_group)
+    plan = _build_plan(model, tp_group, partition)
     _replace_parameters(model, plan, tp_group)
     _replace_forwards(model, plan, tp_group, "torch")
     model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)

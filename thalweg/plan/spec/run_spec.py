@@ -12,6 +12,7 @@ from thalweg.activation_checkpointing import ActivationCheckpointPolicy
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS, canonical_name
+from thalweg.config.schema.parallel import TPPartition
 from thalweg.config.schema.training import GradientCompressionConfig, Optimizer, OuterOptimizerConfig, Tiling
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
@@ -67,6 +68,7 @@ class RunSpec(ShardOptions):
     low_memory: bool = False
     elementwise_optimizer: bool = True
     tp_size: int = 1
+    tp_partition: TPPartition | None = None
     sp_size: int = 1
     tiling: Tiling = field(default_factory=Tiling)
     tp_link: str = INTRA_NODE
@@ -203,6 +205,7 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: ShardO
         low_memory=prefers_low_memory(config),
         elementwise_optimizer=_is_elementwise(config),
         tp_size=tp_size,
+        tp_partition=config.tensor_parallel.partition_config,
         sp_size=int(config.sequence_parallel_size or 1),
         tp_link=INTRA_NODE if tp_size * int(config.sequence_parallel_size or 1) <= per_node else INTER_NODE,
         tiling=config.tiling,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thalweg.comm import CommsLog
+from thalweg.config.schema.parallel import TPPartition
 from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
 from thalweg.parallel.tensor.tensor_parallel import apply_tp_offline
@@ -39,14 +40,14 @@ class FakeParallelGroup(ParallelGroup):
         """None: there is nobody to talk to."""
 
 
-def apply_fake_tp(model: nn.Module, tp_size: int, ledger: CommsLog) -> None:
+def apply_fake_tp(model: nn.Module, tp_size: int, ledger: CommsLog, partition: TPPartition | None) -> None:
     """Split ``model`` (on meta) in place over ``tp_size`` tensor ranks.
 
     Raises:
         ValueError: nothing is known of how to.
     """
     if tp_size > 1:
-        apply_tp_offline(model, FakeParallelGroup(tp_size, ledger))
+        apply_tp_offline(model, FakeParallelGroup(tp_size, ledger), partition)
 
 
 def apply_fake_sp(model: nn.Module, sp_size: int, blocks: list[nn.Module], ledger: CommsLog) -> None:
@@ -60,10 +61,10 @@ def apply_fake_sp(model: nn.Module, sp_size: int, blocks: list[nn.Module], ledge
         apply_sequence_parallel(model, SequenceGroups(group, ulysses_group=group), blocks).skip_batch_check()
 
 
-def supports_tp(model: nn.Module, tp_size: int) -> bool:
+def supports_tp(model: nn.Module, tp_size: int, partition: TPPartition | None) -> bool:
     """Whether :func:`apply_fake_tp` works; changes ``model``."""
     try:
-        apply_fake_tp(model, tp_size, CommsLog())
+        apply_fake_tp(model, tp_size, CommsLog(), partition)
     except (ValueError, RuntimeError) as error:  # a layout that needs values, or none: the job will say so itself
         _log.info("%s is not split over %d tensor ranks: %s", type(model).__name__, tp_size, error)
         return False

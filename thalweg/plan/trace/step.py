@@ -84,7 +84,7 @@ def trace_step(
         ValueError: the model cannot run on shapes alone, as its control flow reads values, or takes longer.
     """
     ledger = CommsLog()
-    apply_fake_tp(model, run_spec.tp_size, ledger)
+    apply_fake_tp(model, run_spec.tp_size, ledger, run_spec.tp_partition)
     param_specs = build_param_specs(model, run_spec)
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     recorder = AllocationRecorder()
