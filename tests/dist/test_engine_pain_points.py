@@ -121,7 +121,7 @@ def _delays(rank, world, stage):
     engine = thalweg.initialize(model=model, config=case.config())[0]
     losses = []
     for window in range(4):
-        total = torch.zeros(())
+        total = torch.zeros((), device=engine.device)
         for part in range(2):
             tokens, labels = make_batch(2 * window + part, 2 * world)
             loss = engine(tokens[rank::world], labels[rank::world])

@@ -68,12 +68,12 @@ def _own(rank: int, world: int, ep: int, coeff: float | None, folder: str) -> di
         engine.backward(engine(_x(step, rank)))
         engine.step()
         if step % 2:
-            total = sum(counted).float()
+            total = sum(counted).float().cpu()
             dist.all_reduce(total)
             loads.append(float(total.max() / total.mean()))
             expected += (coeff or 0.0) * (total.mean() - total).sign()
             counted.clear()
-            biases.append(torch.zeros(EXPERTS) if coeff is None else layer.e_score_correction_bias.clone())
+            biases.append(torch.zeros(EXPERTS) if coeff is None else layer.e_score_correction_bias.cpu().clone())
     found = {"loads": loads, "bias": biases[-1], "expected": expected.clone()}
     engine.eval()
     engine(_x(0, rank))  # counts for nothing

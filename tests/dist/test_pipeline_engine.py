@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -47,8 +48,8 @@ def _run(rank: int, world: int, cases: list[PipelineCase]) -> list[PipelineResul
     return [run_engine(case, world, STEPS) for case in cases]
 
 
-def check(world: int, cases: list[PipelineCase]) -> None:
-    results = run_ranks(_run, world, cases, timeout=300.0)
+def check(world: int, cases: list[PipelineCase], run: Callable[..., list[PipelineResult]] = _run) -> None:
+    results = run_ranks(run, world, cases, timeout=300.0)
     for number, case in enumerate(cases):
         plain = _plain(case.kind, case.num_micro_batches, case.sizes)
         covered: set[str] = set()

@@ -223,6 +223,12 @@ class ShardedModel:
             storage.reshard("an accumulation window")
             storage.adopt_writes()
 
+    def get_leaf(self, parameter: Tensor) -> Tensor:
+        """What of ``parameter`` is in autograd's graph: of an expert's this rank's rows."""
+        experts = (params for params in self._other_params if isinstance(params, ZeroExpertParams))
+        rows = next((params.get_rows(parameter) for params in experts), None)
+        return parameter if rows is None else rows
+
     def set_loss_scale(self, scale: float) -> None:
         """Divide gradients by ``scale`` as they are reduced, so that nobody sees them scaled."""
         self._divisor.value = scale / (self._world_size if self.options.sum_gradients else 1)

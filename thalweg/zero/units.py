@@ -75,10 +75,10 @@ def _named_blocks(model: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Mo
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
-    blocks = []
+    blocks, never = [], getattr(model, "_no_unit_modules", ())
     for name, module in model.named_modules():
         is_block = type(module).__name__ in names or policy.is_leaf(name, module)
-        if is_block and module is not model and not isinstance(module, _CONTAINERS):
+        if is_block and module is not model and name not in never and not isinstance(module, _CONTAINERS):
             blocks.append((name, module))
     return blocks
 

@@ -207,6 +207,8 @@ class LocalLayers(_RecomputedLayers):
         self._functions = {i: layer for i, layer in built.items() if not isinstance(layer, nn.Module)}
         tied_specs = {i: spec for i in built if isinstance(spec := specs[i], TiedLayerSpec)}
         self._forward_fns = {i: spec.forward_fn for i, spec in tied_specs.items() if spec.forward_fn is not None}
+        # A function reads such a layer's weights outside of its forward pass: they are the root's.
+        self._no_unit_modules = [f"layers.{i}" for i in self._forward_fns]
         self.activation_checkpoint_interval = checkpoint_interval
 
     def forward(self, value: Any, layer_indices: Sequence[int] | None = None) -> Any:

@@ -113,9 +113,12 @@ class PipelineRunner:
             for group in self._reduction.groups if action.kind == "W" else ():
                 group.upcast_grads()
 
-        run, parameters = partial(self._run_stage, losses_and_weights, schedule.num_stages - 1), self._stages.parameters
+        def weights(stage: int) -> list[Any]:
+            return [self._reduction.get_leaf(parameter) for parameter in self._stages.parameters(stage)]
+
+        run = partial(self._run_stage, losses_and_weights, schedule.num_stages - 1)
         around = (before_backward, after_backward, hooks.save_context, hooks.restore_context)
-        callbacks = StageCallbacks(run, parameters, scale_loss, *around)
+        callbacks = StageCallbacks(run, weights, scale_loss, *around)
         ScheduleExecutor(schedule, self._pp_rank, self._channel, callbacks, self._copied_stages).train(batches)
         return self._mean_loss(losses_and_weights)
 
