@@ -23,7 +23,9 @@ from __future__ import annotations
 import copyreg
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, partialmethod, wraps
+from threading import Lock
 from typing import Any
 
 import torch
@@ -60,23 +62,54 @@ PARAM_NAMES = (
 )  # fmt: skip
 
 
+class ArrivingGrads:
+    """A model's gradients on their way to the host in fewer bytes than their parameters' dtype has, to which they are
+    cast there in the order in which they were sent: on a thread, while the device makes the next."""
+
+    def __init__(self) -> None:
+        self._in_order, self._lock = deque[ArrivingGrad](), Lock()
+        self._thread = ThreadPoolExecutor(1, "thalweg-arrivals")
+
+    def add(self, grad: ArrivingGrad) -> None:
+        """Expect one more."""
+        self._in_order.append(grad)
+
+    def cast_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait for one after the other and cast it, as the thread does or in its place."""
+        while not is_done():
+            with self._lock:
+                if not is_done():
+                    self._in_order[0].cast()  # where it fails it stays, and fails for who asks for it
+                    self._in_order.popleft()
+
+    def cast_in_background(self) -> None:
+        """Cast those that have been sent."""
+        if self._in_order:
+            self._thread.submit(self.drain)
+
+    def drain(self) -> None:
+        """Return when all that have been sent are cast."""
+        self.cast_until(lambda: not self._in_order)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
 class ArrivingGrad:
-    """A gradient on its way to the host, ``sent`` in fewer bytes than ``wide`` has, to which it is cast there.
+    """One of ``queue``: ``sent`` to the host, where it is cast to ``wide``."""
 
-    ``arriving``: all of a model's, cast in the order in which they were sent: one while the device makes the next.
-    """
-
-    def __init__(self, event: torch.Event, sent: Tensor, wide: Tensor, arriving: deque[ArrivingGrad]) -> None:
-        self._event, self._sent, self._wide, self._arriving = event, sent, wide, arriving
+    def __init__(self, event: torch.Event, sent: Tensor, wide: Tensor, queue: ArrivingGrads) -> None:
+        self._event, self._sent, self._wide, self._queue = event, sent, wide, queue
         self._has_come = False
-        arriving.append(self)
+        queue.add(self)
 
     def synchronize(self) -> None:
         """Return when ``wide`` has its values; FSDP2 asks for it as for the event of a copy."""
-        while not self._has_come:
-            self._arriving.popleft()._cast()
+        self._queue.cast_until(lambda: self._has_come)
 
-    def _cast(self) -> None:
+    def cast(self) -> None:
+        """Wait for the copy, and widen it."""
         self._event.synchronize()
         self._wide.copy_(self._sent)
         self._has_come = True
@@ -227,9 +260,7 @@ class FSDPGroupHandle:
 
         inner.unshard = unshard
 
-    def send_grads_unwidened(
-        self, is_alone: bool, is_unscaled: Callable[[], bool], arriving: deque[ArrivingGrad]
-    ) -> None:
+    def send_grads_unwidened(self, is_alone: bool, is_unscaled: Callable[[], bool], arriving: ArrivingGrads) -> None:
         """Let reduced gradients cross to the host in the dtype of their numbers; FSDP2 widens them first.
 
         A sum over ranks has the reduction's dtype.  The gradients of a rank that ``is_alone`` are autograd's own, but
@@ -249,7 +280,7 @@ class FSDPGroupHandle:
             narrows = is_exact and not others and held.itemsize < master_dtype.itemsize
             inner._orig_dtype = held if narrows else master_dtype
 
-        self._wrap_post_backward(choose_dtype)
+        self._wrap_post_backward(choose_dtype, arriving.cast_in_background)
         for param in inner.fsdp_params:
             param.to_sharded_dtensor = partial(_widen_on_arrival, param, param.to_sharded_dtensor, arriving)
 
@@ -504,7 +535,7 @@ class FSDPParamHandle:
 
 
 def _widen_on_arrival(
-    param: Any, to_sharded_dtensor: Callable[[Tensor], DTensor], arriving: deque[ArrivingGrad], tensor: Tensor
+    param: Any, to_sharded_dtensor: Callable[[Tensor], DTensor], arriving: ArrivingGrads, tensor: Tensor
 ) -> DTensor:
     event, dtype = param.grad_offload_event, param.sharded_param.dtype
     if event is None or tensor.dtype == dtype:

@@ -24,6 +24,7 @@ update).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -322,33 +323,52 @@ class _UnshardedStorage(ParameterStorage):
 class FSDPStorage(ParameterStorage):
     """Units that FSDP2 gathers into memory of its own, and frees; ``storages``: of each unit, by its name.
 
-    Masters on the host may be wider than what is computed with.  What crosses to the device is then a cast, made as a
-    unit is asked for in a forward pass (no counter tells of what programs write through ``p.data``), and good for the
-    backward pass.
+    Masters on the host may be wider than what is computed with.  What crosses to the device is then a cast, made anew
+    in each forward pass (no counter tells of what programs write through ``p.data``), and good for the backward pass::
+
+        this thread   | unit 1: its copy, its kernels | unit 2: its copy, its kernels | ...
+        the other     | cast of unit 2 | of unit 3    | of unit 4    |
+
+    What a hook writes to a unit's shards while one of the ``CASTS_AHEAD`` units before it runs may come too late.
     """
 
+    CASTS_AHEAD = 2
+
     def __init__(self, groups: Sequence[FSDPGroupHandle], storages: Mapping[str, Sequence[ShardStorage]]) -> None:
-        self.groups, self._stale = groups, set[str]()
+        self.groups, self._stale, self._casts = groups, set[str](), dict[str, Future[None]]()
+        self._thread = ThreadPoolExecutor(1, "thalweg-casts")  # a later cast of a unit waits for an earlier one
+        self._to_cast: dict[str, Sequence[ShardStorage]] = {}
         for group in groups:
             members = storages[group.name]
             if any(storage.refresh_copy is not None for storage in members):
                 sources = [storage.shard if (pair := storage.refresh_copy) is None else pair[0] for storage in members]
-                group.all_gather_from(sources, partial(self._refresh, group.name, members))
+                self._to_cast[group.name] = members
+                group.all_gather_from(sources, partial(self._refresh, group.name))
 
     def before_forward(self) -> None:
         """The program may have written to any shard."""
-        self._stale = {group.name for group in self.groups}
+        self._stale = set(self._to_cast)
+        self._casts.clear()
 
     def unshard(self, group: FSDPGroupHandle) -> None:
         """Gather a unit that is used by itself."""
-        if group.is_sharded:
+        if group.is_sharded and group.name in self._to_cast:
             self._stale.add(group.name)
         group.gather()
 
-    def _refresh(self, name: str, storages: Iterable[ShardStorage]) -> None:
-        if name in self._stale:
-            self._stale.discard(name)
-            refresh_unsharded(storages)
+    def _refresh(self, name: str) -> None:
+        names = list(self._to_cast)
+        first = names.index(name)
+        for ahead in names[first : first + 1 + self.CASTS_AHEAD]:
+            if ahead in self._stale:
+                self._stale.discard(ahead)
+                self._casts[ahead] = self._thread.submit(refresh_unsharded, self._to_cast[ahead])
+        if (cast := self._casts.pop(name, None)) is not None:
+            cast.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
 
     def reshard(self, end_of: PassKind) -> None:
         """See the base; FSDP2 would keep the root's after an evaluation, whatever is written to the shards then."""
