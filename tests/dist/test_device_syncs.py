@@ -504,6 +504,29 @@ def test_the_host_casts_while_the_device_computes(works_ahead):
     assert found["backward"] == [works_ahead]
 
 
+def _launches_of_a_gather(rank: int, world: int, dtype: str) -> list[int]:
+    """For a unit of 2 parameters and of 8."""
+    from thalweg.zero.fsdp2.private_api import get_fsdp_groups
+
+    launches = []
+    for num_params in (2, 8):
+        engine = _initialize(nn.ParameterList(torch.ones(8, 8) for _ in range(num_params)), **_on_host(3, dtype))
+        (group,) = [group for group in get_fsdp_groups(engine.module) if group.params]
+        group.gather()  # FSDP2 makes the unsharded parameters
+        group.to_sharded()
+        launches.append(_count_launches(group.gather))
+        assert [param.unsharded_param.device.type for param in group.params] == ["sim"] * num_params
+        engine.close()
+    return launches
+
+
+def test_a_unit_crosses_the_link_as_one():
+    """Its casts lie one behind the other.  Of lists the simulated device copies one after the other, as a GPU does not:
+    a launch for each parameter beside the one over the link.  The control: masters that are no casts."""
+    assert run_ranks(_launches_of_a_gather, 1, "bf16", device="simulated") == [[1 + 2, 1 + 8]]
+    assert run_ranks(_launches_of_a_gather, 1, "fp32", device="simulated") == [[2 + 2, 8 + 8]]
+
+
 # ---- reductions and codes ---------------------------------------------------------------------------
 
 

@@ -121,14 +121,15 @@ class ShardStorage:
         cast_dest: Tensor | None = None,
         padded_unsharded: Tensor | None = None,
     ) -> None:
-        self.spec, self.shard, self.unsharded = spec, shard, unsharded
+        self.spec, self.shard, self.unsharded, self.cast_dest = spec, shard, unsharded, cast_dest
+        self.crosses_link = False  # to where it is computed with, and has a copy in that dtype for it
         self.param_handle: FSDPParamHandle | None = None
         # This rank's rows in the compute dtype, beside a master in a swap file: what updates write too.
         self.compute_copy: Tensor | None = None
         start = rank * spec.rows_per_shard
         self._row_start = min(start, spec.shape[0])
         self._row_end = min(start + spec.rows_per_shard, spec.shape[0])
-        self._cast_dest, self._padded_unsharded = cast_dest, padded_unsharded
+        self._padded_unsharded = padded_unsharded
 
     @classmethod
     def create(
@@ -162,10 +163,9 @@ class ShardStorage:
             return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
         shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device, pin_memory=pin_shard)
         if storage_kind == "wire":
-            if crosses_link and spec.is_mixed:
-                narrow = torch.empty_like(shard, dtype=spec.compute_dtype, pin_memory=pin_shard)
-                return cls(spec, rank, shard, cast_dest=narrow)
-            return cls(spec, rank, shard)
+            storage = cls(spec, rank, shard)
+            storage.crosses_link = crosses_link and spec.is_mixed
+            return storage
         if spec.master_dtype == spec.compute_dtype:
             # The same memory under another version counter, as a gathered copy would have.
             return cls(spec, rank, shard, shard.data)
@@ -210,7 +210,7 @@ class ShardStorage:
     def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
         """(destination, source) of the cast that refreshing needs, or None.  Frozen parameters too: what is
         written through ``p.data`` is counted nowhere."""
-        return None if self._cast_dest is None else (self._cast_dest, self.shard)
+        return None if self.cast_dest is None else (self.cast_dest, self.shard)
 
 
 def view_unsharded(
@@ -340,10 +340,11 @@ class FSDPStorage(ParameterStorage):
         self._to_cast: dict[str, Sequence[ShardStorage]] = {}
         for group in groups:
             members = storages[group.name]
+            flat = _make_cast_dests([storage for storage in members if storage.crosses_link])
             if any(storage.refresh_copy is not None for storage in members):
                 sources = [storage.shard if (pair := storage.refresh_copy) is None else pair[0] for storage in members]
                 self._to_cast[group.name] = members
-                group.all_gather_from(sources, partial(self._refresh, group.name))
+                group.all_gather_from(sources, partial(self._refresh, group.name), flat=flat)
 
     def before_forward(self) -> None:
         """The program may have written to any shard."""
@@ -374,6 +375,17 @@ class FSDPStorage(ParameterStorage):
         """See the base; FSDP2 would keep the root's after an evaluation, whatever is written to the shards then."""
         for group in self.groups:
             group.to_sharded()
+
+
+def _make_cast_dests(storages: Sequence[ShardStorage]) -> Tensor | None:
+    """Memory for the casts of a unit's shards, one behind the other; None if there are none."""
+    if not storages:
+        return None
+    sizes, first = [storage.shard.numel() for storage in storages], storages[0]
+    flat = torch.empty(sum(sizes), dtype=first.spec.compute_dtype, pin_memory=first.shard.is_pinned())
+    for storage, cast_dest in zip(storages, flat.split(sizes), strict=True):
+        storage.cast_dest = cast_dest.view_as(storage.shard)
+    return flat
 
 
 class ResidentStorage(_UnshardedStorage):
