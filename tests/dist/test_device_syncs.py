@@ -481,14 +481,15 @@ def _casts_beside_computing(rank: int, world: int, config: dict[str, Any], works
             patch.setattr(ArrivingGrads, "cast_in_background", lambda self: None)
         torch.manual_seed(0)
         engine = _initialize(tiny_gpt(), **config)
-        units = [group for group in get_fsdp_groups(engine.module) if group.name]
+        units = {group.name: engine.module.get_submodule(group.name) for group in get_fsdp_groups(engine.module)}
+        del units[""]
         for unit, next_unit in pairwise(units):
-            name = f"{next_unit.name}.{next(name for name, _ in next_unit.module.named_parameters())}"
+            name = f"{next_unit}.{next(name for name, _ in units[next_unit].named_parameters())}"
             was_cast[name] = Event()
-            unit.module.register_forward_hook(
+            units[unit].register_forward_hook(
                 lambda *_, name=name: found["forward"].append(was_cast[name].wait(seconds))
             )
-        units[0].module.register_forward_hook(wait_in_backward)
+        next(iter(units.values())).register_forward_hook(wait_in_backward)
         engine.backward(engine(*_batch(0, rank, world, engine.device)))
         engine.step()
         engine.close()
@@ -515,7 +516,9 @@ def _launches_of_a_gather(rank: int, world: int, dtype: str) -> list[int]:
         group.gather()  # FSDP2 makes the unsharded parameters
         group.to_sharded()
         launches.append(_count_launches(group.gather))
-        assert [param.unsharded_param.device.type for param in group.params] == ["sim"] * num_params
+        assert [param.unsharded_param.device.type for param in group.params if param.unsharded_param is not None] == [
+            "sim"
+        ] * num_params
         engine.close()
     return launches
 

@@ -46,7 +46,7 @@ from thalweg.zero.whole_parameter import AutogradSide, WholeParameter
 # What sharding puts into modules, and a copy as a plain model leaves out.
 _ATTRIBUTES = ("_fsdp", "_is_fsdp_managed_module", "__composable_api")
 
-_ops: Any = torch  # which has lists' operators with an underscore
+_ops: Any = torch  # for its names with an underscore
 _GRADS_STAY_IN_PLACE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 # What is used of a group and of a parameter, there from the start.
 GROUP_NAMES = (
@@ -334,7 +334,7 @@ class FSDPGroupHandle:
                 param.init_all_gather_outputs([shard.numel()], [shard.dtype], 1, inner.device)
                 outputs.append(param.all_gather_outputs[0])
                 alloc_storage(outputs[-1])
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+            with torch.no_grad(), _ops.autograd._unsafe_preserve_version_counter(tuple(outputs)):
                 _ops._foreach_copy_(outputs, shards)
             for param in inner.fsdp_params:
                 param.init_unsharded_param()
