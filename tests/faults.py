@@ -358,7 +358,7 @@ FAULTS = {
     ),
     "gradients on their way to the host are widened (W3)": Fault(
         "thalweg.zero.fsdp2.private_api",
-        "ArrivingGrad._cast",
+        "ArrivingGrad.cast",
         _cast_at_once,
         (f"{DEVICE}::test_gradients_are_cast_when_they_have_come_and_in_their_order",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -445,6 +446,88 @@ def test_sums_of_micro_batches_cross_the_link_as_they_are():
     assert found["fp16"] == (found["fp32"][0] // 2, found["fp32"][1])
     assert found["stage 1 bf16"][1] == found["stage 1 fp32"][1]
     assert found["stage 2 bf16"][1] == found["stage 2 fp32"][1] // 2
+
+
+def _casts_beside_computing(rank: int, world: int, config: dict[str, Any], works_ahead: bool) -> dict[str, Any]:
+    """Whether a unit's forward pass ends after the next one's cast, and the backward pass of the first begins after the
+    last one's gradients are cast; the threads that cast."""
+    from threading import Event, current_thread
+
+    from thalweg.zero.fsdp2.private_api import ArrivingGrad, ArrivingGrads, get_fsdp_groups
+    from thalweg.zero.storage import base
+
+    seconds, was_cast, has_come = 30 if works_ahead else 0.3, dict[str, Event](), Event()
+    found: dict[str, Any] = {"threads": set(), "forward": [], "backward": []}
+    refresh, cast = base.refresh_unsharded, ArrivingGrad.cast
+
+    def refresh_and_tell(storages: Any) -> None:
+        refresh(storages)
+        found["threads"].add(current_thread().name.rpartition("_")[0])
+        for name in {storage.spec.name for storage in storages} & was_cast.keys():
+            was_cast[name].set()
+
+    def cast_and_tell(self: Any) -> None:
+        cast(self)
+        has_come.set()
+
+    def wait_in_backward(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: found["backward"].append(has_come.wait(seconds)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "refresh_unsharded", refresh_and_tell)
+        patch.setattr(ArrivingGrad, "cast", cast_and_tell)
+        if not works_ahead:
+            patch.setattr(base.FSDPStorage, "CASTS_AHEAD", 0)
+            patch.setattr(ArrivingGrads, "cast_in_background", lambda self: None)
+        torch.manual_seed(0)
+        engine = _initialize(tiny_gpt(), **config)
+        units = {group.name: engine.module.get_submodule(group.name) for group in get_fsdp_groups(engine.module)}
+        del units[""]
+        for unit, next_unit in pairwise(units):
+            name = f"{next_unit}.{next(name for name, _ in units[next_unit].named_parameters())}"
+            was_cast[name] = Event()
+            units[unit].register_forward_hook(
+                lambda *_, name=name: found["forward"].append(was_cast[name].wait(seconds))
+            )
+        next(iter(units.values())).register_forward_hook(wait_in_backward)
+        engine.backward(engine(*_batch(0, rank, world, engine.device)))
+        engine.step()
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("works_ahead", [True, False])
+def test_the_host_casts_while_the_device_computes(works_ahead):
+    """Masters ahead of the forward pass, gradients as they arrive; the control casts what is asked for."""
+    (found,) = run_ranks(_casts_beside_computing, 1, _on_host(3), works_ahead, device="simulated")
+    assert found["threads"] == {"thalweg-casts"}
+    assert found["forward"] == [works_ahead] * len(found["forward"]) and len(found["forward"]) > 0
+    assert found["backward"] == [works_ahead]
+
+
+def _launches_of_a_gather(rank: int, world: int, dtype: str) -> list[int]:
+    """For a unit of 2 parameters and of 8."""
+    from thalweg.zero.fsdp2.private_api import get_fsdp_groups
+
+    launches = []
+    for num_params in (2, 8):
+        engine = _initialize(nn.ParameterList(torch.ones(8, 8) for _ in range(num_params)), **_on_host(3, dtype))
+        (group,) = [group for group in get_fsdp_groups(engine.module) if group.params]
+        group.gather()  # FSDP2 makes the unsharded parameters
+        group.to_sharded()
+        launches.append(_count_launches(group.gather))
+        assert [param.unsharded_param.device.type for param in group.params if param.unsharded_param is not None] == [
+            "sim"
+        ] * num_params
+        engine.close()
+    return launches
+
+
+def test_a_unit_crosses_the_link_as_one():
+    """Its casts lie one behind the other.  Of lists the simulated device copies one after the other, as a GPU does not:
+    a launch for each parameter beside the one over the link.  The control: masters that are no casts."""
+    assert run_ranks(_launches_of_a_gather, 1, "bf16", device="simulated") == [[1 + 2, 1 + 8]]
+    assert run_ranks(_launches_of_a_gather, 1, "fp32", device="simulated") == [[2 + 2, 8 + 8]]
 
 
 # ---- reductions and codes ---------------------------------------------------------------------------

@@ -572,9 +572,7 @@ def test_what_a_program_writes_to_parameters_on_the_host_is_what_is_computed_wit
 
 def test_gradients_are_cast_when_they_have_come_and_in_their_order():
     """A device-side wait is none of the host's, which the simulated device's default stream does not tell."""
-    from collections import deque
-
-    from thalweg.zero.fsdp2.private_api import ArrivingGrad
+    from thalweg.zero.fsdp2.private_api import ArrivingGrad, ArrivingGrads
 
     come: list[int] = []
     sent = [torch.full((3,), torch.nan, dtype=torch.bfloat16) for _ in range(3)]
@@ -588,13 +586,14 @@ def test_gradients_are_cast_when_they_have_come_and_in_their_order():
             come.append(self.index)
             sent[self.index].fill_(self.index)
 
-    arriving = deque[ArrivingGrad]()
+    arriving = ArrivingGrads()
     first, second, third = [ArrivingGrad(Event(i), sent[i], wide[i], arriving) for i in range(3)]  # type: ignore[arg-type]
     second.synchronize()
-    assert come == [0, 1] and [x[0].item() for x in wide] == [0, 1, 0] and len(arriving) == 1
+    assert come == [0, 1] and [x[0].item() for x in wide] == [0, 1, 0]
     first.synchronize()  # has come
     wide[1].mul_(7)  # used up, or clipped
     second.synchronize()
+    arriving.drain()
     third.synchronize()
     assert come == [0, 1, 2] and [x[0].item() for x in wide] == [0, 7, 2]
 

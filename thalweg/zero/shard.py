@@ -15,7 +15,6 @@ stay unsharded, and the modules hold the same plain parameters at all times (:mo
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from thalweg.utils.log import current_rank, get_logger
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
+from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.full_state_dict import all_gather_full, all_gather_into, make_dtensor
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
@@ -164,13 +164,16 @@ class ShardedModel:
         self._world_size = mesh.size()
         self._storages, self._shard_storages, self._other_params = storages, shard_storages, other_params
         self._reducers = collectives.install(groups)
+        # What reduces, or casts what has arrived, while the backward pass goes on.
+        self._background: list[AsyncReduction | private_api.ArrivingGrads] = []
+        if collectives.async_reduction is not None:
+            self._background.append(collectives.async_reduction)
         is_alone = mesh.size() == 1
         if collectives.spec.shards_on_host and (is_alone or not self._reducers):  # which reduce to the master's dtype
-            arriving: deque[private_api.ArrivingGrad] = deque()
+            arriving = private_api.ArrivingGrads()
+            self._background.append(arriving)
             for group in groups:
                 group.send_grads_unwidened(is_alone, lambda: self._divisor.value == 1.0, arriving)
-        # What reduces while the backward pass goes on: one thread, or nothing.
-        self._background = [] if collectives.async_reduction is None else [collectives.async_reduction]
         self._backward_flags: tuple[bool, bool] | None = None
         self._reduces_last = False
         self._entered_sharded = False
@@ -211,8 +214,8 @@ class ShardedModel:
 
     def finalize_grads(self) -> None:
         """Reduce whatever is not reduced yet and leave every unit sharded; collective."""
-        for reduction in self._background:
-            reduction.drain()
+        for work in self._background:
+            work.drain()
         for group in self.groups:
             if group.reduce_unsharded_grads():
                 self._backward_flags = None
@@ -374,8 +377,8 @@ class ShardedModel:
 
     def discard(self) -> None:
         """Forget gradients that are still unsharded (``zero_grad`` in the middle of a window)."""
-        for reduction in self._background:
-            reduction.drain()
+        for work in self._background:
+            work.drain()
         for group in self.groups:
             group.clear_unsharded_grads()
         for params in self._other_params:
@@ -386,8 +389,8 @@ class ShardedModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for reduction in self._background:
-            reduction.close()
+        for work in self._background:
+            work.close()
         for storage in self._storages:
             storage.close()
 

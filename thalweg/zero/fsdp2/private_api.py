@@ -23,14 +23,16 @@ from __future__ import annotations
 import copyreg
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, partialmethod, wraps
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
@@ -44,39 +46,71 @@ from thalweg.zero.whole_parameter import AutogradSide, WholeParameter
 # What sharding puts into modules, and a copy as a plain model leaves out.
 _ATTRIBUTES = ("_fsdp", "_is_fsdp_managed_module", "__composable_api")
 
+_ops: Any = torch  # for its names with an underscore
 _GRADS_STAY_IN_PLACE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 # What is used of a group and of a parameter, there from the start.
 GROUP_NAMES = (
     "fsdp_params", "is_sharded", "reduce_grads", "all_reduce_grads", "reshard_after_backward", "comm_ctx",
     "_training_state", "_to_unsharded", "_to_sharded", "post_backward", "finalize_backward", "unshard",
-    "wait_for_unshard", "_all_gather_result", "device_handle", "device",
+    "wait_for_unshard", "_all_gather_result", "device_handle", "device", "_wait_all_gather_streams_on_event",
     "_set_unsharded_grad_dtypes" if _GRADS_STAY_IN_PLACE else "_init_mp_dtypes",
 )  # fmt: skip
 PARAM_NAMES = (
     "sharded_param", "_module_info", "padded_sharded_param_size", "sharded_size", "_sharding_spec",
     "_sharded_param_data", "to_sharded_dtensor", "pin_memory", "_setattr_on_modules", "all_gather_outputs",
-    "reset_sharded_param",
+    "reset_sharded_param", "init_all_gather_outputs", "init_unsharded_param",
     *(("_sharding_spec_by_dtype", "init_dtype_attrs") if _GRADS_STAY_IN_PLACE else ("unsharded_accumulated_grad",)),
 )  # fmt: skip
 
 
+class ArrivingGrads:
+    """A model's gradients on their way to the host in fewer bytes than their parameters' dtype has, to which they are
+    cast there in the order in which they were sent: on a thread, while the device makes the next."""
+
+    def __init__(self) -> None:
+        self._in_order, self._lock = deque[ArrivingGrad](), Lock()
+        self._thread = ThreadPoolExecutor(1, "thalweg-arrivals")
+
+    def add(self, grad: ArrivingGrad) -> None:
+        """Expect one more."""
+        self._in_order.append(grad)
+
+    def cast_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait for one after the other and cast it, as the thread does or in its place."""
+        while not is_done():
+            with self._lock:
+                if not is_done():
+                    self._in_order[0].cast()  # where it fails it stays, and fails for who asks for it
+                    self._in_order.popleft()
+
+    def cast_in_background(self) -> None:
+        """Cast those that have been sent."""
+        if self._in_order:
+            self._thread.submit(self.drain)
+
+    def drain(self) -> None:
+        """Return when all that have been sent are cast."""
+        self.cast_until(lambda: not self._in_order)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
 class ArrivingGrad:
-    """A gradient on its way to the host, ``sent`` in fewer bytes than ``wide`` has, to which it is cast there.
+    """One of ``queue``: ``sent`` to the host, where it is cast to ``wide``."""
 
-    ``arriving``: all of a model's, cast in the order in which they were sent: one while the device makes the next.
-    """
-
-    def __init__(self, event: torch.Event, sent: Tensor, wide: Tensor, arriving: deque[ArrivingGrad]) -> None:
-        self._event, self._sent, self._wide, self._arriving = event, sent, wide, arriving
+    def __init__(self, event: torch.Event, sent: Tensor, wide: Tensor, queue: ArrivingGrads) -> None:
+        self._event, self._sent, self._wide, self._queue = event, sent, wide, queue
         self._has_come = False
-        arriving.append(self)
+        queue.add(self)
 
     def synchronize(self) -> None:
         """Return when ``wide`` has its values; FSDP2 asks for it as for the event of a copy."""
-        while not self._has_come:
-            self._arriving.popleft()._cast()
+        self._queue.cast_until(lambda: self._has_come)
 
-    def _cast(self) -> None:
+    def cast(self) -> None:
+        """Wait for the copy, and widen it."""
         self._event.synchronize()
         self._wide.copy_(self._sent)
         self._has_come = True
@@ -199,22 +233,39 @@ class FSDPGroupHandle:
         inner.unshard, inner.wait_for_unshard, inner._to_sharded = unshard, wait_for_unshard, to_sharded
 
     def all_gather_from(
-        self, packed_shards: Sequence[Tensor], acquire: Callable[[], None], release: Callable[[], None] | None = None
+        self,
+        packed_shards: Sequence[Tensor],
+        acquire: Callable[[], None],
+        release: Callable[[], None] | None = None,
+        flat: Tensor | None = None,
     ) -> None:
         """Let FSDP2's gather read ``packed_shards`` (the group's padded shards in the compute dtype) in place of the
         sharded parameters; they hold their values from ``acquire()`` to ``release()``, or for good.
 
-        What is released is read before it is copied to an accelerator: it goes there through page-locked memory."""
+        What is released is read before it is copied to an accelerator: it goes there through page-locked memory.  Those
+        that are parts of ``flat`` go there as one."""
         inner, original_unshard = self._inner, self._inner.unshard
         stages = release is not None and inner.device.type != "cpu"
+        memory = None if flat is None else flat.untyped_storage().data_ptr()
+        is_part = [shard.untyped_storage().data_ptr() == memory for shard in packed_shards]
+
+        def copy_to_device(flat: Tensor, async_op: bool) -> list[Tensor]:
+            stream, _ = inner.comm_ctx.get_all_gather_streams(async_op, inner._training_state)  # FSDP2's for copies
+            with inner.device_handle.stream(stream):
+                on_device = flat.to(inner.device, non_blocking=True)
+            return [
+                on_device[shard.storage_offset() :][: shard.numel()] if part else shard
+                for shard, part in zip(packed_shards, is_part, strict=True)
+            ]
 
         def unshard(async_op: bool = False) -> None:
             if inner.is_unsharded or inner._all_gather_result is not None:
                 return
             acquire()
+            shards = packed_shards if flat is None else copy_to_device(flat, async_op)
             saved_shards = [param._sharded_param_data for param in inner.fsdp_params]
             try:
-                for param, packed_shard in zip(inner.fsdp_params, packed_shards, strict=True):
+                for param, packed_shard in zip(inner.fsdp_params, shards, strict=True):
                     param._sharded_param_data = pin(packed_shard.view(-1)) if stages else packed_shard.view(-1)
                 original_unshard(async_op)
                 if release is not None and inner._all_gather_process_group.size() == 1:
@@ -227,9 +278,7 @@ class FSDPGroupHandle:
 
         inner.unshard = unshard
 
-    def send_grads_unwidened(
-        self, is_alone: bool, is_unscaled: Callable[[], bool], arriving: deque[ArrivingGrad]
-    ) -> None:
+    def send_grads_unwidened(self, is_alone: bool, is_unscaled: Callable[[], bool], arriving: ArrivingGrads) -> None:
         """Let reduced gradients cross to the host in the dtype of their numbers; FSDP2 widens them first.
 
         A sum over ranks has the reduction's dtype.  The gradients of a rank that ``is_alone`` are autograd's own, but
@@ -249,7 +298,7 @@ class FSDPGroupHandle:
             narrows = is_exact and not others and held.itemsize < master_dtype.itemsize
             inner._orig_dtype = held if narrows else master_dtype
 
-        self._wrap_post_backward(choose_dtype)
+        self._wrap_post_backward(choose_dtype, arriving.cast_in_background)
         for param in inner.fsdp_params:
             param.to_sharded_dtensor = partial(_widen_on_arrival, param, param.to_sharded_dtensor, arriving)
 
@@ -276,17 +325,23 @@ class FSDPGroupHandle:
 
         def wait_for_unshard() -> None:
             if inner._all_gather_result is None or not arriving:
-                return original_wait()
+                original_wait()
+                return
             shards, event = arriving.pop()
-            inner.device_handle.current_stream().wait_event(event)
-            host_shards = [param._sharded_param_data for param in inner.fsdp_params]
+            stream, outputs = inner.device_handle.current_stream(), []
+            stream.wait_event(event)
             for param, shard in zip(inner.fsdp_params, shards, strict=True):
-                param._sharded_param_data = shard
-            try:
-                original_wait()  # the copying stream then waits until these are read, and their memory can be its own
-            finally:
-                for param, data in zip(inner.fsdp_params, host_shards, strict=True):
-                    param._sharded_param_data = data
+                param.init_all_gather_outputs([shard.numel()], [shard.dtype], 1, inner.device)
+                outputs.append(param.all_gather_outputs[0])
+                alloc_storage(outputs[-1])
+            with torch.no_grad(), _ops.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+                _ops._foreach_copy_(outputs, shards)
+            for param in inner.fsdp_params:
+                param.init_unsharded_param()
+            inner._to_unsharded()
+            # The copying stream waits until the shards are read, and their memory can be its own.
+            inner._wait_all_gather_streams_on_event(stream.record_event())
+            inner._all_gather_result = None
 
         inner.unshard, inner.wait_for_unshard = unshard, wait_for_unshard
 
@@ -504,7 +559,7 @@ class FSDPParamHandle:
 
 
 def _widen_on_arrival(
-    param: Any, to_sharded_dtensor: Callable[[Tensor], DTensor], arriving: deque[ArrivingGrad], tensor: Tensor
+    param: Any, to_sharded_dtensor: Callable[[Tensor], DTensor], arriving: ArrivingGrads, tensor: Tensor
 ) -> DTensor:
     event, dtype = param.grad_offload_event, param.sharded_param.dtype
     if event is None or tensor.dtype == dtype:

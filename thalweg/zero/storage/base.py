@@ -24,6 +24,7 @@ update).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -120,14 +121,15 @@ class ShardStorage:
         cast_dest: Tensor | None = None,
         padded_unsharded: Tensor | None = None,
     ) -> None:
-        self.spec, self.shard, self.unsharded = spec, shard, unsharded
+        self.spec, self.shard, self.unsharded, self.cast_dest = spec, shard, unsharded, cast_dest
+        self.crosses_link = False  # to where it is computed with, and has a copy in that dtype for it
         self.param_handle: FSDPParamHandle | None = None
         # This rank's rows in the compute dtype, beside a master in a swap file: what updates write too.
         self.compute_copy: Tensor | None = None
         start = rank * spec.rows_per_shard
         self._row_start = min(start, spec.shape[0])
         self._row_end = min(start + spec.rows_per_shard, spec.shape[0])
-        self._cast_dest, self._padded_unsharded = cast_dest, padded_unsharded
+        self._padded_unsharded = padded_unsharded
 
     @classmethod
     def create(
@@ -161,10 +163,9 @@ class ShardStorage:
             return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
         shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device, pin_memory=pin_shard)
         if storage_kind == "wire":
-            if crosses_link and spec.is_mixed:
-                narrow = torch.empty_like(shard, dtype=spec.compute_dtype, pin_memory=pin_shard)
-                return cls(spec, rank, shard, cast_dest=narrow)
-            return cls(spec, rank, shard)
+            storage = cls(spec, rank, shard)
+            storage.crosses_link = crosses_link and spec.is_mixed
+            return storage
         if spec.master_dtype == spec.compute_dtype:
             # The same memory under another version counter, as a gathered copy would have.
             return cls(spec, rank, shard, shard.data)
@@ -209,7 +210,7 @@ class ShardStorage:
     def refresh_copy(self) -> tuple[Tensor, Tensor] | None:
         """(destination, source) of the cast that refreshing needs, or None.  Frozen parameters too: what is
         written through ``p.data`` is counted nowhere."""
-        return None if self._cast_dest is None else (self._cast_dest, self.shard)
+        return None if self.cast_dest is None else (self.cast_dest, self.shard)
 
 
 def view_unsharded(
@@ -322,38 +323,69 @@ class _UnshardedStorage(ParameterStorage):
 class FSDPStorage(ParameterStorage):
     """Units that FSDP2 gathers into memory of its own, and frees; ``storages``: of each unit, by its name.
 
-    Masters on the host may be wider than what is computed with.  What crosses to the device is then a cast, made as a
-    unit is asked for in a forward pass (no counter tells of what programs write through ``p.data``), and good for the
-    backward pass.
+    Masters on the host may be wider than what is computed with.  What crosses to the device is then a cast, made anew
+    in each forward pass (no counter tells of what programs write through ``p.data``), and good for the backward pass::
+
+        this thread   | unit 1: its copy, its kernels | unit 2: its copy, its kernels | ...
+        the other     | cast of unit 2 | of unit 3    | of unit 4    |
+
+    What a hook writes to a unit's shards while one of the ``CASTS_AHEAD`` units before it runs may come too late.
     """
 
+    CASTS_AHEAD = 2
+
     def __init__(self, groups: Sequence[FSDPGroupHandle], storages: Mapping[str, Sequence[ShardStorage]]) -> None:
-        self.groups, self._stale = groups, set[str]()
+        self.groups, self._stale, self._casts = groups, set[str](), dict[str, Future[None]]()
+        self._thread = ThreadPoolExecutor(1, "thalweg-casts")  # a later cast of a unit waits for an earlier one
+        self._to_cast: dict[str, Sequence[ShardStorage]] = {}
         for group in groups:
             members = storages[group.name]
+            flat = _make_cast_dests([storage for storage in members if storage.crosses_link])
             if any(storage.refresh_copy is not None for storage in members):
                 sources = [storage.shard if (pair := storage.refresh_copy) is None else pair[0] for storage in members]
-                group.all_gather_from(sources, partial(self._refresh, group.name, members))
+                self._to_cast[group.name] = members
+                group.all_gather_from(sources, partial(self._refresh, group.name), flat=flat)
 
     def before_forward(self) -> None:
         """The program may have written to any shard."""
-        self._stale = {group.name for group in self.groups}
+        self._stale = set(self._to_cast)
+        self._casts.clear()
 
     def unshard(self, group: FSDPGroupHandle) -> None:
         """Gather a unit that is used by itself."""
-        if group.is_sharded:
+        if group.is_sharded and group.name in self._to_cast:
             self._stale.add(group.name)
         group.gather()
 
-    def _refresh(self, name: str, storages: Iterable[ShardStorage]) -> None:
-        if name in self._stale:
-            self._stale.discard(name)
-            refresh_unsharded(storages)
+    def _refresh(self, name: str) -> None:
+        names = list(self._to_cast)
+        first = names.index(name)
+        for ahead in names[first : first + 1 + self.CASTS_AHEAD]:
+            if ahead in self._stale:
+                self._stale.discard(ahead)
+                self._casts[ahead] = self._thread.submit(refresh_unsharded, self._to_cast[ahead])
+        if (cast := self._casts.pop(name, None)) is not None:
+            cast.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
 
     def reshard(self, end_of: PassKind) -> None:
         """See the base; FSDP2 would keep the root's after an evaluation, whatever is written to the shards then."""
         for group in self.groups:
             group.to_sharded()
+
+
+def _make_cast_dests(storages: Sequence[ShardStorage]) -> Tensor | None:
+    """Memory for the casts of a unit's shards, one behind the other; None if there are none."""
+    if not storages:
+        return None
+    sizes, first = [storage.shard.numel() for storage in storages], storages[0]
+    flat = torch.empty(sum(sizes), dtype=first.spec.compute_dtype, pin_memory=first.shard.is_pinned())
+    for storage, cast_dest in zip(storages, flat.split(sizes), strict=True):
+        storage.cast_dest = cast_dest.view_as(storage.shard)
+    return flat
 
 
 class ResidentStorage(_UnshardedStorage):
