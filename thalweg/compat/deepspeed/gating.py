@@ -102,6 +102,23 @@ def _to_buffers(
     return routing.balance_loss, combine, combine.bool(), routing.counts
 
 
+class _AllToAll(torch.autograd.Function):
+    """Equal parts of ``input`` to each rank of ``group``, for layers of a program's own; gradients go the way back.
+
+    Thalweg's layer sends each expert its tokens and no empty places, so its parts are not equal, and it does not call this.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, input: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.group, output = group, torch.empty_like(input, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(output, input.contiguous(), group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, _AllToAll.apply(ctx.group, *grads)
+
+
 def _route_slots(experts: Tensor, places: Tensor, num_experts: int, capacity: int) -> Tensor:
     """Where each choice of ``sparse_routes`` (k, S) lies in the experts' buffers laid end to end; a dropped one lies
     behind them."""
