@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from thalweg.compat.deepspeed import collectives as dist
 from thalweg.nn.moe.layer import GatePolicy, Routing, route
@@ -102,21 +103,15 @@ def _to_buffers(
     return routing.balance_loss, combine, combine.bool(), routing.counts
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll:
     """Equal parts of ``input`` to each rank of ``group``, for layers of a program's own; gradients go the way back.
 
     Thalweg's layer sends each expert its tokens and no empty places, so its parts are not equal, and it does not call this.
     """
 
     @staticmethod
-    def forward(ctx: Any, group: Any, input: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.group, output = group, torch.empty_like(input, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(output, input.contiguous(), group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, _AllToAll.apply(ctx.group, *grads)
+    def apply(group: Any, input: Tensor) -> Tensor:
+        return all_to_all_single(torch.empty_like(input), input.contiguous(), group=group)
 
 
 def _route_slots(experts: Tensor, places: Tensor, num_experts: int, capacity: int) -> Tensor:

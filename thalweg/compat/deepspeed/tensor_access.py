@@ -3,65 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
 
 from thalweg.compat.deepspeed.live_engines import live_engines
-from thalweg.compat.deepspeed.moe import ExpertRow, ShardedExpertRow
+from thalweg.compat.deepspeed.moe import ExpertRow
 from thalweg.zero.fsdp2.private_api import get_fsdp_groups
 from thalweg.zero.full_state_dict import write_to_shard
 from thalweg.zero.whole_parameter import WholeParameter, get_shard
 from thalweg.zero.whole_tensors import gather_master, gather_whole, set_master, to_local
 
 
-def _also_of_rows(get: Callable[..., Any]) -> Callable[..., Any]:
-    """``get(parameter, ...)``, also for one expert of a layer: its row of what the layer's stack has."""
+def _of_experts(access: Callable[..., Any], get: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """``access`` to a parameter's whole tensor, also to one expert's: by ``get``, all that the layer's stack has."""
 
-    @wraps(get)
-    def get_row(param: Tensor, *args: Any, **options: Any) -> Any:
-        if not isinstance(param, ExpertRow | ShardedExpertRow):
-            return get(param, *args, **options)
-        whole = get(param.stack, *args, **options)
-        return None if whole is None else whole[param.expert].clone()
+    @wraps(access)
+    def access_row(param: Tensor, *args: Any, **options: Any) -> Any:
+        if not isinstance(param, ExpertRow):
+            return access(param, *args, **options)
+        if get is None:
+            whole = access(param.stack, *args, **options)
+            return None if whole is None else whole[param.expert].clone()
+        value, *key = args
+        _check_shape(param, value)
+        if (whole := get(param.stack, *key, **options)) is not None:
+            whole[param.expert] = value
+        return access(param.stack, value if whole is None else whole, *key, **options)
 
-    return get_row
-
-
-def _also_into_rows(get: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The same for the one that writes what ``get`` reads; a rank's own experts count."""
-
-    def of_setter(write: Callable[..., None]) -> Callable[..., None]:
-        @wraps(write)
-        def write_row(param: Tensor, value: Tensor, *args: Any, **options: Any) -> None:
-            if isinstance(param, ExpertRow | ShardedExpertRow):
-                _check_shape(param, value)
-                whole = get(param.stack, *args, **options)
-                if whole is not None:
-                    whole[param.expert] = value
-                param, value = param.stack, value if whole is None else whole
-            write(param, value, *args, **options)
-
-        return write_row
-
-    return of_setter
+    return access_row
 
 
-@_also_of_rows
+@_of_experts
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The whole master weight; collective."""
     return gather_master(param).float()
 
 
-@_also_into_rows(safe_get_full_fp32_param)
+@partial(_of_experts, get=safe_get_full_fp32_param)
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Write the whole master weight; collective, the same value on every rank."""
     _check_shape(param, value)
     set_master(param, value)
 
 
-@_also_of_rows
+@_of_experts
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole reduced gradient between the window's last backward pass and its step; collective.
 
@@ -80,7 +67,7 @@ def _find_unreduced_grad(param: Tensor) -> Tensor | None:
     return None
 
 
-@_also_into_rows(safe_get_full_grad)
+@partial(_of_experts, get=safe_get_full_grad)
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Write the whole gradient; collective.
 
@@ -99,14 +86,14 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gather_whole(param.grad).float(), param))
 
 
-@_also_of_rows
+@_of_experts
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """The whole state ``optim_state_key`` of a parameter ("exp_avg", "exp_avg_sq"); None before the first step."""
     state = _find_state(param, optim_state_key)
     return None if state is None else gather_whole(state).float()
 
 
-@_also_into_rows(safe_get_full_optimizer_state)
+@partial(_of_experts, get=safe_get_full_optimizer_state)
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Write the whole state ``optim_state_key``; collective."""
     _scatter_into(_require(_find_state(param, optim_state_key), optim_state_key), value)

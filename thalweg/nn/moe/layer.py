@@ -203,14 +203,15 @@ class MoE(nn.Module):
         )
         self.z_loss_coef = z_loss_coef
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
-        self.experts = Experts(expert, self._num_built_experts())
+        self.experts = Experts(expert, self.num_local_experts)
         self.residual = copy.deepcopy(expert) if use_residual else None
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
         self.shared = shared_expert
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", None)  # expert_parallel.load_balance_coeff makes one
 
-    def _num_built_experts(self) -> int:
+    @property
+    def num_local_experts(self) -> int:
         """Experts that this rank builds: all, of which :func:`shard_experts` leaves it its own."""
         return self.num_experts
 
