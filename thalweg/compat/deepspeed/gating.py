@@ -106,7 +106,7 @@ def _to_buffers(
 class _AllToAll:
     """Equal parts of ``input`` to each rank of ``group``, for layers of a program's own; gradients go the way back.
 
-    Thalweg's layer sends each expert its tokens and no empty places, so its parts are not equal, and it does not call this.
+    Thalweg's layer sends each expert its tokens and no empty places: its parts differ, and it does not call this.
     """
 
     @staticmethod

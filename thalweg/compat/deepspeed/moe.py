@@ -27,8 +27,8 @@ _EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
 class ExpertRow(ExpertParameter):
     """An expert's parameter, over the memory of the stack.
 
-    What is written to it counts, but where ranks divide the stack's values (ZeRO stages 1 to 3, where several ranks have
-    the same experts of ``ep_size``; stage 3 without): there ``safe_set_full_fp32_param`` writes, as DeepSpeed wants it.
+    What is written to it counts, but where ranks divide the stack's values (``ep_size`` at ZeRO stages 1 to 3 where
+    several ranks have the same experts; stage 3 without): there ``safe_set_full_fp32_param`` writes, as in DeepSpeed.
     """
 
     stack: nn.Parameter  # the layer's
