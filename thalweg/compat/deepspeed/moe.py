@@ -93,10 +93,10 @@ class DeepSpeedMoE(MoE):
         experts = nn.ModuleList(copy.deepcopy(self.experts._template[0]).train(self.training) for _ in owned)
         for stack, *shown in zip(self.experts.stack.modules(), *(expert.modules() for expert in experts), strict=True):
             for key, parameter in stack._parameters.items():
-                values = () if parameter is None else self._own_values(parameter)
-                for expert, module, value in zip(owned, shown, values, strict=False):
-                    row = module._parameters[key] = ExpertRow(value, parameter.requires_grad)
-                    row.stack, row.expert, row.owned = parameter, expert, owned
+                if parameter is not None:
+                    for expert, module, value in zip(owned, shown, self._own_values(parameter), strict=True):
+                        row = module._parameters[key] = ExpertRow(value, parameter.requires_grad)
+                        row.stack, row.expert, row.owned = parameter, expert, owned
             for module in shown:
                 module._buffers = stack._buffers
         parts = {"gate": nn.ModuleDict({"wg": self.gate}), "experts": nn.ModuleDict({"deepspeed_experts": experts})}
