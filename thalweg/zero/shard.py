@@ -368,8 +368,7 @@ class ShardedModel:
         """What FSDP2 does not reduce is reduced at the end of a window: programs may look at it before the step."""
         if self._reduces_last:
             for params in self._other_params:
-                if isinstance(params, ScalarParams):
-                    params.reduce_grads(self._divisor.value * self._world_size)
+                params.reduce_grads(self._divisor.value * self._world_size)
 
     def after_step(self, result: object) -> None:
         """All parameters may have new values."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from thalweg.compat.deepspeed import collectives as dist
 from thalweg.nn.moe.layer import GatePolicy, Routing, route
@@ -100,6 +101,17 @@ def _to_buffers(
     weights = routing.weights[..., None, None] * taken[..., None] * F.one_hot(places, capacity)[..., None, :]
     combine = weights.sum(1)
     return routing.balance_loss, combine, combine.bool(), routing.counts
+
+
+class _AllToAll:
+    """Equal parts of ``input`` to each rank of ``group``, for layers of a program's own; gradients go the way back.
+
+    Thalweg's layer sends each expert its tokens and no empty places: its parts differ, and it does not call this.
+    """
+
+    @staticmethod
+    def apply(group: Any, input: Tensor) -> Tensor:
+        return all_to_all_single(torch.empty_like(input), input.contiguous(), group=group)
 
 
 def _route_slots(experts: Tensor, places: Tensor, num_experts: int, capacity: int) -> Tensor:

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import Any
 
 from torch import Tensor
 
 from thalweg.compat.deepspeed.live_engines import live_engines
+from thalweg.compat.deepspeed.moe import ExpertRow
 from thalweg.zero.fsdp2.private_api import get_fsdp_groups
 from thalweg.zero.full_state_dict import write_to_shard
 from thalweg.zero.whole_parameter import WholeParameter, get_shard
 from thalweg.zero.whole_tensors import gather_master, gather_whole, set_master, to_local
 
 
+def _of_experts(access: Callable[..., Any], get: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """``access`` to a parameter's whole tensor, also to one expert's: by ``get``, all that the layer's stack has."""
+
+    @wraps(access)
+    def access_row(param: Tensor, *args: Any, **options: Any) -> Any:
+        if not isinstance(param, ExpertRow):
+            return access(param, *args, **options)
+        if get is None:
+            whole = access(param.stack, *args, **options)
+            return None if whole is None else whole[param.expert].clone()
+        value, *key = args
+        _check_shape(param, value)
+        if (whole := get(param.stack, *key, **options)) is not None:
+            whole[param.expert] = value
+        return access(param.stack, value if whole is None else whole, *key, **options)
+
+    return access_row
+
+
+@_of_experts
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The whole master weight; collective."""
     return gather_master(param).float()
 
 
+@partial(_of_experts, get=safe_get_full_fp32_param)
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Write the whole master weight; collective, the same value on every rank."""
     _check_shape(param, value)
     set_master(param, value)
 
 
+@_of_experts
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole reduced gradient between the window's last backward pass and its step; collective.
 
@@ -42,6 +67,7 @@ def _find_unreduced_grad(param: Tensor) -> Tensor | None:
     return None
 
 
+@partial(_of_experts, get=safe_get_full_grad)
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Write the whole gradient; collective.
 
@@ -60,12 +86,14 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gather_whole(param.grad).float(), param))
 
 
+@_of_experts
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """The whole state ``optim_state_key`` of a parameter ("exp_avg", "exp_avg_sq"); None before the first step."""
     state = _find_state(param, optim_state_key)
     return None if state is None else gather_whole(state).float()
 
 
+@partial(_of_experts, get=safe_get_full_optimizer_state)
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Write the whole state ``optim_state_key``; collective."""
     _scatter_into(_require(_find_state(param, optim_state_key), optim_state_key), value)

@@ -158,6 +158,8 @@ class MoE(nn.Module):
     ``l_aux`` is the balance loss (1 where balanced), unweighted; ``exp_counts`` (E,) int64.
     """
 
+    _dispatcher: AllToAllDispatcher | None = None
+
     def __init__(
         self,
         hidden_size: int,
@@ -201,13 +203,17 @@ class MoE(nn.Module):
         )
         self.z_loss_coef = z_loss_coef
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
-        self.experts = Experts(expert, num_experts)
+        self.experts = Experts(expert, self.num_local_experts)
         self.residual = copy.deepcopy(expert) if use_residual else None
         self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
         self.shared = shared_expert
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", None)  # expert_parallel.load_balance_coeff makes one
-        self._dispatcher: AllToAllDispatcher | None = None
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts that this rank builds: all, of which :func:`shard_experts` leaves it its own."""
+        return self.num_experts
 
     def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Let the experts of a team of ranks work together; each has its rows of the stack by now."""

@@ -138,8 +138,8 @@ def shard_experts(
 ) -> None:
     """Spread the experts of each layer over ``ep_size`` data ranks, or over its own ``ep_size``; collective.
 
-    Rank 0's values count.  The parameters become DTensors of the
-    model's logical shapes.  ``tp_layout``: how tensor ranks have cut them before.
+    Rank 0's values count; where a rank has built its own experts alone, those of the first copy.  The parameters
+    become DTensors of the model's logical shapes.  ``tp_layout``: how tensor ranks have cut them before.
 
     Raises:
         ValueError: the number of ranks does not divide the data-parallel ones, or a layer has
@@ -208,7 +208,10 @@ def _shard_parameter(
     ep_rank: int,
     data_group: dist.ProcessGroup,
 ) -> nn.Parameter:
-    """This rank's part of rank 0's values, under the logical shape; collective over the data ranks."""
+    """This rank's part of rank 0's values, under the logical shape; collective over the data ranks.
+
+    A parameter that has this rank's rows alone is that part, as the first of its copies has it.
+    """
     value = materialize_tensor(parameter) if is_deferred(parameter) else parameter.detach()
     if value.is_meta:
         raise ValueError(
@@ -216,12 +219,15 @@ def _shard_parameter(
             "thalweg.zero.Init(), or on the CPU"
         )
     full = value.clone(memory_format=torch.contiguous_format)
-    group = control_group(data_group, full.device)
+    is_own = len(full) == spec.local_size(ep_rank) < spec.size
+    group = control_group(mesh.get_group("copies") if is_own else data_group, full.device)
     dist.broadcast(full, src=dist.get_global_rank(group, 0), group=group)
     shape, tensor_axis = tp_placement or (full.shape, Replicate())
+    if is_own:
+        shape = torch.Size([spec.size, *shape[1:]])
     placements = [tensor_axis, spec.placement(), Replicate()][-mesh.ndim :]
     stride = torch.empty(shape, device="meta").stride()
-    local = spec.local_slice(full, ep_rank)
+    local = full if is_own else spec.local_slice(full, ep_rank)
     sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(sharded, parameter.requires_grad)
 
