@@ -330,7 +330,10 @@ def unlock_pages(memory: Tensor) -> None:
 
 def pin(tensor: Tensor) -> Tensor:
     """Return a host tensor in memory that the accelerator reads by itself; where there is none such, the tensor."""
-    return tensor.pin_memory() if can_pin() else tensor
+    if not can_pin():
+        return tensor
+    is_expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.contiguous() if is_expanded else tensor).pin_memory()  # which keeps strides, and writes to each place
 
 
 @cache

@@ -37,11 +37,32 @@ OF_PROCESSORS: dict[str, tuple[str, ...]] = {
         "test_preflight.py",
         "test_shard_spec.py",
     ),
+    "the engine's head, which rounds logits to bf16 on a device (docs/decisions/2026-11-24-what-bf16-rounds.md)": (
+        "test_rlhf_packing.py::test_log_probabilities_in_bf16_are_not_those_of_rounded_logits",
+    ),
     "bits of a sum over four ranks, whose order a device's library chooses": (
         "test_optim_onebit.py::test_zero_one_adam_without_bits_is_adam_to_the_bit",
     ),
+    "forks ranks, which CUDA takes from no process that has used it": (
+        "test_checkpoint_faults.py::test_row36_an_engine_killed_in_its_own_save_resumes_from_the_last_one_or_this_one",
+        "test_rlhf_commit.py",
+    ),
     "how ranks meet, before one has a device": ("test_launchers.py",),
     "programs of its own, or the text of sources": ("test_count_files.py", "test_fsdp2_private_names.py"),
+}
+
+# What ``--device sim`` alone leaves out.
+UNSIMULATED: dict[str, tuple[str, ...]] = {
+    "FSDP2 without this library, which moves a model by assigning to .data, across kinds of tensors there": (
+        "test_activation_checkpointing_sharded.py",
+        "test_checkpoint_reshard.py",
+    ),
+    "convolutions, which it has none of": (
+        "test_rlhf_packing.py::test_every_family_gives_a_row_the_numbers_of_the_row_alone",
+    ),
+    "memory of a fused attention, which is made of parts there": (
+        "test_ring_attention.py::test_a_sequence_n_times_as_long_takes_the_same_memory_on_n_ranks",
+    ),
 }
 
 
@@ -49,12 +70,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On a device, leave out what says something of processors alone."""
     if config.getoption("--device") == "cpu":
         return
-    reasons = {name: reason for reason, names in OF_PROCESSORS.items() for name in names}
+    reasons, unsimulated = (
+        {name: reason for reason, names in table.items() for name in names} for table in (OF_PROCESSORS, UNSIMULATED)
+    )
     for item in items:
         file, function = item.path.name, getattr(item, "originalname", item.name)
         reason = reasons.get(file) or reasons.get(f"{file}::{function}")
-        if config.getoption("--device") == "sim" and "compile" in item.name:
-            reason = "torch.compile, which makes no code for the simulated device"
+        if config.getoption("--device") == "sim":
+            reason = reason or unsimulated.get(file) or unsimulated.get(f"{file}::{function}")
+            reason = "torch.compile, which makes no code for the simulated device" if "compile" in item.name else reason
         if item.path.parent == Path(__file__).parent and reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"of processors alone: {reason}"))
 

@@ -42,7 +42,8 @@ class OddShapesModel(nn.Module):
         self.register_buffer("offset", torch.linspace(-1, 1, 5))
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        x = self.embed(tokens_BT) + self.offset
+        x = self.embed(tokens_BT)
+        x = x + self.offset.to(x.dtype)
         x = self.norm(x + self.layers[1](torch.tanh(self.layers[0](x))))
         y = self.layers[2](x + self.frozen(x)).squeeze(-1) * self.scale
         return F.mse_loss(y.float(), labels_BT.float() / VOCAB_SIZE)

@@ -255,8 +255,8 @@ def _in_bf16(
         with torch.no_grad():
             ours = packing.response_logprobs(engine, vars(rollout))[0][rollout.mask]
         losses.refined_logprobs = refined_logprobs
-        (logits, wanted), sampled = seen, rollout.logprobs[rollout.mask]
-        plain = chosen_logprobs(logits, rollout.input_ids[:, 1:][rollout.mask])
+        (logits, wanted), sampled = seen, rollout.logprobs[rollout.mask].to(ours.device)
+        plain = chosen_logprobs(logits, rollout.input_ids[:, 1:][rollout.mask].to(logits.device))
         gaps = {"head": ours - wanted, "rollout": ours - sampled}
         gaps |= {"plain head": plain - wanted, "plain rollout": plain - sampled}
         found.append({name: (float(gap.abs().mean()), float(gap.abs().max())) for name, gap in gaps.items()})

@@ -50,7 +50,7 @@ def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
     for _ in range(STEPS):
         for item in (next(data) for _ in range(case.num_micro_batches)):
             if how == "own loss":
-                logits, labels = engine(item[0]).float().flatten(0, 1), item[1].flatten()
+                logits, labels = engine(item[0]).float().flatten(0, 1), item[1].flatten().to(engine.device)
                 loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
                 count = int((labels != -100).sum())
                 engine.backward(loss / max(1, count), num_items=count)

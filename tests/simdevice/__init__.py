@@ -100,6 +100,7 @@ def register(num_devices: int = 1, memory_bytes: int = 4 << 30, like_mps: bool =
     assert spec is not None and spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
+    _library.impl("histc", _histc, "PrivateUse1")
     module = _make_module(native)
     if like_mps:
         for name in _NOT_OF_MPS:
@@ -109,6 +110,16 @@ def register(num_devices: int = 1, memory_bytes: int = 4 << 30, like_mps: bool =
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("simccl", _make_backend, extended_api=True, devices=[DEVICE])
     dist.Backend.default_device_backend_map[DEVICE] = "gloo" if like_mps else "simccl"
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Of whole numbers too, which a processor's does not take."""
+    index = ((x.double() - min) * bins / (max - min)).long().clamp(max=bins - 1)
+    there = ((x >= min) & (x <= max)).to(x.dtype)
+    return x.new_zeros(bins).scatter_add_(0, index.clamp(min=0).flatten(), there.flatten())
 
 
 def is_registered() -> bool:

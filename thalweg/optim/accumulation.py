@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thalweg.config import Config
 from thalweg.device import pin, widest_float
@@ -338,6 +339,8 @@ class TokenMean(LossNormalizer):
 
     def on_token_count(self, num_tokens: Tensor) -> None:
         """The loss at hand is a mean over so many targets (0-dim)."""
+        if isinstance(num_tokens, FakeTensor):  # the plan's, which is made within the first forward pass
+            return
         num_tokens = num_tokens.detach().to(self._device, widest_float(self._device))
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
