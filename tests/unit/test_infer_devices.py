@@ -602,3 +602,33 @@ def _refused(rank: int, world: int) -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_device_that_is_not_there_is_refused():
     assert "device cuda: torch sees no such device here" in run_ranks(_refused, 1, device="sim")[0]
+
+
+def _streamed_steps(rank: int, world: int) -> tuple[int, int]:
+    import thalweg
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.infer import EngineConfig
+    from thalweg.infer.offload import weight_ring
+    from thalweg.plan.spec.devices import get_device
+
+    weight_ring.local_device = lambda _: get_device("h100")
+    engine = thalweg.init_inference(tiny_decoder("llama"), {"device": "sim", "weight_offload": "cpu"})
+    core, steps = engine.core, 0
+    step = core.step
+
+    def count() -> Any:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    core.step = count
+    engine.generate(torch.randint(1, 100, (16, 8)), max_new_tokens=6, do_sample=False)
+    slots = core.runner.num_slots
+    engine.close()
+    return slots, steps
+
+
+def test_streamed_weights_are_used_for_as_many_sequences_as_a_device_has_time_for():
+    """By the device's speed and its link, not the processor's, which has no time for more than a few."""
+    ((slots, steps),) = run_ranks(_streamed_steps, 1, device="sim")
+    assert slots == 512 and steps < 16

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.device import pin
+from thalweg.device import pin, resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
 from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
@@ -45,6 +45,7 @@ from thalweg.infer.runners import packed_weights
 from thalweg.infer.runners.packed_weights import PackedWeight, WeightStore, layer_linears, lm_head_format, packed_bytes
 from thalweg.ops import cpu_kernels
 from thalweg.plan.spec.cluster import local_cluster
+from thalweg.plan.spec.devices import local_device
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import EvictableMemory
 from thalweg.storage_io.io_threads import IoFuture
@@ -324,6 +325,10 @@ class DeviceWeightRing:
         self._pinned.clear()
 
 
+# A device could use thousands of sequences for the time that weights take to it; the host's work on each counts then.
+_MAX_DEVICE_BATCH = 512
+
+
 def optimal_batch_size(
     *, read_bytes: int, read_rate: float, macs: int, mac_rate: float, sequence_bytes: int, kv_memory: int
 ) -> int:
@@ -339,14 +344,18 @@ def optimal_batch_size(
 
 def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: EngineConfig, max_length: int) -> int:
     """Return the batch for the most tokens a second on this machine: see :func:`optimal_batch_size`."""
-    machine = local_cluster()
     all_linears = [x for layer in decoder.layers if isinstance(layer.mlp, MLPSpec) for x in layer_linears(layer)]
     all_linears.append(decoder.lm_head)
     per_token = sum(2 * x.attention.num_kv_heads * x.attention.head_dim for x in decoder.layers)
-    speed = machine.peak_flops(torch.float32 if weight_format == "fp32" else torch.bfloat16)
-    free = available_host_memory() or 2**32
-    rate = machine.host_memory_bandwidth if options.weight_offload == "cpu" else machine.disk_read_bandwidth
-    return optimal_batch_size(
+    dtype, most = torch.float32 if weight_format == "fp32" else torch.bfloat16, None
+    if (device := resolve_device(options.device)).type == "cpu":
+        machine, free = local_cluster(), available_host_memory() or 2**32
+        speed = machine.peak_flops(dtype)
+        rate = machine.host_memory_bandwidth if options.weight_offload == "cpu" else machine.disk_read_bandwidth
+    else:
+        accelerator, free, most = local_device(device), torch.accelerator.get_memory_info(device)[0], _MAX_DEVICE_BATCH
+        speed, rate = accelerator.peak_flops(dtype), accelerator.host_bandwidth
+    found = optimal_batch_size(
         read_bytes=sum(packed_bytes(x.out_features, x.in_features, weight_format) for x in all_linears),
         read_rate=rate,
         macs=sum(x.out_features * x.in_features for x in all_linears),
@@ -354,3 +363,4 @@ def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: Eng
         sequence_bytes=per_token * max_length * (4 if weight_format == "fp32" else 2),
         kv_memory=options.kv_cache_bytes or int(_MEMORY_FRACTION * free),
     )
+    return found if most is None else min(found, most)
