@@ -159,5 +159,5 @@ def compute_loss(model: Any, tokens: Tensor) -> Tensor:
     inner = getattr(model, "module", model)
     if isinstance(inner, ModuleListMoEModel):
         logits = model(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
     return model(input_ids=tokens, labels=tokens).loss

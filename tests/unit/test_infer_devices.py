@@ -607,7 +607,6 @@ def test_a_device_that_is_not_there_is_refused():
 def _streamed_steps(rank: int, world: int) -> tuple[int, int]:
     import thalweg
     from tests.unit.infer_models import tiny_decoder
-    from thalweg.infer import EngineConfig
     from thalweg.infer.offload import weight_ring
     from thalweg.plan.spec.devices import get_device
 
