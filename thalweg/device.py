@@ -333,9 +333,8 @@ def pin(tensor: Tensor) -> Tensor:
     if not can_pin():
         return tensor
     is_expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (
-        tensor.contiguous() if is_expanded else tensor
-    ).pin_memory()  # which keeps strides, and writes to each place
+    # Page-locked memory has the strides of what it is of, and is written to place by place.
+    return (tensor.contiguous() if is_expanded else tensor).pin_memory()
 
 
 @cache

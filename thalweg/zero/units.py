@@ -118,7 +118,8 @@ def _modules_by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for key, child in module.named_children():
             name = f"{prefix}{key}"
             size = num_parameters(child)
-            deeper = list(descend(f"{name}.", child)) if size > 10 * min_numel else []
+            may_split = size > 10 * min_numel and not getattr(child, "_is_one_unit", False)
+            deeper = list(descend(f"{name}.", child)) if may_split else []
             if len(deeper) > 1 or (deeper and isinstance(child, _CONTAINERS)):
                 yield from deeper
             elif size >= min_numel and not isinstance(child, _CONTAINERS):

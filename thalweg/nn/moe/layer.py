@@ -160,6 +160,8 @@ class MoE(nn.Module):
 
     _dispatcher: AllToAllDispatcher | None = None
 
+    _is_one_unit = True  # to ZeRO: it reads weights of modules in it without calling them
+
     def __init__(
         self,
         hidden_size: int,
@@ -225,7 +227,7 @@ class MoE(nn.Module):
         gate_input = x
         if self.training and self.policy.noisy_gate_policy == "Jitter":
             gate_input = x * torch.empty_like(x).uniform_(1 - 1e-2, 1 + 1e-2)
-        logits = self.gate(gate_input).float()  # called: it may be a unit of ZeRO's, gathered when it is
+        logits = F.linear(gate_input, self.gate.weight).float()
         routing = route(logits, self.policy, self.training, used_token, self.e_score_correction_bias)
         y = self._run_experts(x, routing).view(hidden_states.shape)
         if self.shared is not None:
