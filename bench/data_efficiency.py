@@ -41,7 +41,7 @@ from thalweg.data.corpus import split_held_out, stdlib_documents
 from thalweg.data.packing import PackedDataset, concatenate_sequences
 from thalweg.nn.transformer import GPT, GPTConfig
 
-T, BATCH, LAYERS = 128, 8, 6
+T, LAYERS = 128, 6
 BUDGET = 0.6
 
 
@@ -80,7 +80,9 @@ def features(steps: int) -> dict[str, tuple[int, dict[str, Any]]]:
     }
 
 
-def train(case: str, seed: int, steps: int, lr: float, text: tuple[PackedDataset, PackedDataset]) -> dict[str, Any]:
+def train(
+    case: str, seed: int, steps: int, batch_size: int, lr: float, text: tuple[PackedDataset, PackedDataset]
+) -> dict[str, Any]:
     """One run: its tokens, seconds and held-out loss."""
     steps, own = features(steps)[case]
     torch.manual_seed(seed)
@@ -95,7 +97,7 @@ def train(case: str, seed: int, steps: int, lr: float, text: tuple[PackedDataset
         block.attention.register_forward_pre_hook(count)
     schedule = {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20), "cos_min_ratio": 0.05}
     config = {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": batch_size,
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         "gradient_clipping": 1.0,
@@ -156,7 +158,8 @@ def render(data: dict[str, Any]) -> str:
         "# Data efficiency",
         f"{format_machine(data['machine'])}",
         f"{data['date']}, commit {data['commit']}.",
-        f"GPT {LAYERS} x 64 on bytes of the standard library, {BATCH} sequences of {T} a step, AdamW, {data['lr']:g}, "
+        f"GPT {LAYERS} x 64 on bytes of the standard library, {data['batch']} sequences of {T} a step, AdamW, "
+        f"{data['lr']:g}, "
         "one thread, beside other work. A run gained where its loss is at most that of full training of its seed, for "
         "at most 60% of its tokens or time.",
         markdown_table(head, cells),
@@ -170,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences a step (8)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--cases", nargs="+", default=list(features(1)), help="full training is always among them")
     parser.add_argument("--quick", action="store_true", help="few steps and one seed, under a minute; not written")
@@ -182,9 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     text, runs, data = read_text(), [], {}
     for seed in range(args.seeds):
         for case in dict.fromkeys(["full", *args.cases]):
-            runs.append(train(case, seed, args.steps, args.lr, text))
+            runs.append(train(case, seed, args.steps, args.batch, args.lr, text))
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-            data = make_result("data_efficiency", rows_of(runs), runs=runs, lr=args.lr)
+            data = make_result("data_efficiency", rows_of(runs), runs=runs, batch=args.batch, lr=args.lr)
             if args.write:
                 write_result("data_efficiency", data, render(data))
     print(json.dumps(data) if args.json else render(data))
