@@ -98,3 +98,15 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+def _prime_factors(number: int) -> list[int]:  # what imports DeepSpeed's module of this name imports it along
+    if number <= 0:
+        raise ValueError(f"a positive number has prime factors, not {number}")
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
