@@ -15,9 +15,11 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.dist.models import VOCAB_SIZE, OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import FP32_SLACK, MICRO_BATCH_SIZE, ParityCase, ragged_windows, run_engine
+from tests.dist.parity import FP32_SLACK, MICRO_BATCH_SIZE, ParityCase, full_tensor, ragged_windows, run_engine
 from tests.dist.zeropp_support import FEATURE_SETS, LAYOUTS, set_fake_host
 from tests.harness import is_device_real, run_ranks
 from tests.marks import nightly
@@ -974,3 +976,50 @@ def test_a_device_s_peak_is_planned(kind, stage, dtype, windows, policy):
         assert (found["planned"] + found["masters"]) / found["peak"] > 1.08, found
     if (kind, dtype, policy) == ("deep", "bf16", "none"):
         assert found["other kernels"] / found["peak"] > 1.08, found
+
+
+class _Unsized(torch.nn.Module):
+    """Nothing tells its hidden size, so that the memory check of the first batch runs it on shapes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(VOCAB_SIZE, 8), torch.nn.Linear(8, VOCAB_SIZE)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), labels.flatten())
+
+
+def _weighted(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """Two windows weighed by their tokens, whose batches begin with one row seen twice."""
+    import thalweg
+    from thalweg.device import copy_to_device
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "token_weighted_loss": True,
+        "memory": {"device_limit": "400MiB"},  # little enough for the check to run
+    }
+    engine = thalweg.initialize(model=_Unsized(), config=config)[0]
+    losses = []
+    for step in range(4):
+        tokens, labels = make_batch(step, 2)
+        labels = labels[:1].clone()
+        labels[:, : 3 * (step % 2)] = -100
+        repeated = copy_to_device(labels.expand(2, -1), engine.device)
+        loss = engine(tokens.to(engine.device), repeated)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    norms = [float(full_tensor(parameter).norm()) for parameter in engine.module.parameters()]
+    engine.close()
+    return losses, norms
+
+
+def test_a_repeated_row_and_the_plan_s_own_pass_leave_the_numbers_alone():
+    """Page-locked memory of an expanded tensor cannot be written to; the plan's targets are none of the window's."""
+    (on_cpu,), (on_device,) = (run_ranks(_weighted, 1, device=device) for device in ("cpu", "sim"))
+    for expected, found in zip(on_cpu, on_device, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 from torch import nn
 
+from thalweg.nn.moe.layer import MoE
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 
@@ -85,3 +88,13 @@ def test_hugging_face_families(kind):
         model = transformers.BertModel(config)
         expected = {"encoder.layer.0", "encoder.layer.1"}
     assert expected <= set(find_units(model))
+
+
+def test_a_layer_of_experts_is_not_split():
+    """It reads weights of the modules in it without calling them, which a unit of its own would not gather."""
+    experts = MoE(64, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), num_experts=2)
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 64), "mixture": experts, "head": nn.Linear(64, 9)})
+    model = nn.Sequential(OrderedDict(model.items()))
+    assert [name for name in find_units(model) if name.startswith("mixture")] == ["mixture"]
+    experts._is_one_unit = False  # the control
+    assert len([name for name in find_units(model) if name.startswith("mixture")]) > 1
