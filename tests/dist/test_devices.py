@@ -1020,6 +1020,6 @@ def _weighted(rank: int, world: int) -> tuple[list[float], list[float]]:
 
 def test_a_repeated_row_and_the_plan_s_own_pass_leave_the_numbers_alone():
     """Page-locked memory of an expanded tensor cannot be written to; the plan's targets are none of the window's."""
-    (on_cpu,), (on_device,) = (run_ranks(_weighted, 1, device=device) for device in ("cpu", "sim"))
+    (on_cpu,), (on_device,) = run_ranks(_weighted, 1, device="cpu"), run_ranks(_weighted, 1, device="sim")
     for expected, found in zip(on_cpu, on_device, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)

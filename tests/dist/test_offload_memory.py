@@ -26,7 +26,7 @@ def _resident(rank, world, keeps):
     found, kept = [], []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         engine = start(GPT(SHAPE), folder, activation_checkpointing={"policy": "full"})
-        for step in range(7):
+        for step in range(9):
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(2000, (2, 65), generator=generator)
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
@@ -99,11 +99,16 @@ def test_negative_control_idle_blocks_are_noticed():
     assert run_ranks(_blocks_in_forward, 1, True)[0][1] > 0
 
 
+def _growth(found):
+    """Of the least of three steps: what a step leaves for the next one to take comes and goes by a few MiB."""
+    return min(found[6:]) - min(found[3:6])
+
+
 def test_resident_memory_after_step_6_is_that_after_step_3():
     found = run_ranks(_resident, 1, False)[0]
-    assert abs(found[6] - found[3]) < 4.0, found
+    assert _growth(found) < 4.0, found
 
 
 def test_negative_control_a_unit_that_stays_is_noticed():
     found = run_ranks(_resident, 1, True)[0]
-    assert found[6] - found[3] > 7.0, found
+    assert _growth(found) > 7.0, found

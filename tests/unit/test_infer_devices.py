@@ -611,7 +611,7 @@ def _streamed_steps(rank: int, world: int) -> tuple[int, int]:
     from thalweg.plan.spec.devices import get_device
 
     weight_ring.local_device = lambda _: get_device("h100")
-    engine = thalweg.init_inference(tiny_decoder("llama"), {"device": "sim", "weight_offload": "cpu"})
+    engine = thalweg.init_inference(tiny_decoder("llama"), {"device": "auto", "weight_offload": "cpu"})
     core, steps = engine.core, 0
     step = core.step
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
@@ -333,7 +333,7 @@ class FSDPGroupHandle:
             for param, shard in zip(inner.fsdp_params, shards, strict=True):
                 param.init_all_gather_outputs([shard.numel()], [shard.dtype], 1, inner.device)
                 outputs.append(param.all_gather_outputs[0])
-                alloc_storage(outputs[-1])
+                outputs[-1].untyped_storage().resize_(outputs[-1].nbytes)
             with torch.no_grad(), _ops.autograd._unsafe_preserve_version_counter(tuple(outputs)):
                 _ops._foreach_copy_(outputs, shards)
             for param in inner.fsdp_params:
