@@ -9,6 +9,7 @@ from torch import nn
 
 from thalweg.nn.moe.layer import MoE
 from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.parallel.pipeline.module import LayerSpec, LocalLayers, TiedLayerSpec
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 
 
@@ -98,3 +99,16 @@ def test_a_layer_of_experts_is_not_split():
     assert [name for name in find_units(model) if name.startswith("mixture")] == ["mixture"]
     experts._is_one_unit = False  # the control
     assert len([name for name in find_units(model) if name.startswith("mixture")]) > 1
+
+
+def test_a_tied_layer_that_a_function_reads_is_the_root_s():
+    """Also where a stage has no other layer, and units are looked for by size."""
+    tied, plain = (
+        TiedLayerSpec("embed", nn.Embedding, 9, 64, forward_fn=lambda layer, x: x),
+        LayerSpec(nn.Linear, 64, 64),
+    )
+    built = {4: nn.Linear(64, 64), 5: nn.Embedding(9, 64)}
+    specs = [plain] * 5 + [tied]
+    assert list(find_units(LocalLayers(specs, built))) == ["layers.4"]
+    assert list(find_units(LocalLayers(specs, {5: built[5]}))) == []
+    assert list(find_units(LocalLayers([plain] * 6, {5: built[5]}))) == ["layers.5"]  # the control: called as it is

@@ -102,13 +102,21 @@ class TokenPermutation:
         return (unpermuted.view(-1, self.top_k, rows.shape[1]) * weights[..., None]).sum(1)
 
 
+def count_groups(group_ids: Tensor, num_groups: int) -> Tensor:
+    """How many of ``group_ids`` (N,) int64 are of each group, and last of none (``num_groups``): (num_groups + 1,).
+
+    ``bincount`` would wait for a GPU.
+    """
+    return group_ids.new_zeros(num_groups + 1).scatter_add_(0, group_ids, torch.ones_like(group_ids))
+
+
 def sort_by_expert(expert_ids: Tensor, num_groups: int, valid_mask: Tensor | None = None) -> TokenPermutation:
     """Sort the choices ``expert_ids`` (N, k) by group, in order within one; those not ``valid_mask`` are left out."""
     k = expert_ids.shape[1]
     flat = expert_ids.reshape(-1)
     if valid_mask is not None:
         flat = torch.where(valid_mask.reshape(-1), flat, num_groups)
-    counts = flat.new_zeros(num_groups + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = count_groups(flat, num_groups)
     order = flat.argsort(stable=True)
     known_counts = None if valid_mask is None or is_fake(counts) else counts.tolist()
     num_dropped = 0 if known_counts is None else known_counts.pop()

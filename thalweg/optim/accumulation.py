@@ -33,10 +33,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from thalweg.config import Config
 from thalweg.device import pin, widest_float
+from thalweg.ops._torch_private import is_fake
 from thalweg.ops.losses import TargetCountMode
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.dtypes import HALF_DTYPES
@@ -339,7 +339,7 @@ class TokenMean(LossNormalizer):
 
     def on_token_count(self, num_tokens: Tensor) -> None:
         """The loss at hand is a mean over so many targets (0-dim)."""
-        if isinstance(num_tokens, FakeTensor):  # the plan's, which is made within the first forward pass
+        if is_fake(num_tokens):  # the plan's, which is made within the first forward pass
             return
         num_tokens = num_tokens.detach().to(self._device, widest_float(self._device))
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens

@@ -44,9 +44,9 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> dict[str, 
     """Return the modules to wrap, by name, in the model's own order; the root is not among them."""
     policy = policy or UnitPolicy()
     candidates = _named_blocks(model, policy) or _module_list_children(model) or _modules_by_size(model)
-    units: dict[str, nn.Module] = {}
+    never, units = getattr(model, "_no_unit_modules", ()), dict[str, nn.Module]()
     for name, module in candidates:
-        inside = any(name.startswith(f"{outer}.") for outer in units)
+        inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*units, *never))
         if name and not inside and num_parameters(module) > policy.min_num_params:
             units[name] = module
     return _without_shared(model, units)
@@ -75,10 +75,10 @@ def _named_blocks(model: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Mo
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
-    blocks, never = [], getattr(model, "_no_unit_modules", ())
+    blocks = []
     for name, module in model.named_modules():
         is_block = type(module).__name__ in names or policy.is_leaf(name, module)
-        if is_block and module is not model and name not in never and not isinstance(module, _CONTAINERS):
+        if is_block and module is not model and not isinstance(module, _CONTAINERS):
             blocks.append((name, module))
     return blocks
 

@@ -347,15 +347,15 @@ def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: Eng
     all_linears = [x for layer in decoder.layers if isinstance(layer.mlp, MLPSpec) for x in layer_linears(layer)]
     all_linears.append(decoder.lm_head)
     per_token = sum(2 * x.attention.num_kv_heads * x.attention.head_dim for x in decoder.layers)
-    dtype, most = torch.float32 if weight_format == "fp32" else torch.bfloat16, None
-    if (device := resolve_device(options.device)).type == "cpu":
+    dtype, device = torch.float32 if weight_format == "fp32" else torch.bfloat16, resolve_device(options.device)
+    if device.type == "cpu":
         machine, free = local_cluster(), available_host_memory() or 2**32
         speed = machine.peak_flops(dtype)
         rate = machine.host_memory_bandwidth if options.weight_offload == "cpu" else machine.disk_read_bandwidth
     else:
-        accelerator, free, most = local_device(device), torch.accelerator.get_memory_info(device)[0], _MAX_DEVICE_BATCH
+        accelerator, free = local_device(device), torch.accelerator.get_memory_info(device)[0]
         speed, rate = accelerator.peak_flops(dtype), accelerator.host_bandwidth
-    found = optimal_batch_size(
+    batch_size = optimal_batch_size(
         read_bytes=sum(packed_bytes(x.out_features, x.in_features, weight_format) for x in all_linears),
         read_rate=rate,
         macs=sum(x.out_features * x.in_features for x in all_linears),
@@ -363,4 +363,4 @@ def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: Eng
         sequence_bytes=per_token * max_length * (4 if weight_format == "fp32" else 2),
         kv_memory=options.kv_cache_bytes or int(_MEMORY_FRACTION * free),
     )
-    return found if most is None else min(found, most)
+    return batch_size if device.type == "cpu" else min(batch_size, _MAX_DEVICE_BATCH)

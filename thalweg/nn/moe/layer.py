@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.nn.moe.experts import Experts
-from thalweg.ops.grouped_mm import sort_by_expert
+from thalweg.ops.grouped_mm import count_groups, sort_by_expert
 from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertShardSpec
 from thalweg.parallel.shard_spec import contiguous_spec
 
@@ -133,7 +133,7 @@ def _within_capacity(
     flat = experts.T.reshape(-1)  # all first choices, then all second ones
     flat = torch.where(used.T.reshape(-1), flat, num_experts)
     by_expert = order[flat[order].argsort(stable=True)]
-    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))  # bincount waits for a GPU
+    counts = count_groups(flat, num_experts)
     starts = counts.cumsum(0) - counts
     position = torch.empty_like(order)
     position[by_expert] = torch.arange(len(order), device=order.device) - starts[flat[by_expert]]
@@ -159,7 +159,6 @@ class MoE(nn.Module):
     """
 
     _dispatcher: AllToAllDispatcher | None = None
-
     _is_one_unit = True  # to ZeRO: it reads weights of modules in it without calling them
 
     def __init__(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from thalweg.config.schema.parallel import ExpertParallel
 from thalweg.nn.moe.layer import MoE
+from thalweg.ops.grouped_mm import count_groups
 from thalweg.parallel.expert.detect import is_stacked, positional_args
 
 _BIAS = "e_score_correction_bias"
@@ -63,8 +64,7 @@ class LoadBalancer:
             if module.training:  # a recomputed layer counts twice, which leaves each expert's side of the mean
                 new = read(args, kwargs, output)
                 if new.ndim > 1:
-                    flat = new.flatten().clamp(max=size)  # bincount would wait for a GPU
-                    new = flat.new_zeros(size + 1).scatter_add_(0, flat, torch.ones_like(flat))[:size]
+                    new = count_groups(new.flatten().long().clamp(max=size), size)[:size]
                 self._counts[index] += new
 
         module.register_forward_hook(hook, with_kwargs=True)
