@@ -204,7 +204,9 @@ def test_what_counts_no_tokens_is_not_cut() -> None:
     batch = {"input_ids": torch.zeros(6, 6, dtype=torch.long), "labels": torch.zeros(6), "positions": torch.arange(6)}
     assert [tuple(t.shape) for t in truncate_sequences(batch, 4).values()] == [(6, 4), (6,), (6,)]
     wide = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "positions": torch.arange(6), "rest": torch.zeros(2, 5)}
-    assert [tuple(t.shape) for t in truncate_sequences(wide, 4).values()] == [(2, 4), (4,), (2, 5)]
+    cut = truncate_sequences(wide, 4)
+    assert [tuple(t.shape) for t in cut.values()] == [(2, 4), (4,), (2, 5)]
+    assert cut["input_ids"].view(-1).shape == (8,)  # as BERT's loss does it
     with pytest.raises(ValueError, match="has none"):
         truncate_sequences({"pixels": torch.zeros(2, 3, 4, 4)}, 2)
 

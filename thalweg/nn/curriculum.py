@@ -86,7 +86,7 @@ def truncate_sequences(batch: Any, length: int) -> Any:
     def cut(tensor: Tensor) -> Tensor:
         for dim in token_dims(tensor.shape, num_sequences, whole):
             tensor = tensor.narrow(dim, 0, length)
-        return tensor
+        return tensor.contiguous()  # BERT's loss takes a view of its labels as one row
 
     return map_tensors(batch, cut) if length < whole else batch
 

@@ -52,7 +52,7 @@ _GRADS_STAY_IN_PLACE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 GROUP_NAMES = (
     "fsdp_params", "is_sharded", "reduce_grads", "all_reduce_grads", "reshard_after_backward", "comm_ctx",
     "_training_state", "_to_unsharded", "_to_sharded", "post_backward", "finalize_backward", "unshard",
-    "wait_for_unshard", "_all_gather_result", "device_handle", "device", "_wait_all_gather_streams_on_event",
+    "wait_for_unshard", "_all_gather_result", "device_handle", "device",
     "_set_unsharded_grad_dtypes" if _GRADS_STAY_IN_PLACE else "_init_mp_dtypes",
 )  # fmt: skip
 PARAM_NAMES = (
@@ -340,7 +340,9 @@ class FSDPGroupHandle:
                 param.init_unsharded_param()
             inner._to_unsharded()
             # The copying stream waits until the shards are read, and their memory can be its own.
-            inner._wait_all_gather_streams_on_event(stream.record_event())
+            is_read = stream.record_event()
+            inner.comm_ctx.all_gather_copy_in_stream.wait_event(is_read)
+            inner.comm_ctx.all_gather_stream.wait_event(is_read)
             inner._all_gather_result = None
 
         inner.unshard, inner.wait_for_unshard = unshard, wait_for_unshard
@@ -682,13 +684,32 @@ def _read_whole(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def reset_iteration_state(root: Any) -> None:
     """Bring FSDP2 back to rest after a forward or backward that raised; gradients of earlier passes stay."""
-    if not hasattr(root, "reset_iter_state"):  # torch 2.13
-        return
-    params = [param for group in get_fsdp_groups(root) for param in group.params]
-    kept = [(tensor, tensor.grad) for param in params for tensor in param.grad_owners]
-    root.reset_iter_state()
+    groups = get_fsdp_groups(root)
+    kept = [(tensor, tensor.grad) for group in groups for param in group.params for tensor in param.grad_owners]
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+    else:
+        _reset_iteration_state(root, groups)
     for tensor, grad in kept:  # which torch 2.15 forgets
         tensor.grad = grad
+
+
+def _reset_iteration_state(root: Any, groups: Sequence[FSDPGroupHandle]) -> None:
+    """What torch 2.13 does for itself.  Without, the next backward passes queue no callback for their end."""
+    state = root._get_fsdp_state()
+    context, comm_ctx = state._state_ctx, state._comm_ctx
+    for group in groups:
+        inner = group._inner
+        inner.finalize_backward()  # waits for what is under way
+        inner._partial_reduce_output = None
+        inner._training_state = type(inner._training_state).IDLE
+        inner._to_sharded()
+    comm_ctx.post_forward_order.clear()
+    comm_ctx.reduce_scatter_state = comm_ctx.all_gather_state = None
+    for each in context.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = type(each._training_state).IDLE
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
 
 
 def is_in_backward() -> bool:
