@@ -232,6 +232,7 @@ def _make_module(compiled: Any) -> types.ModuleType:
         set_device=lambda device: compiled.set_device(_device(device).index),
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _lazy_init=lambda: None,  # without, torch 2.11 takes it for a device that nobody uses, and waits for nothing
         _initialized=True,  # which torch's checkpoint asks for
         _is_in_bad_fork=lambda: False,
         init=lambda: None,

@@ -540,7 +540,7 @@ def test_a_finished_study_becomes_a_run_of_the_results(
         "other, one, llama, SciTail, thalweg int8": None, "other, one, llama, SciTail, inference again": 1.0,
     }  # fmt: skip
     assert "SIGKILL" in next(row["note"] for row in written["rows"] if row["case"].endswith("int8"))
-    assert written["runs"][0]["machine"]["torch"] == torch.__version__ and written["runs"][0]["date"]
+    assert torch.__version__.startswith(written["runs"][0]["machine"]["torch"]) and written["runs"][0]["date"]
     text = (tmp_path / "results" / "study.md").read_text()
     assert text.count("## Study: ") == 2 and "figures/" not in text and "### What to use" in text
     assert "What to use" in capsys.readouterr().out

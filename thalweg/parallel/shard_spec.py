@@ -14,16 +14,19 @@ there), so that no parameter may carry a plain one where another carries ``Ragge
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from thalweg.parallel.comm_group import pad_to_length
 from thalweg.parallel_dims import control_group
@@ -63,6 +66,7 @@ class ShardSpec:
 
     def placement(self) -> RaggedShard:
         """The DTensor placement on the tensor axis that says the same; never a plain ``Shard``."""
+        _keep_ragged_shards()
         return RaggedShard(self.dim, self.spans)
 
 
@@ -76,9 +80,14 @@ class RaggedShard(Shard):
         self.spans = spans
 
     @property
+    def size(self) -> int:
+        """The logical length of the dim."""
+        return max((stop for spans in self.spans for _, stop in spans), default=0)
+
+    @property
     def chunked(self) -> bool:
         """Whether these are the pieces of ``torch.chunk``, those of a plain ``Shard``."""
-        size = max((stop for spans in self.spans for _, stop in spans), default=0)
+        size = self.size
         rows = -(-size // len(self.spans))
         ends = [(min(rank * rows, size), min((rank + 1) * rows, size)) for rank in range(len(self.spans))]
         return self.spans == tuple((end,) for end in ends)
@@ -148,6 +157,44 @@ class RaggedShard(Shard):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self
+
+
+@cache
+def _keep_ragged_shards() -> None:
+    """Let results of DTensor operations be cut as their inputs are.  torch 2.15 makes the placements of most results
+    anew, plain ones for every kind of ``Shard`` but its own two, and takes equal chunks where there are none."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagate = propagator.propagate_op_sharding_non_cached
+
+    def propagate_cuts(op_schema: Any) -> Any:
+        result = propagate(op_schema)
+        axes = {
+            axis: placement
+            for spec in op_schema.args_spec
+            for axis, placement in enumerate(spec.placements)
+            if isinstance(placement, RaggedShard)
+        }
+        if axes and result.output_spec is not None:
+            specs = result.output_spec
+            one = isinstance(specs, DTensorSpec)
+            cut = [spec and _with_cuts(spec, axes) for spec in ((specs,) if one else specs)]
+            result.output_spec = cut[0] if one else type(specs)(cut)
+        return result
+
+    propagator.propagate_op_sharding_non_cached = propagate_cuts
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_cuts)
+
+
+def _with_cuts(spec: DTensorSpec, axes: Mapping[int, RaggedShard]) -> DTensorSpec:
+    """``spec`` with the spans of ``axes`` on the axes where it has a plain ``Shard`` of a dim as long."""
+    placements = list(spec.placements)
+    for axis, ragged in axes.items():
+        placement = placements[axis]
+        if type(placement) is Shard and spec.shape[placement.dim] == ragged.size:
+            placements[axis] = RaggedShard(placement.dim, ragged.spans)
+    cut = copy.copy(spec)  # torch may hold the one that it made
+    cut.placements = tuple(placements)
+    return cut
 
 
 def gather_shards(local: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> Tensor:

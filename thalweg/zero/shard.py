@@ -345,7 +345,7 @@ class ShardedModel:
                 assert whole is not None
                 if whole.shape != out.shape:  # a tensor rank's piece: ``sharded`` says of what, over ("tp", "dp")
                     sharded: Any = param.sharded_param
-                    whole = all_gather_full(make_dtensor(whole, (sharded.placements[0], Replicate()), sharded))
+                    whole = all_gather_full(make_dtensor(whole.detach(), (sharded.placements[0], Replicate()), sharded))
                 out.copy_(whole)
             all_gather_into(alone)
 
@@ -634,7 +634,7 @@ def _apply_fully_shard(
     common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
     if on_host:
         common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(options.zero))
-    try:
+    with private_api.sharding_any_dtype():
         for name in options.fp32_modules:
             module = model.get_submodule(name)
             fully_shard(module, mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
@@ -643,13 +643,6 @@ def _apply_fully_shard(
                 continue
             fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
         fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
-    except RuntimeError as error:
-        if "only Tensors of floating point" not in str(error):
-            raise
-        raise ValueError(
-            f"torch {torch.__version__} cannot shard parameters of whole numbers, as packed weights are: "
-            "pip install torch==2.13.0"
-        ) from error
 
 
 def _install_storages(

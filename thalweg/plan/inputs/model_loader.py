@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def _explain_config_errors() -> Iterator[None]:
     except ImportError:
         raise
     except Exception as error:
-        raise ValueError(f"no model can be made of this config: {' '.join(str(error).split())}") from error
+        raise ValueError(f"no model can be made of this config: {textwrap.shorten(str(error), 300)}") from error
 
 
 def _build_hf_model(config: Any) -> nn.Module:

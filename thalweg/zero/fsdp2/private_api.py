@@ -21,11 +21,14 @@ from its class (``_GRADS_STAY_IN_PLACE``).
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial, partialmethod, wraps
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -542,6 +545,11 @@ class FSDPParamHandle:
         inner._unsharded_param = nn.Parameter(unsharded, requires_grad=inner.sharded_param.requires_grad)
         self.set_grad_dtype()
 
+    def gather_integers_uncast(self) -> None:
+        """Let packed weights be gathered as they are; torch 2.11 casts them to the computation's dtype."""
+        if not self._inner.sharded_param.is_floating_point():
+            self._inner.param_dtype = None
+
     def set_grad_dtype(self) -> None:
         """Let the unsharded parameter keep gradients in the reduction's dtype, once FSDP2 knows that."""
         if _GRADS_STAY_IN_PLACE and hasattr(self._inner, "reduce_dtype") and hasattr(self._inner, "_unsharded_param"):
@@ -584,6 +592,21 @@ def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:
     return groups
 
 
+@contextmanager
+def sharding_any_dtype() -> Iterator[None]:
+    """Within, FSDP2 shards parameters of whole numbers too: torch 2.11 makes each, for a moment, one that trains."""
+
+    def make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    fsdp_param_module: Any = sys.modules[FSDPParam.__module__]
+    fsdp_param_module.nn = SimpleNamespace(**{**vars(nn), "Parameter": make_parameter})
+    try:
+        yield
+    finally:
+        fsdp_param_module.nn = nn
+
+
 def undo_fully_shard(root: nn.Module) -> None:
     """Take out of all modules what sharding and training have put into them, their parameters apart."""
     strip_training(root, _ATTRIBUTES, [])
@@ -617,6 +640,7 @@ def lazy_init(root: Any, dtypes: tuple[torch.dtype, torch.dtype] | None = None) 
     for group in get_fsdp_groups(root):
         for param in group.params:
             assert param.gathers_what_is_updated, f"FSDP2 has copied the shard of a parameter of {group.name!r}"
+            param.gather_integers_uncast()
             param.set_grad_dtype()
     if dtypes is not None:
         for group in get_fsdp_groups(root):
