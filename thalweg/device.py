@@ -64,6 +64,8 @@ def goes_through_host(kind: str) -> bool:
 class _OnlyStream:
     """The stream of a device that has no other: what is queued on it is in order already."""
 
+    stream_id = device_index = device_type = 0  # what torch 2.15 hands on, to an operator that uses none of them
+
     def wait_stream(self, stream: Any) -> None:
         """Nothing is out of order."""
 

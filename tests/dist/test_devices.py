@@ -459,7 +459,7 @@ def _split_communicators(rank: int, world: int) -> list[int]:
     from thalweg.parallel_dims import new_subgroup
 
     counts, splits = [], list[object]()
-    distributed_c10d._get_split_source = lambda group: splits.append(group)
+    distributed_c10d._get_split_source = lambda group, *_: splits.append(group)
     group = dist.group.WORLD
     assert group is not None
     group.bound_device_id = torch.device("sim", rank)

@@ -162,7 +162,13 @@ SEQ2SEQ_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "flan_t5": ("T5", _GATED | {"relative_attention_max_distance": 24, "relative_attention_num_buckets": 12}),
     "mt5": ("MT5", _GATED),
     "umt5": ("UMT5", _T5),
-    "bart": ("Bart", _BART),  # through its own modelling code
+    "bart": ("Bart", _BART | {"scale_embedding": True}),
+    "mbart": ("MBart", _BART),
+    "pegasus": ("Pegasus", _BART),
+    "marian": ("MarianMT", _BART | {"activation_function": "swish", "pad_token_id": 0}),
+    "blenderbot": ("Blenderbot", _BART),
+    "m2m_100": ("M2M100", _BART | {"scale_embedding": False, "pad_token_id": 1}),
+    "blenderbot_small": ("BlenderbotSmall", _BART),  # through its own modelling code
 }
 _BERT = _BASE | {"intermediate_size": 96, "num_attention_heads": 4}
 ENCODER_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -183,10 +189,11 @@ ENCODER_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_encoder(name: str, seed: int = 0, **changes: Any) -> Any:
     """Build one that listens, or only encodes; large weights, none tied that need not be."""
     kind, fields = SEQ2SEQ_CONFIGS.get(name) or ENCODER_CONFIGS[name]
-    family = kind.split("For")[0].removesuffix("EncoderModel").removesuffix("Model")
+    family = kind.split("For")[0].removesuffix("EncoderModel").removesuffix("Model").removesuffix("MT")
     config = getattr(transformers, f"{family}Config")(**(fields | changes))
     torch.manual_seed(seed)
-    model = getattr(transformers, kind if name in ENCODER_CONFIGS else f"{kind}ForConditionalGeneration")(config).eval()
+    suffix = "" if name in ENCODER_CONFIGS else "Model" if kind == "MarianMT" else "ForConditionalGeneration"
+    model = getattr(transformers, f"{kind}{suffix}")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, parameter in model.named_parameters():
@@ -196,6 +203,8 @@ def tiny_encoder(name: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 wide = 1.0 if "relative" in label else parameter.shape[-1] ** 0.5
                 parameter.copy_(noise * 1.5 / wide)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.copy_(torch.randn(model.final_logits_bias.shape, generator=generator) * 0.3)
     if name in SEQ2SEQ_CONFIGS:
         model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
         model.config.eos_token_id = None

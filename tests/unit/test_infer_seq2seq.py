@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 RUNNER = "torch" if cpu_kernels.unsupported_reason() else "cpu"
 OPTIONS = EngineConfig(dtype="fp32", max_num_seqs=8, max_model_len=96, max_num_batched_tokens=64)
 SOURCES = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (1, 15, 16, 17, 40)]
-T5 = sorted(set(SEQ2SEQ_CONFIGS) - {"bart"})
+DESCRIBED = sorted(set(SEQ2SEQ_CONFIGS) - {"blenderbot_small"})
 
 
 def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]]:
@@ -31,9 +31,9 @@ def expected(model: Any, sources: list[list[int]], count: int) -> list[list[int]
 
 
 @pytest.mark.parametrize("runner", [RUNNER] if RUNNER == "torch" else [RUNNER, nightly("torch")])
-@pytest.mark.parametrize("name", T5)
+@pytest.mark.parametrize("name", DESCRIBED)
 def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
-    model = tiny_encoder(name)
+    model = tiny_encoder(name, seed=2 if name == "bart" else 0)  # with which each source has its own answer
     engine = load_engine(model, OPTIONS, runner=runner)
     assert engine.metadata.kind == "seq2seq"
     want = expected(model, SOURCES, 20)
@@ -44,7 +44,7 @@ def test_tokens_equal_hugging_face(name: str, runner: str) -> None:
 
 
 def test_another_family_runs_through_its_own_code() -> None:
-    model = tiny_encoder("bart")
+    model = tiny_encoder("blenderbot_small")
     engine = load_engine(model, OPTIONS)
     assert type(engine.runner).__name__ == "TransformersRunner"
     assert greedy_generate(engine, SOURCES, 10) == expected(model, SOURCES, 10)

@@ -16,14 +16,15 @@ DECODERS = {
     "stablelm": "stablelm", "cohere": "cohere", "starcoder2": "llama", "gptj": "gptj",
     "gemma": "gemma", "gemma2": "gemma", "gemma3_text": "gemma",
     "gpt2": "gpt2", "phi": "phi", "phi3": "llama", "opt": "opt", "bloom": "bloom", "gpt_neox": "gpt_neox",
-    "falcon": "falcon", "t5": "t5", "mt5": "t5", "umt5": "t5",
+    "falcon": "falcon", "t5": "t5", "mt5": "t5", "umt5": "t5", "bart": "bart", "mbart": "bart", "pegasus": "bart",
+    "marian": "bart", "blenderbot": "bart", "m2m_100": "bart",
 }  # fmt: skip
 
 
 # The same for encoders.
 ENCODERS = {
     "bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "camembert": "bert", "distilbert": "bert",
-    "electra": "bert", "t5": "t5", "mt5": "t5", "umt5": "t5",
+    "electra": "bert", "t5": "t5", "mt5": "t5", "umt5": "t5", "bart": "bart", "mbart": "bart", "m2m_100": "bart",
 }  # fmt: skip
 
 
