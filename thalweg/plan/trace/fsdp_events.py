@@ -187,7 +187,9 @@ class FsdpEventSource:
         mark = f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}"
         if run_spec.reduces_in_place:
             recorder.record_mark(mark)
-        elif not (run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk):
+        elif run_spec.states_on_host or not (
+            run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk
+        ):
             self._reduce_input_id = recorder.record_alloc(info.reduce_bytes, "buffers")
         unit.accumulated_grads.clear()
         for parameter in unit.params:
