@@ -174,9 +174,10 @@ class FsdpEventSource:
         self.reduces_grads = is_last or self.run_spec.policy.reduces_each_backward
 
     def prefetch_previous(self, unit: FsdpUnitEvents) -> None:
-        """FSDP2 gathers the unit whose backward pass is next while this one's is computed."""
+        """FSDP2 gathers the unit whose backward pass is next while this one's is computed: the root's forward pass ends
+        last, and before it the last unit's."""
         index = self.units.index(unit)
-        if index > 0 and self.run_spec.policy.reshards_after_use:
+        if (index > 0 or not unit.info.name) and self.run_spec.policy.reshards_after_use:
             self.units[index - 1].prefetch()
 
     def reduce_grads(self, unit: FsdpUnitEvents) -> None:
