@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <thread>
+
 namespace sim {
 namespace {
 using c10d::ReduceOp;
@@ -281,12 +283,9 @@ class SimBackend final : public c10d::Backend {
 
   // Until the work is done or the group aborted: gloo itself has no word for that.
   void finish(const WorkPtr& work) {
-    while (!work->isCompleted()) {
+    for (int microseconds = 20; !work->isCompleted(); microseconds = std::min(2 * microseconds, 1000)) {
       TORCH_CHECK_WITH(DistBackendError, !aborted_, "the simulated communicator was aborted");
-      try {
-        work->wait(std::chrono::milliseconds(100));
-      } catch (const std::exception&) {  // not done in time
-      }
+      std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
     }
     work->wait();
   }
@@ -304,7 +303,7 @@ class SimBackend final : public c10d::Backend {
     opts.reduceOp = plain(op);
     auto received = output;
     auto sent = op.op_ == ReduceOp::PREMUL_SUM ? input.mul(factor_of(op)) : input;
-    finish(gloo_->_reduce_scatter_base(received, sent, opts));
+    gloo_->_reduce_scatter_base(received, sent, opts)->wait();  // not aborted: gloo's never says that it is done
     if (op.op_ == ReduceOp::AVG) received.div_(size_);
   }
   void gather_rows(const at::Tensor& output, const at::Tensor& input) {
