@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <thread>
+
 namespace sim {
 namespace {
 using c10d::ReduceOp;
@@ -73,6 +75,10 @@ class SimBackend final : public c10d::Backend {
     });
   }
   void setSequenceNumberForGroup() override {}
+  // What waits for a peer ends: with an error here, and without one where NCCL's kernels do.
+  void abort() override {
+    if (!aborted_.exchange(true)) c10::raw::intrusive_ptr::incref(gloo_.get());  // whose thread waits on, and is never joined
+  }
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -95,7 +101,7 @@ class SimBackend final : public c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     return collective(tensors, {}, opts.asyncOp, [this, hosts = aliases(tensors), opts] {
       auto sent = hosts;
-      gloo_->broadcast(sent, opts)->wait();
+      finish(gloo_->broadcast(sent, opts));
     });
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
@@ -107,7 +113,7 @@ class SimBackend final : public c10d::Backend {
     return collective(outputs[0], inputs, opts.asyncOp, [this, outs = aliases(outputs[0]), in = host_alias(inputs[0])] {
       std::vector<Tensors> received{outs};
       Tensors sent{in};
-      gloo_->allgather(received, sent)->wait();
+      finish(gloo_->allgather(received, sent));
     });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
@@ -140,7 +146,7 @@ class SimBackend final : public c10d::Backend {
                       [this, out = host_alias(output), in = host_alias(input), output_splits, input_splits] {
       auto received = out, sent = in;
       auto received_splits = output_splits, sent_splits = input_splits;
-      gloo_->alltoall_base(received, sent, received_splits, sent_splits)->wait();
+      finish(gloo_->alltoall_base(received, sent, received_splits, sent_splits));
     });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
@@ -154,7 +160,7 @@ class SimBackend final : public c10d::Backend {
       }
       auto input = at::cat(sent);
       auto output = at::empty({std::accumulate(output_splits.begin(), output_splits.end(), int64_t(0))}, input.options());
-      gloo_->alltoall_base(output, input, output_splits, input_splits)->wait();
+      finish(gloo_->alltoall_base(output, input, output_splits, input_splits));
       auto parts = output.split_with_sizes(output_splits);
       for (size_t i = 0; i < outs.size(); ++i) outs[i].copy_(parts[i].view_as(outs[i]));
     });
@@ -165,7 +171,7 @@ class SimBackend final : public c10d::Backend {
       std::vector<Tensors> received;
       if (rank_ == opts.rootRank) received.push_back(outs);
       Tensors sent{in};
-      gloo_->gather(received, sent, opts)->wait();
+      finish(gloo_->gather(received, sent, opts));
     });
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
@@ -174,12 +180,12 @@ class SimBackend final : public c10d::Backend {
       std::vector<Tensors> sent;
       if (rank_ == opts.rootRank) sent.push_back(ins);
       Tensors received{out};
-      gloo_->scatter(received, sent, opts)->wait();
+      finish(gloo_->scatter(received, sent, opts));
     });
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     check_devices();
-    return submit({}, true, [this] { gloo_->barrier()->wait(); });
+    return submit({}, true, [this] { finish(gloo_->barrier()); });
   }
   WorkPtr send(Tensors& tensors, int target, int tag) override {
     return point_to_point(tensors, [this, hosts = aliases(tensors), target, tag] {
@@ -200,6 +206,7 @@ class SimBackend final : public c10d::Backend {
   Queue* queue_ = nullptr;
   std::pair<Queue*, int64_t> last_{nullptr, 0};
   bool coalescing_ = false, devices_checked_ = false;
+  std::atomic<bool> aborted_{false};
   uint64_t sequence_ = 0;
   std::vector<std::function<WorkPtr()>> starts_;
   Tensors kept_;
@@ -274,13 +281,21 @@ class SimBackend final : public c10d::Backend {
     return c10::make_intrusive<SimWork>(rank_, *queue, outputs);
   }
 
+  // Until the work is done or the group aborted: gloo itself has no word for that.
+  void finish(const WorkPtr& work) {
+    for (int microseconds = 20; !work->isCompleted(); microseconds = std::min(2 * microseconds, 1000)) {
+      TORCH_CHECK_WITH(DistBackendError, !aborted_, "the simulated communicator was aborted");
+      std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+    }
+    work->wait();
+  }
   // In what order sums are formed is gloo's matter, as on the CPU; what gloo has no word for is done around it.
   void reduce_in_place(at::Tensor& host, const ReduceOp& op) {
     if (op.op_ == ReduceOp::PREMUL_SUM) host.mul_(factor_of(op));
     c10d::AllreduceOptions opts;
     opts.reduceOp = plain(op);
     Tensors tensors{host};
-    gloo_->allreduce(tensors, opts)->wait();
+    finish(gloo_->allreduce(tensors, opts));
     if (op.op_ == ReduceOp::AVG) host.div_(size_);
   }
   void scatter_sum(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op) {
@@ -288,13 +303,13 @@ class SimBackend final : public c10d::Backend {
     opts.reduceOp = plain(op);
     auto received = output;
     auto sent = op.op_ == ReduceOp::PREMUL_SUM ? input.mul(factor_of(op)) : input;
-    gloo_->_reduce_scatter_base(received, sent, opts)->wait();
+    gloo_->_reduce_scatter_base(received, sent, opts)->wait();  // not aborted: gloo's never says that it is done
     if (op.op_ == ReduceOp::AVG) received.div_(size_);
   }
   void gather_rows(const at::Tensor& output, const at::Tensor& input) {
     auto received = output;
     auto sent = input.clone();  // FSDP2's is a part of its output
-    gloo_->_allgather_base(received, sent)->wait();
+    finish(gloo_->_allgather_base(received, sent));
   }
   static ReduceOp plain(const ReduceOp& op) {
     return op.op_ == ReduceOp::AVG || op.op_ == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : op;

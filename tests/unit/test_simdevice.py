@@ -166,6 +166,31 @@ def test_training_equals_the_cpus_in_every_bit():
     on_device(_as_on_the_cpu)
 
 
+def _rotated(pairs: torch.Tensor, angles: torch.Tensor) -> list[torch.Tensor]:
+    """A rotation by complex numbers, its gradient, and what is conjugated in name alone: copied, and worked on."""
+    given = pairs.clone().requires_grad_()
+    numbers = torch.polar(torch.ones_like(angles), angles)
+    rotated = torch.view_as_real(torch.view_as_complex(given) * numbers)
+    rotated.square().sum().backward()
+    assert given.grad is not None and numbers.conj().is_conj()
+    back = torch.view_as_real(torch.view_as_complex(rotated.detach()) * numbers.conj())
+    return [rotated.detach(), given.grad, back, numbers.conj().clone(), numbers.conj().imag, numbers.conj().cpu()]
+
+
+def _complex(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    pairs, angles = torch.randn(4, 3, 2), torch.randn(4, 3)
+    on_host, here = _rotated(pairs, angles), _rotated(pairs.to("sim"), angles.to("sim"))
+    for want, got in zip(on_host, here, strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=0.0, atol=0.0)
+    assert not torch.equal(here[0].cpu(), pairs)
+    torch.testing.assert_close(here[2].cpu(), pairs)
+
+
+def test_complex_numbers_and_their_conjugates_are_the_cpus():
+    on_device(_complex)
+
+
 def _generators(rank: int, world: int) -> None:
     torch.manual_seed(3)
     host, device = torch.rand(5), torch.rand(5, device="sim")

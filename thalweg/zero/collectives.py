@@ -320,7 +320,7 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
     order = None
     if not cpu:  # on CPUs the memory of a host, or gloo, tells ranks that disagree
         arena = SharedMemoryArena.create(control_group(spec.group), CollectiveOrder.num_bytes(size))
-        order = None if arena is None else CollectiveOrder(arena)
+        order = None if arena is None else CollectiveOrder(arena, spec.group)
     make_reducer: ReducerFactory = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
     if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
         make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology, order)

@@ -33,9 +33,13 @@ import os
 import platform
 import secrets
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -240,6 +244,7 @@ class SharedMemoryArena:
 
 
 _ORDER_ROWS = 1 << 10  # as far as the host may run ahead of a peer's
+_ORDER_POLL_SECONDS = 0.2
 
 
 class CollectiveOrder:
@@ -247,37 +252,67 @@ class CollectiveOrder:
 
     An accelerator's library waits for ever, or mixes tensors up, and the host is long past that when it does.  So each
     rank writes what its n-th collective is into row n of a table that its peers see, and looks at theirs: whoever comes
-    to a row second sees that they differ before its own begins.  Who came first waits until the launcher ends it.
+    to a row second sees that they differ before its own begins, and says so in the last row.  Whoever came first may by
+    then wait for the device: a thread looks at that row, and has the device's library give up what will never end
+    (``group.abort()``), so that the host gets to its next collective, where it is told the same.
     """
 
-    def __init__(self, arena: SharedMemoryArena) -> None:
+    def __init__(self, arena: SharedMemoryArena, group: dist.ProcessGroup) -> None:
         self._rank, self._count, self._operations = arena.rank, 0, dict[int, str]()
-        shape = (arena.world_size, _ORDER_ROWS)
+        shape = (_ORDER_ROWS + 1, arena.world_size)
         self._table = arena.tensor(arena.reserve(prod(shape) * 8), shape, torch.int64).numpy()
+        dropped = threading.Event()
+        weakref.finalize(self, dropped.set)
+        watch = partial(_abort_after_failure, self._table[_ORDER_ROWS], group, dropped)
+        threading.Thread(target=watch, name="thalweg-order", daemon=True).start()
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
         """Bytes of arena that it needs."""
-        return world_size * _ORDER_ROWS * 8 + 64
+        return world_size * (_ORDER_ROWS + 1) * 8 + 64
 
     def begin(self, operation: str) -> None:
         """This rank's next collective is ``operation``.
 
         Raises:
-            CommError: a peer's is another.
+            CommError: a peer's is another, or was at one before.
         """
         tag = hash_name(operation) & 0xFFFFFFFF
         self._operations[tag] = operation
         self._count += 1
-        row, entry = self._count % _ORDER_ROWS, self._count % (1 << 31) << 32 | tag
-        self._table[self._rank, row] = entry
-        for rank, peers_entry in enumerate(self._table[:, row].tolist()):
+        self._table[self._count % _ORDER_ROWS, self._rank] = self._count % (1 << 31) << 32 | tag
+        self._compare(self._count)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a peer that has found, at a collective that this rank has begun, that they differ."""
+        for count in self._table[_ORDER_ROWS].tolist():
+            if 0 < count <= self._count:
+                self._compare(count)
+
+    def _compare(self, count: int) -> None:
+        entries = self._table[count % _ORDER_ROWS].tolist()
+        entry = entries[self._rank]
+        for rank, peers_entry in enumerate(entries):
             if peers_entry != entry and peers_entry >> 32 == entry >> 32:
-                peers_operation = self._operations.get(peers_entry & 0xFFFFFFFF, "a collective of another module")
-                raise CommError(
-                    f"rank {self._rank} is about to begin {operation} while rank {rank} began {peers_operation}: the "
-                    "ranks took different branches. Run the same modules on every rank in each step."
+                self._table[_ORDER_ROWS, self._rank] = count
+                mine, peers = (
+                    self._operations.get(one & 0xFFFFFFFF, "a collective of another module")
+                    for one in (entry, peers_entry)
                 )
+                raise CommError(
+                    f"rank {self._rank} began {mine} while rank {rank} began {peers}: the ranks took different "
+                    "branches. Run the same modules on every rank in each step."
+                )
+
+
+def _abort_after_failure(failed: Any, group: dist.ProcessGroup, dropped: threading.Event) -> None:
+    """Abort ``group`` once a rank has stopped at a collective; ``failed``: by rank, which one that was."""
+    while not dropped.wait(_ORDER_POLL_SECONDS):
+        if failed.any():
+            _log.error("ranks began different collectives: what waits for them on the device is given up")
+            group.abort()
+            return
 
 
 def hash_name(name: str) -> int:

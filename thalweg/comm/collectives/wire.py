@@ -191,7 +191,12 @@ class _LoggedCollective:
         sizes = {"full_bytes": full.nbytes, "world_size": group.size()}
         with self._ledger.timed(kind, self._name, "wire", **sizes) as call:
             call.add_bytes(*topology.ring_bytes(shard.nbytes))
-            yield
+            try:
+                yield
+            except RuntimeError:
+                if self._order is not None:
+                    self._order.check()
+                raise
 
 
 class WireAllGather(_LoggedCollective):

@@ -67,9 +67,8 @@ def may_step_in_backward(config: Config, *, on_cpu: bool) -> bool:
     """
     if config.gradient_clipping > 0 or config.outer_optimizer is not None or config.gradient_compression is not None:
         return False
-    if not on_cpu:  # gradients on their way from a GPU arrive when the pass is over
-        return False
-    return config.zero_optimization.offload_optimizer.device == "nvme" or not config.fp16.enabled
+    # On the host beside a GPU they would be waited for, unit by unit, and could not be taken back.
+    return config.zero_optimization.offload_optimizer.device == "nvme" or (on_cpu and not config.fp16.enabled)
 
 
 def build_engine_optimizer(

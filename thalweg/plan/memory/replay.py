@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from math import prod
 
 from thalweg.device import LARGE_BLOCK_BYTES
+from thalweg.optim.offload.step_in_backward import BUFFER_BYTES, MAX_PENDING_UPDATES
 from thalweg.plan.memory.gradient_buffers import GradientBuffers
 from thalweg.plan.memory.param_paging import DiskOperands, PagedParams, StreamedUpdate, plan_streamed_update
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample, RankMemory
@@ -292,9 +293,13 @@ class _Replay:
         resident = [spec for name, spec in self.trace.param_specs.items() if name not in self.disk_params]
         total = offloaded + sum(map(shard_bytes, resident))
         total += sum(prod(spec.padded_shape) * spec.compute_dtype.itemsize for spec in resident if spec.is_mixed)
-        grads = sum(unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable)
+        grads = sorted((unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable), reverse=True)
+        if self.run_spec.updates_in_backward:  # a unit's is reduced while those before it wait for the disk
+            grads = grads[: 1 + MAX_PENDING_UPDATES]
+        elif self.run_spec.grads_on_disk:
+            grads = [*grads[:1], *(min(3 * BUFFER_BYTES, largest) for largest in grads[:1])]
         sent = self.run_spec.sent_share_of_grads
-        total += int(grads * (1 + sent % 1))
+        total += int(sum(grads) * (1 + sent % 1))
         if self.run_spec.zero.offload_optimizer.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
             total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members)

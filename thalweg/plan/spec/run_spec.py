@@ -164,7 +164,7 @@ class RunSpec(ShardOptions):
     @property
     def grads_on_disk(self) -> bool:
         """Whether gradients rest in the swap file until the update."""
-        return self.on_cpu and self.zero.offload_optimizer.device == "nvme"
+        return self.zero.offload_optimizer.device == "nvme"
 
     def master_on_disk(self, param_spec: ParamSpec) -> bool:
         """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/storage/nvme.py``)."""
@@ -178,7 +178,7 @@ class RunSpec(ShardOptions):
         """Whether a unit is updated within the backward pass, its gradients gone at once."""
         where = self.zero.offload_optimizer.device
         possible = where == "cpu" or (where == "nvme" and self.zero.offload_param.device == "nvme")
-        return self.on_cpu and possible and self.may_step_in_backward and self.elementwise_optimizer
+        return possible and self.may_step_in_backward and self.elementwise_optimizer
 
 
 def run_spec_from_config(config: Config, topology: RankTopology, options: ShardOptions) -> RunSpec:

@@ -174,9 +174,10 @@ class FsdpEventSource:
         self.reduces_grads = is_last or self.run_spec.policy.reduces_each_backward
 
     def prefetch_previous(self, unit: FsdpUnitEvents) -> None:
-        """FSDP2 gathers the unit whose backward pass is next while this one's is computed."""
+        """FSDP2 gathers the unit whose backward pass is next while this one's is computed: the root's forward pass ends
+        last, and before it the last unit's."""
         index = self.units.index(unit)
-        if index > 0 and self.run_spec.policy.reshards_after_use:
+        if (index > 0 or not unit.info.name) and self.run_spec.policy.reshards_after_use:
             self.units[index - 1].prefetch()
 
     def reduce_grads(self, unit: FsdpUnitEvents) -> None:
@@ -187,7 +188,9 @@ class FsdpEventSource:
         mark = f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}"
         if run_spec.reduces_in_place:
             recorder.record_mark(mark)
-        elif not (run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk):
+        elif run_spec.states_on_host or not (
+            run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk
+        ):
             self._reduce_input_id = recorder.record_alloc(info.reduce_bytes, "buffers")
         unit.accumulated_grads.clear()
         for parameter in unit.params:
