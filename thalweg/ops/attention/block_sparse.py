@@ -99,10 +99,12 @@ class BlockSparseAttention:
         """Attend: q (B, H, T, D), k and v (B, H / repeat, T, D) -> (B, H, T, D) in q's dtype.
 
         ``causal``: query i sees keys up to i.  ``mask_mod``: true for what is attended; ``bias`` is added to the
-        scaled scores and gets no gradient.  A query without keys gives 0.
+        scaled scores and gets no gradient.  A query without keys gives 0.  Fewer queries than keys are the last ones.
         """
-        assert q.shape[2] == k.shape[2] == self.length and len(self.layout) in (1, q.shape[1])
+        assert k.shape[2] == self.length and len(self.layout) in (1, q.shape[1])
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if q.shape[2] < self.length:
+            return self._attend_last(q, k, v, self._visibility(self.layout.to(q.device), causal, mask_mod), bias, scale)
         if q.is_cuda:
             return self.flex(_compiled_flex_attention(), q, k, v, causal, mask_mod, bias, scale)
         modifier = None if mask_mod is None and bias is None else _Modifier(mask_mod, bias, self.length)
@@ -117,28 +119,15 @@ class BlockSparseAttention:
             heads.append(plan.heads)
         return torch.cat(outs, 1)[:, torch.cat(heads).argsort()]
 
-    def attend_last(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        mask_mod: MaskMod | None = None,
-        bias: MaskMod | None = None,
-        scale: float | None = None,
+    def _attend_last(
+        self, q: Tensor, k: Tensor, v: Tensor, is_seen: MaskMod, bias: MaskMod | None, scale: float
     ) -> Tensor:
         """The same for q (B, H, few, D), the last queries alone, as generation with a cache has them."""
-        length, heads = self.length, torch.arange(q.shape[1], device=q.device)[None, :, None, None]
-        q_idx = torch.arange(length - q.shape[2], length, device=q.device)[:, None]
-        kv_idx, b = torch.arange(length, device=q.device), torch.arange(len(q), device=q.device)[:, None, None, None]
-        mask = self.layout.to(q.device)[:, q_idx // self.block, kv_idx // self.block][None]
-        if causal:
-            mask = mask & (kv_idx <= q_idx)
-        if mask_mod is not None:
-            mask = mask & mask_mod(b, heads, q_idx, kv_idx)
+        b, h, q_idx, kv_idx = (torch.arange(n, device=q.device) for n in (len(q), q.shape[1], self.length, self.length))
+        places = b[:, None, None, None], h[:, None, None], q_idx[-q.shape[2] :, None], kv_idx
+        mask = is_seen(*places)
         if bias is not None:
-            mask = torch.where(mask, bias(b, heads, q_idx, kv_idx), -torch.inf)
+            mask = torch.where(mask, bias(*places), -torch.inf)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
@@ -156,20 +145,14 @@ class BlockSparseAttention:
         """The same by FlexAttention, whose blocks are coarser: a mask of its own looks the layout up in them."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        block, size = self.block, math.lcm(self.block, _FLEX_BLOCK)
+        size = math.lcm(self.block, _FLEX_BLOCK)
         if (causal, q.device) not in self._coarse:
             self._coarse[causal, q.device] = (
                 self.layout.to(q.device),
-                *self._coarse_columns(size // block, causal, q.device),
+                *self._coarse_columns(size // self.block, causal, q.device),
             )
         layout, counts, columns = self._coarse[causal, q.device]
-        last_head = len(layout) - 1
-
-        def is_seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            seen = layout[h.clamp(max=last_head), q_idx // block, kv_idx // block]
-            if causal:
-                seen = seen & (kv_idx <= q_idx)
-            return seen if mask_mod is None else seen & mask_mod(b, h, q_idx, kv_idx)
+        is_seen = self._visibility(layout, causal, mask_mod)
 
         def add_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             assert bias is not None
@@ -180,6 +163,17 @@ class BlockSparseAttention:
         )
         options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         return flex_attention(q, k, v, None if bias is None else add_bias, block_mask, **options)
+
+    def _visibility(self, layout: Tensor, causal: bool, mask_mod: MaskMod | None) -> MaskMod:
+        last_head, block = len(layout) - 1, self.block
+
+        def is_seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            seen = layout[h.clamp(max=last_head), q_idx // block, kv_idx // block]
+            if causal:
+                seen = seen & (kv_idx <= q_idx)
+            return seen if mask_mod is None else seen & mask_mod(b, h, q_idx, kv_idx)
+
+        return is_seen
 
     def _coarse_columns(self, factor: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of coarse rows, ``factor`` blocks each: how many coarse columns are read (1, H, n), and these first."""
