@@ -82,8 +82,8 @@ class BlockSparseAttention:
         assert layout.dim() == 3 and layout.shape[1] == layout.shape[2] == -(-length // block)
         shared = layout.shape[0] == 1 or layout.stride(0) == 0
         self.layout, self.block, self.length = (layout[:1] if shared else layout).bool(), block, length
-        self._plans: dict[tuple[bool, torch.device], tuple[_HeadPlan, ...]] = {}
-        self._coarse: dict[tuple[bool, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+        # By whether attention is causal, and the device.
+        self._plan, self._coarse = cache(self._make_plan), cache(self._make_coarse)
 
     def __call__(
         self,
@@ -146,12 +146,7 @@ class BlockSparseAttention:
         from torch.nn.attention.flex_attention import BlockMask
 
         size = math.lcm(self.block, _FLEX_BLOCK)
-        if (causal, q.device) not in self._coarse:
-            self._coarse[causal, q.device] = (
-                self.layout.to(q.device),
-                *self._coarse_columns(size // self.block, causal, q.device),
-            )
-        layout, counts, columns = self._coarse[causal, q.device]
+        layout, counts, columns = self._coarse(size // self.block, causal, q.device)
         is_seen = self._visibility(layout, causal, mask_mod)
 
         def add_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -175,33 +170,32 @@ class BlockSparseAttention:
 
         return is_seen
 
-    def _coarse_columns(self, factor: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of coarse rows, ``factor`` blocks each: how many coarse columns are read (1, H, n), and these first."""
+    def _make_coarse(self, factor: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The layout; and of coarse rows, ``factor`` blocks each: how many coarse columns are read (1, H, n), and these
+        first."""
         padded = F.pad(self.layout, (0, -self.layout.shape[1] % factor) * 2)
         coarse = padded.unflatten(2, (-1, factor)).any(3).unflatten(1, (-1, factor)).any(2)
         coarse = (coarse.tril() if causal else coarse)[None].int()
         columns = torch.argsort(coarse, dim=-1, descending=True, stable=True).int()
-        return coarse.sum(-1, dtype=torch.int32).to(device), columns.to(device)
+        return self.layout.to(device), coarse.sum(-1, dtype=torch.int32).to(device), columns.to(device)
 
-    def _plan(self, causal: bool, device: torch.device) -> tuple[_HeadPlan, ...]:
-        if (causal, device) not in self._plans:
-            layout = self.layout.tril() if causal else self.layout
-            heads_by_layout: list[list[int]] = []
-            for head in range(len(layout)):  # heads of one layout are attended together
-                same = next((one for one in heads_by_layout if torch.equal(layout[one[0]], layout[head])), None)
-                heads_by_layout.append([head]) if same is None else same.append(head)
-            self._plans[causal, device] = tuple(
-                _plan_heads(
-                    layout[heads[0]].cpu(),
-                    None if len(heads_by_layout) == 1 else torch.tensor(heads, device=device),
-                    self.block,
-                    0 if causal else self.length % self.block,
-                    causal,
-                    device,
-                )
-                for heads in heads_by_layout
+    def _make_plan(self, causal: bool, device: torch.device) -> tuple[_HeadPlan, ...]:
+        layout = self.layout.tril() if causal else self.layout
+        heads_by_layout: list[list[int]] = []
+        for head in range(len(layout)):  # heads of one layout are attended together
+            same = next((one for one in heads_by_layout if torch.equal(layout[one[0]], layout[head])), None)
+            heads_by_layout.append([head]) if same is None else same.append(head)
+        return tuple(
+            _plan_heads(
+                layout[heads[0]].cpu(),
+                None if len(heads_by_layout) == 1 else torch.tensor(heads, device=device),
+                self.block,
+                0 if causal else self.length % self.block,
+                causal,
+                device,
             )
-        return self._plans[causal, device]
+            for heads in heads_by_layout
+        )
 
 
 @cache
