@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import platform
+import resource
 import shutil
 import socket
 import sys
@@ -174,10 +175,6 @@ def _check_shared_memory() -> CheckResult:
 
 
 def _check_limits() -> CheckResult:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return CheckResult("limits", "ok", "unknown on this system")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} open files"
     if soft != resource.RLIM_INFINITY and soft < 1024:

@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     require_packages()
     from thalweg.serve.http.guard import BodyLimits
+    from thalweg.serve.mii.deployment import register_deployment, unregister_deployment
     from thalweg.serve.openai.requests import ChatTokenizer, load_chat_tokenizer
     from thalweg.serve.replicas.launcher import ProcessLauncher
     from thalweg.serve.replicas.pool import PoolLimits
@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
             else:
                 log_stderr(f"serving {options.model} at {url} (chat page: {url}/)")
             if args.deployment:
-                stack.enter_context(_registered_deployment(args.deployment, url, options.api_keys))
+                register_deployment(args.deployment, url, next(iter(options.api_keys), None))
+                stack.callback(unregister_deployment, args.deployment, os.getpid())
 
         if engine_spec is None:
             asyncio.run(serve_router(options, args.replica, args.replica_key, on_ready))
@@ -174,14 +175,3 @@ def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
         environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
     cpus = plan.cpus or ((),) * args.replicas
     return tuple(ReplicaResources(share, environ) for share in cpus)
-
-
-@contextlib.contextmanager
-def _registered_deployment(name: str, url: str, keys: tuple[str, ...]) -> Iterator[None]:
-    from thalweg.serve.mii.deployment import register_deployment, unregister_deployment
-
-    register_deployment(name, url, keys[0] if keys else None)
-    try:
-        yield
-    finally:
-        unregister_deployment(name, os.getpid())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from configparser import ConfigParser
@@ -126,9 +127,7 @@ class SurfaceModule(ModuleType):
 
 def _resolve(target: str | NotOffered) -> Any:
     assert isinstance(target, str)
-    module, _, attribute = target.partition(":")
-    loaded = importlib.import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
+    return pkgutil.resolve_name(target if ":" in target else f"{target}:")
 
 
 class _Placeholder(type):

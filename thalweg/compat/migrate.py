@@ -11,6 +11,7 @@ import ast
 import copy
 import importlib
 import inspect
+import pkgutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -285,17 +286,10 @@ class _ScriptReader(ast.NodeVisitor):
 
 def _resolve(name: str) -> Any:
     """The object of a dotted name, or None."""
-    head, *rest = name.split(".")
     try:
-        found: Any = importlib.import_module(head)
-        for position, part in enumerate(rest, start=2):
-            try:
-                found = getattr(found, part)
-            except AttributeError:
-                found = importlib.import_module(".".join(name.split(".")[:position]))
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
         return None
-    return found
 
 
 def _unknown_arguments(function: Any, given: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ do not.  A model without such a config loses all that has ``related_modules``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
             "returned, with the trained weights loaded into it"
         )
     if plain is not model or any(type(param) is not nn.Parameter for param in plain.parameters()):
-        plain = _copy_whole(plain)
+        plain = _copy_with(plain, gather_master)  # collective
     layers = iter_compressed(plain)
     for layer in layers.values():
         spec = layer.compression.weight
@@ -77,12 +77,10 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
     return plain
 
 
-def _copy_whole(model: nn.Module) -> nn.Module:
-    """A plain copy of a model in training, with the masters' values; collective."""
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(gather_master(param), requires_grad=param.requires_grad)
-    return copy.deepcopy(model, memo)
+def _copy_with(model: nn.Module, values: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a model whose parameters are plain, with these values."""
+    params = list(model.parameters())
+    return copy.deepcopy(model, {id(p): nn.Parameter(values(p), requires_grad=p.requires_grad) for p in params})
 
 
 def _iter_removals(model: nn.Module, layers: dict[str, CompressedLayer]) -> Iterator[_Removal]:
@@ -164,34 +162,26 @@ def _build_smaller(model: Any, removals: list[_Removal]) -> nn.Module | None:
             for name in ("num_attention_heads", "num_key_value_heads"):
                 if (heads := getattr(model.config, name, None)) is not None:
                     setattr(config, name, heads * left // total)
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters() if ".compression." not in name}
-    for removal in removals:
-        for name, dim, positions in removal.cuts:
-            _shrink_shapes(shapes, name, _dim_of(model.get_submodule(name), dim), dim, len(positions))
+    cut = _copy_with(model, lambda param: param.detach().to("meta"))
+    _remove(cut, removals)
     try:
         with torch.device("meta"):
             skeleton = type(model)(config)
     except (ValueError, TypeError, RuntimeError):
         return None
-    return skeleton if {n: tuple(p.shape) for n, p in skeleton.named_parameters()} == shapes else None
+    return skeleton if _shapes(skeleton) == _shapes(cut) else None
 
 
-def _dim_of(layer: nn.Module, dim: str) -> int:
-    return int((dim == "inputs") != is_transposed(layer))
-
-
-def _shrink_shapes(shapes: dict[str, tuple[int, ...]], name: str, dim: int, what: str, size: int) -> None:
-    shape = shapes[f"{name}.weight"]
-    shapes[f"{name}.weight"] = (*shape[:dim], size, *shape[dim + 1 :])
-    if what == "rows" and f"{name}.bias" in shapes:
-        shapes[f"{name}.bias"] = (size,)
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(param.shape) for name, param in model.named_parameters() if ".compression." not in name}
 
 
 def _remove(model: nn.Module, removals: list[_Removal]) -> None:
     for removal in removals:
         for name, what, positions in removal.cuts:
             layer: Any = model.get_submodule(name)
-            layer.weight = _select(layer.weight, _dim_of(layer, what) if layer.weight.dim() > 1 else 0, positions)
+            dim = int((what == "inputs") != is_transposed(layer)) if layer.weight.dim() > 1 else 0
+            layer.weight = _select(layer.weight, dim, positions)
             if what == "rows":
                 for key in ("bias", "running_mean", "running_var"):
                     if isinstance(getattr(layer, key, None), Tensor):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.parallel.executor import GroupEngine
@@ -150,8 +151,8 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
     saved = getattr(core, "tokenizer", None)
     core.tokenizer = other_kwargs.get("tokenizer") or saved
     try:
-        with contextlib.closing(_run(engine, requests)) as generated:
-            for output in generated:
+        with contextlib.closing(_run(engine, requests)) as received:
+            for output in received:
                 if output.error:
                     raise RuntimeError(f"generation failed: {output.error}")
                 outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
@@ -159,13 +160,9 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
         core.tokenizer = saved
     order = [outputs.get((x.request_id, index), []) for x in requests for index in range(num_samples)]
     pad = config.pad_token_id if config.pad_token_id is not None else (eos_ids[0] if eos_ids else 0)
-    longest = max(len(new) for new in order)
-    result = tokens.new_full((len(order), prompt_length + longest), pad)
+    generated = pad_sequence([tokens.new_tensor(new) for new in order], batch_first=True, padding_value=pad)
     prefix = tokens.new_tensor([decoder_start_ids] * len(tokens)) if decoder_start_ids else tokens
-    result[:, :prompt_length] = prefix.repeat_interleave(num_samples, 0)
-    for row, new in enumerate(order):
-        result[row, prompt_length : prompt_length + len(new)] = torch.tensor(new, dtype=result.dtype)
-    return result
+    return torch.cat([prefix.repeat_interleave(num_samples, 0), generated], 1)
 
 
 def _sampling_params(

@@ -10,8 +10,10 @@ The packages of services are imported only when asked for.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -111,14 +113,17 @@ class JsonlWriter:
         self._file.flush()
 
 
+def iter_jsonl(path: Path) -> Iterator[Any]:
+    """Yield what the lines of a file say; one that was torn as its run died is passed over."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
 def read_jsonl(path: Path, kind: str = "step") -> list[dict[str, Any]]:
     """Return the rows of one kind, the last of each step, in order of steps; torn lines are passed over."""
     rows: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in iter_jsonl(path):
         if isinstance(row, dict) and row.get("kind") == kind:
             rows[row.get("step"), row.get("name")] = row
     return sorted(rows.values(), key=lambda row: row["step"])

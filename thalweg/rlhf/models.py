@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from thalweg.adapt.quantized_weight import quantize_linears
 from thalweg.checkpoint.filesystem import FileSystem, remove_tree
 from thalweg.config import load
 from thalweg.engine import Engine, initialize
+from thalweg.infer.precision import eval_mode
 from thalweg.parallel_dims import control_group
 from thalweg.parallelize import parallel_dims_from_config
 from thalweg.rlhf.bottleneck import add_bottleneck_adapters
@@ -259,11 +260,14 @@ def _batches(rollout: Rollout, batch_size: int) -> Iterator[tuple[slice, Rollout
 
 
 @contextmanager
-def adapters_disabled(engine: Engine) -> Iterator[Engine]:
-    """The engine of a PEFT model as that of its base."""
-    module: Any = engine.module
-    with module.disable_adapter():
-        yield engine
+def as_reference(reference: Engine | None, actor: Engine) -> Iterator[Engine]:
+    """The engine that answers as the reference, without gradients: its own, or where there is none the actor's, a PEFT
+    model's, as that of its base, without dropout."""
+    model: Any = actor.module
+    with torch.no_grad(), model.disable_adapter() if reference is None else nullcontext():
+        engine = actor if reference is None else reference
+        with eval_mode(engine):
+            yield engine
 
 
 # Saving

@@ -40,8 +40,8 @@ from thalweg.rlhf import checkpoint, losses
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.data import AnswerDataset, Example, PromptSource, pad_token_id
 from thalweg.rlhf.models import (
-    adapters_disabled,
     all_reduce_on_host,
+    as_reference,
     mean_over_ranks,
     rollout_logprobs,
     rollout_values,
@@ -241,11 +241,8 @@ class GRPOTrainer:
         if self._tensor_group is not None:  # a function need not say the same everywhere
             dist.broadcast(scores, group_src=0, group=control_group(self._tensor_group, scores.device))
         logprobs = rollout_logprobs(self.actor, rollout, size, config.temperature)
-        if self.reference is None:
-            with adapters_disabled(self.actor) as base:
-                reference_logprobs = rollout_logprobs(base, rollout, size, config.temperature)
-        else:
-            reference_logprobs = rollout_logprobs(self.reference, rollout, size, config.temperature)
+        with as_reference(self.reference, self.actor) as engine:
+            reference_logprobs = rollout_logprobs(engine, rollout, size, config.temperature)
         experience = self.advantages(Experience(rollout, scores, logprobs, reference_logprobs, torch.empty(0)))
         mask, ahead = rollout.mask, {}
         if config.rollout_ahead:

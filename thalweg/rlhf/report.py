@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thalweg.observe.html import render_page
+from thalweg.observe.writers import iter_jsonl
 
 _METRICS, _REPORT = "metrics.jsonl", "report.html"
 _WIDTH, _HEIGHT, _PAD = 460, 180, 40
@@ -28,7 +29,7 @@ class RunLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _METRICS
         if path.is_file():
-            self.rows = [row for row in _read_rows(path) if row["step"] <= start]
+            self.rows = [row for row in iter_jsonl(path) if row["step"] <= start]
         kept = path.with_name(f".{_METRICS}")
         kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
         kept.replace(path)  # a run may die while it writes
@@ -52,20 +53,8 @@ def write_report_of_steps(directory: Path, steps: Iterable[str]) -> None:
     """Write ``DIR/report.html`` of all steps whose metrics are below it; rank 0 does."""
     files = {step: path for step in steps if (path := directory / step / _METRICS).is_file()}
     if files and dist.get_rank() == 0:
-        page = render_report({step: _read_rows(path) for step, path in files.items()})
+        page = render_report({step: list(iter_jsonl(path)) for step, path in files.items()})
         (directory / _REPORT).write_text(page, encoding="utf-8")
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [row for row in map(_parse, lines) if row is not None]
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None  # the last line of a run that died while it wrote
 
 
 def render_report(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -44,10 +44,9 @@ class Rollout:
         """(rows, T - 1): whether the actor chose the next token."""
         return self.response_mask[:, 1:]
 
-    def responses(self, without: int | None = None) -> list[list[int]]:
-        """Each row's response as tokens; ``without``: an end token that is left out at its end."""
-        rows = [ids[mask].tolist() for ids, mask in zip(self.input_ids, self.response_mask, strict=True)]
-        return [row[:-1] if row and row[-1] == without else row for row in rows]
+    def responses(self) -> list[list[int]]:
+        """Each row's response as tokens."""
+        return [ids[mask].tolist() for ids, mask in zip(self.input_ids, self.response_mask, strict=True)]
 
     def __getitem__(self, rows: slice) -> Rollout:
         """Some of the rows, without padding that none of them needs."""

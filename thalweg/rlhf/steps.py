@@ -29,7 +29,7 @@ from thalweg.rlhf.data import AnswerDataset, PackedAnswers, PromptSource, load_e
 from thalweg.rlhf.models import (
     ValueModel,
     adapt,
-    adapters_disabled,
+    as_reference,
     build_engine,
     build_frozen_engine,
     load_policy,
@@ -198,14 +198,8 @@ class DPOLoss:
 
     def __call__(self, engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
         """Return the loss, how many pairs it is over, and its metrics."""
-        if self.reference is not None:
-            with torch.no_grad():
-                reference = _summed_logprobs(self.reference, batch)
-        else:
-            engine.eval()
-            with torch.no_grad(), adapters_disabled(engine) as base:
-                reference = _summed_logprobs(base, batch)
-            engine.train()
+        with as_reference(self.reference, engine) as base:
+            reference = _summed_logprobs(base, batch)
         (chosen, rejected), (ref_chosen, ref_rejected) = _summed_logprobs(engine, batch).chunk(2), reference.chunk(2)
         config = self.config
         loss = losses.dpo_loss(

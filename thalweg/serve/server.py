@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -113,10 +114,7 @@ async def serve(
         app_state = AppState(pool, tokenizer, model_info, options.model, created, options.aliases)
         return build_app(app_state, options.deployment_name)
 
-    def make_pool(limits: PoolLimits) -> ReplicaPool:
-        return ReplicaPool(start_replica, options.num_replicas, limits)
-
-    await _run_server(options, make_pool, start, on_ready, stop_event)
+    await _run_server(options, partial(ReplicaPool, start_replica, options.num_replicas), start, on_ready, stop_event)
 
 
 async def serve_router(
@@ -132,9 +130,7 @@ async def serve_router(
         await router.start()
         return build_router_app(router)
 
-    def make_pool(limits: PoolLimits) -> ReplicaRouter:
-        return ReplicaRouter(replica_urls, replica_key, options.model, limits)
-
+    make_pool = partial(ReplicaRouter, replica_urls, replica_key, options.model)
     await _run_server(options, make_pool, start, on_ready, stop_event)
 
 

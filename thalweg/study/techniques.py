@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from thalweg.study.prepare import auto_class
 
@@ -144,10 +145,9 @@ def load_plain(spec: dict[str, Any], dtype: torch.dtype, quantization: str | Non
 
 def pad_left(prompts: list[list[int]], pad: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (batch, longest) ids and mask; a decoder goes on at the right end."""
-    longest = max(map(len, prompts))
-    tokens = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
-    return tokens, mask
+    rows = [torch.tensor(one, device=device) for one in prompts]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    return tokens, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
 def _until(row: list[int], ends: set[Any]) -> list[int]:

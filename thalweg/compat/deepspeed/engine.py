@@ -191,10 +191,6 @@ class DeepSpeedEngine(Engine):
         """Whether gradients are sharded."""
         return self.zero_optimization_stage() >= 2
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether Hugging Face may write whole weights at stage 3."""
-        return bool(self.resolved_config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
-
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of an update, samples of a micro-batch, micro-batches of an update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -155,17 +156,13 @@ def client(model_or_deployment_name: str) -> MIIClient:
     Raises:
         DeploymentNotFoundError: where none runs.
     """
-    try:
-        return MIIClient(ours.client(model_or_deployment_name))
-    except ValueError:
-        pass
-    try:
-        return MIIClient(ours.client(_default_name(model_or_deployment_name)))
-    except ValueError:
-        raise DeploymentNotFoundError(
-            f"no deployment {model_or_deployment_name!r} runs for this user: start it with mii.serve(model, "
-            f"deployment_name={model_or_deployment_name!r})"
-        ) from None
+    for name in (model_or_deployment_name, _default_name(model_or_deployment_name)):
+        with contextlib.suppress(ValueError):
+            return MIIClient(ours.client(name))
+    raise DeploymentNotFoundError(
+        f"no deployment {model_or_deployment_name!r} runs for this user: start it with mii.serve(model, "
+        f"deployment_name={model_or_deployment_name!r})"
+    )
 
 
 def _default_name(model: str) -> str:

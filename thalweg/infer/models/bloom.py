@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thalweg.infer.models import spec as specs
 
@@ -17,11 +15,13 @@ def build_decoder(model: Any) -> specs.DecoderSpec:
     if c.apply_residual_connection_post_layernorm:
         raise specs.UnsupportedModelError("BLOOM with residuals behind the norm")
     dim = c.hidden_size // c.n_head
+    # What each head adds to the second of two keys, the distance 1 (Press et al. 2022, section 3).
+    slopes = m.build_alibi_tensor(torch.ones(1, 2), c.n_head, torch.float32)[:, 0, 1]
     layers = []
     for block in m.h:
         a = block.self_attention
         qkv = specs.deinterleave_qkv(specs.build_linear(a.query_key_value), c.n_head, dim)
-        attention = specs.build_attention(qkv, a.dense, c.n_head, dim, alibi_slopes=alibi_slopes(c.n_head))
+        attention = specs.build_attention(qkv, a.dense, c.n_head, dim, alibi_slopes=slopes)
         mlp = specs.build_plain_mlp(block.mlp.dense_h_to_4h, block.mlp.dense_4h_to_h, "gelu_new")
         norms = specs.build_norm(block.input_layernorm), specs.build_norm(block.post_attention_layernorm)
         layers.append(specs.DecoderLayerSpec(norms[0], attention, mlp, norms[1]))
@@ -29,14 +29,3 @@ def build_decoder(model: Any) -> specs.DecoderSpec:
         model, layers, specs.build_norm(m.ln_f), max_length=getattr(c, "seq_length", None) or 2048,
         embed_norm=specs.build_norm(m.word_embeddings_layernorm),
     )  # fmt: skip
-
-
-def alibi_slopes(num_heads: int) -> Tensor:
-    """Return ALiBi's slopes (Press et al. 2022, section 3)."""
-    power = 2 ** math.floor(math.log2(num_heads))
-    base = 2.0 ** (-(2.0 ** -(math.log2(power) - 3)))
-    values = [base**i for i in range(1, power + 1)]
-    if power != num_heads:
-        extra = 2.0 ** (-(2.0 ** -(math.log2(2 * power) - 3)))
-        values += [extra**i for i in range(1, 2 * (num_heads - power), 2)]
-    return torch.tensor(values, dtype=torch.float32)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
-import torch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import DecoderLayerSpec, DecoderSpec, EncoderSpec, build_linear, build_rms_norm
@@ -51,8 +50,8 @@ def _build_layers(stack: Any, c: Any) -> list[DecoderLayerSpec]:
         first, last = block.layer[0], block.layer[-1]
         a = first.SelfAttention
         if a.has_relative_attention_bias:  # in T5 the first layer's holds for all
-            bucket = partial(
-                _relative_position_bucket, num_buckets=c.relative_attention_num_buckets,
+            bucket = partial(  # (Raffel et al. 2020, section 2.1)
+                T5Attention._relative_position_bucket, num_buckets=c.relative_attention_num_buckets,
                 bidirectional=not stack.is_decoder, max_distance=c.relative_attention_max_distance,
             )  # fmt: skip
             relative = specs.RelativePositionBias(a.relative_attention_bias.weight.detach(), bucket)
@@ -62,27 +61,6 @@ def _build_layers(stack: Any, c: Any) -> list[DecoderLayerSpec]:
         norms, mlp = [build_rms_norm(x.layer_norm) for x in (first, last)], _build_mlp(last.DenseReluDense, c)
         layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1], cross_attention=cross))
     return layers
-
-
-def _relative_position_bucket(
-    distance: torch.Tensor, num_buckets: int, max_distance: int, bidirectional: bool
-) -> torch.Tensor:
-    """Return the bucket of a key ``distance`` behind (or before) its query.
-
-    Half of the buckets stand for one distance each, the others for ranges that grow as powers up to
-    ``max_distance`` (Raffel et al. 2020, section 2.1); where both sides are seen, each has half of all.
-    """
-    base = torch.zeros_like(distance)
-    if bidirectional:
-        num_buckets //= 2
-        base = (distance > 0) * num_buckets
-        size = distance.abs()
-    else:
-        size = -distance.clamp(max=0)
-    exact = num_buckets // 2
-    power = torch.log(size.float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
-    far = (exact + power.clamp(min=0, max=num_buckets).long()).clamp(max=num_buckets - 1)
-    return base + torch.where(size < exact, size, far)
 
 
 def _build_cross_attention(layer: Any) -> specs.CrossAttentionSpec:

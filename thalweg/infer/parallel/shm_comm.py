@@ -65,15 +65,12 @@ class ShmCommunicator(StageCommunicator):
     def _map_memory(self, num_bytes: int) -> mmap.mmap:
         """Map the stage's memory, which its first rank creates."""
         if self.rank == 0:
-            fd = os.memfd_create("thalweg-infer", os.MFD_CLOEXEC)
-            try:
-                os.ftruncate(fd, num_bytes)
-                self.group.send({"path": f"/proc/{os.getpid()}/fd/{fd}"}, self.ranks[1:])
-                memory = mmap.mmap(fd, num_bytes)
+            with os.fdopen(os.memfd_create("thalweg-infer", os.MFD_CLOEXEC), "r+b", buffering=0) as file:
+                file.truncate(num_bytes)
+                self.group.send({"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"}, self.ranks[1:])
+                memory = mmap.mmap(file.fileno(), num_bytes)
                 for rank in self.ranks[1:]:  # they have mapped it
                     self.group.receive(rank)
-            finally:
-                os.close(fd)
             return memory
         path = self.group.receive(self.ranks[0])["path"]
         with open(path, "r+b", buffering=0) as file:

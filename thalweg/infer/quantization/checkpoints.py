@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -244,9 +245,7 @@ def _dequantize_bitsandbytes(tensors: TensorMap, quant_config: Mapping[str, Any]
         table = tensors["weight.nested_quant_map"].float()
         absmax = table[absmax.long()] * nested.repeat_interleave(size)[: len(absmax)]
         absmax = absmax + float(quant_state["nested_offset"])
-    count = 1
-    for length in quant_state["shape"]:
-        count *= length
+    count = math.prod(quant_state["shape"])
     scale = absmax.float().repeat_interleave(int(quant_state["blocksize"]))[:count]
     return (tensors["weight.quant_map"].float()[codes[:count]] * scale).view(*quant_state["shape"])
 

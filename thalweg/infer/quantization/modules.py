@@ -28,9 +28,7 @@ class QuantizedLinear(nn.Module):
         described = build_linear(layer)
         self.in_features, self.out_features = described.in_features, described.out_features
         like: Any = layer.weight
-        target = like.device if device is None else device
-        bias = None if described.bias is None else described.bias.to(target)
-        self._linear: Any = pack_linear(described.weight.to(target), bias, weight_format, like.dtype)
+        self._linear: Any = linear_packer(weight_format, device or like.device, like.dtype)(described)
         self.weight = like.detach().new_empty(0)
         self.bias = None
 

@@ -76,11 +76,10 @@ class _SparseModelAttention:
             )
         self.was_used = True
         attention = get_attention(build_sparsity_config(self._section, q.shape[1]), k.shape[2])
-        attend = attention if q.shape[2] == k.shape[2] else attention.attend_last
         options = {"mask_mod": mask}
         if isinstance(mask, Tensor):
             options = {"mask_mod" if mask.dtype == torch.bool else "bias": read_whole(mask)}
-        return attend(q, k, v, causal=causal, scale=scale, **options)
+        return attention(q, k, v, causal=causal, scale=scale, **options)
 
     def check_was_used(self) -> None:
         """Raises: ValueError: no attention has passed by."""

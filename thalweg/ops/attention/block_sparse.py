@@ -82,8 +82,8 @@ class BlockSparseAttention:
         assert layout.dim() == 3 and layout.shape[1] == layout.shape[2] == -(-length // block)
         shared = layout.shape[0] == 1 or layout.stride(0) == 0
         self.layout, self.block, self.length = (layout[:1] if shared else layout).bool(), block, length
-        self._plans: dict[tuple[bool, torch.device], tuple[_HeadPlan, ...]] = {}
-        self._coarse: dict[tuple[bool, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+        # By whether attention is causal, and the device.
+        self._plan, self._coarse = cache(self._make_plan), cache(self._make_coarse)
 
     def __call__(
         self,
@@ -99,10 +99,12 @@ class BlockSparseAttention:
         """Attend: q (B, H, T, D), k and v (B, H / repeat, T, D) -> (B, H, T, D) in q's dtype.
 
         ``causal``: query i sees keys up to i.  ``mask_mod``: true for what is attended; ``bias`` is added to the
-        scaled scores and gets no gradient.  A query without keys gives 0.
+        scaled scores and gets no gradient.  A query without keys gives 0.  Fewer queries than keys are the last ones.
         """
-        assert q.shape[2] == k.shape[2] == self.length and len(self.layout) in (1, q.shape[1])
+        assert k.shape[2] == self.length and len(self.layout) in (1, q.shape[1])
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if q.shape[2] < self.length:
+            return self._attend_last(q, k, v, self._visibility(self.layout.to(q.device), causal, mask_mod), bias, scale)
         if q.is_cuda:
             return self.flex(_compiled_flex_attention(), q, k, v, causal, mask_mod, bias, scale)
         modifier = None if mask_mod is None and bias is None else _Modifier(mask_mod, bias, self.length)
@@ -117,28 +119,15 @@ class BlockSparseAttention:
             heads.append(plan.heads)
         return torch.cat(outs, 1)[:, torch.cat(heads).argsort()]
 
-    def attend_last(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        mask_mod: MaskMod | None = None,
-        bias: MaskMod | None = None,
-        scale: float | None = None,
+    def _attend_last(
+        self, q: Tensor, k: Tensor, v: Tensor, is_seen: MaskMod, bias: MaskMod | None, scale: float
     ) -> Tensor:
         """The same for q (B, H, few, D), the last queries alone, as generation with a cache has them."""
-        length, heads = self.length, torch.arange(q.shape[1], device=q.device)[None, :, None, None]
-        q_idx = torch.arange(length - q.shape[2], length, device=q.device)[:, None]
-        kv_idx, b = torch.arange(length, device=q.device), torch.arange(len(q), device=q.device)[:, None, None, None]
-        mask = self.layout.to(q.device)[:, q_idx // self.block, kv_idx // self.block][None]
-        if causal:
-            mask = mask & (kv_idx <= q_idx)
-        if mask_mod is not None:
-            mask = mask & mask_mod(b, heads, q_idx, kv_idx)
+        b, h, q_idx, kv_idx = (torch.arange(n, device=q.device) for n in (len(q), q.shape[1], self.length, self.length))
+        places = b[:, None, None, None], h[:, None, None], q_idx[-q.shape[2] :, None], kv_idx
+        mask = is_seen(*places)
         if bias is not None:
-            mask = torch.where(mask, bias(b, heads, q_idx, kv_idx), -torch.inf)
+            mask = torch.where(mask, bias(*places), -torch.inf)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
@@ -156,20 +145,9 @@ class BlockSparseAttention:
         """The same by FlexAttention, whose blocks are coarser: a mask of its own looks the layout up in them."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        block, size = self.block, math.lcm(self.block, _FLEX_BLOCK)
-        if (causal, q.device) not in self._coarse:
-            self._coarse[causal, q.device] = (
-                self.layout.to(q.device),
-                *self._coarse_columns(size // block, causal, q.device),
-            )
-        layout, counts, columns = self._coarse[causal, q.device]
-        last_head = len(layout) - 1
-
-        def is_seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            seen = layout[h.clamp(max=last_head), q_idx // block, kv_idx // block]
-            if causal:
-                seen = seen & (kv_idx <= q_idx)
-            return seen if mask_mod is None else seen & mask_mod(b, h, q_idx, kv_idx)
+        size = math.lcm(self.block, _FLEX_BLOCK)
+        layout, counts, columns = self._coarse(size // self.block, causal, q.device)
+        is_seen = self._visibility(layout, causal, mask_mod)
 
         def add_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             assert bias is not None
@@ -181,33 +159,43 @@ class BlockSparseAttention:
         options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         return flex_attention(q, k, v, None if bias is None else add_bias, block_mask, **options)
 
-    def _coarse_columns(self, factor: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of coarse rows, ``factor`` blocks each: how many coarse columns are read (1, H, n), and these first."""
+    def _visibility(self, layout: Tensor, causal: bool, mask_mod: MaskMod | None) -> MaskMod:
+        last_head, block = len(layout) - 1, self.block
+
+        def is_seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            seen = layout[h.clamp(max=last_head), q_idx // block, kv_idx // block]
+            if causal:
+                seen = seen & (kv_idx <= q_idx)
+            return seen if mask_mod is None else seen & mask_mod(b, h, q_idx, kv_idx)
+
+        return is_seen
+
+    def _make_coarse(self, factor: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The layout; and of coarse rows, ``factor`` blocks each: how many coarse columns are read (1, H, n), and these
+        first."""
         padded = F.pad(self.layout, (0, -self.layout.shape[1] % factor) * 2)
         coarse = padded.unflatten(2, (-1, factor)).any(3).unflatten(1, (-1, factor)).any(2)
         coarse = (coarse.tril() if causal else coarse)[None].int()
         columns = torch.argsort(coarse, dim=-1, descending=True, stable=True).int()
-        return coarse.sum(-1, dtype=torch.int32).to(device), columns.to(device)
+        return self.layout.to(device), coarse.sum(-1, dtype=torch.int32).to(device), columns.to(device)
 
-    def _plan(self, causal: bool, device: torch.device) -> tuple[_HeadPlan, ...]:
-        if (causal, device) not in self._plans:
-            layout = self.layout.tril() if causal else self.layout
-            heads_by_layout: list[list[int]] = []
-            for head in range(len(layout)):  # heads of one layout are attended together
-                same = next((one for one in heads_by_layout if torch.equal(layout[one[0]], layout[head])), None)
-                heads_by_layout.append([head]) if same is None else same.append(head)
-            self._plans[causal, device] = tuple(
-                _plan_heads(
-                    layout[heads[0]].cpu(),
-                    None if len(heads_by_layout) == 1 else torch.tensor(heads, device=device),
-                    self.block,
-                    0 if causal else self.length % self.block,
-                    causal,
-                    device,
-                )
-                for heads in heads_by_layout
+    def _make_plan(self, causal: bool, device: torch.device) -> tuple[_HeadPlan, ...]:
+        layout = self.layout.tril() if causal else self.layout
+        heads_by_layout: list[list[int]] = []
+        for head in range(len(layout)):  # heads of one layout are attended together
+            same = next((one for one in heads_by_layout if torch.equal(layout[one[0]], layout[head])), None)
+            heads_by_layout.append([head]) if same is None else same.append(head)
+        return tuple(
+            _plan_heads(
+                layout[heads[0]].cpu(),
+                None if len(heads_by_layout) == 1 else torch.tensor(heads, device=device),
+                self.block,
+                0 if causal else self.length % self.block,
+                causal,
+                device,
             )
-        return self._plans[causal, device]
+            for heads in heads_by_layout
+        )
 
 
 @cache

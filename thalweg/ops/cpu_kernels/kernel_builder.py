@@ -204,11 +204,9 @@ class KernelBuilder:
         self.builder.branch(head)
         self.builder.position_at_end(done)
 
-    @contextmanager
-    def if_then(self, condition: Any) -> Iterator[None]:
+    def if_then(self, condition: Any) -> AbstractContextManager[Any]:
         """Run the body where the condition (one bit) holds."""
-        with self.builder.if_then(condition):
-            yield
+        return self.builder.if_then(condition)
 
     def thread_items(self, count: Any) -> AbstractContextManager[Any]:
         """Loop over this thread's part of ``count`` items."""

@@ -13,6 +13,7 @@ version is as good as none; one that cannot be written costs a measurement per p
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -177,26 +178,21 @@ def _is_valid_entry(key: Any, name: Any) -> bool:
 @contextlib.contextmanager
 def _file_lock(path: Path | None) -> Iterator[None]:
     """Hold the lock beside ``path``, or go on without it where there is none or it does not come free."""
-    descriptor = None
-    # No such locks on Windows, no folder to write to: each process measures for itself.
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        if path is not None:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            deadline = time.monotonic() + _LOCK_TIMEOUT_S
-            while time.monotonic() <= deadline:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    time.sleep(0.002)
-    try:
+    with contextlib.ExitStack() as stack:
+        # No folder to write to: each process measures for itself.
+        with contextlib.suppress(OSError):
+            if path is not None:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, descriptor)
+                deadline = time.monotonic() + _LOCK_TIMEOUT_S
+                while time.monotonic() <= deadline:
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except OSError:
+                        time.sleep(0.002)
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 @cache

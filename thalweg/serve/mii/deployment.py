@@ -26,6 +26,7 @@ from typing import Any
 
 from thalweg.serve.client import iter_sse, post_json
 from thalweg.serve.errors import ApiError
+from thalweg.utils.atomic_file import publish_file
 from thalweg.utils.processes import is_process_alive, process_start_time
 
 _DEFAULT_REST_PORT = 28080  # MII's
@@ -176,11 +177,9 @@ def register_deployment(name: str, url: str, key: str | None) -> None:
     path = _registry_path(name)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.parent.chmod(0o700)
-    tmp_path = path.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        pid = os.getpid()
-        json.dump({"name": name, "url": url, "key": key, "pid": pid, "start_time": process_start_time(pid)}, file)
-    tmp_path.replace(path)
+    pid = os.getpid()
+    record = {"name": name, "url": url, "key": key, "pid": pid, "start_time": process_start_time(pid)}
+    publish_file(path, lambda file: file.write(json.dumps(record).encode()), mode=0o600)
 
 
 def unregister_deployment(name: str, pid: int) -> None:

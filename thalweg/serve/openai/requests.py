@@ -20,6 +20,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -396,7 +397,8 @@ class ChatTokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         # One thread, so that a flood of long prompts takes one core.
         self._executor = ThreadPoolExecutor(1, "thalweg-tokenizer")
-        self._token_texts: dict[int, tuple[str, list[int]]] = {}
+        # A token's text and its bytes, which may be a part of a character.
+        self.token_text = lru_cache(maxsize=200_000)(self._decode_token)
         self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
     @property
@@ -452,14 +454,6 @@ class ChatTokenizer:
         except Exception as error:  # templates refuse what they do not know by raising whatever they like
             raise BadRequest(f"the model's chat template refuses this: {error}", "messages") from None
         return prompt, False
-
-    def token_text(self, token: int) -> tuple[str, list[int]]:
-        """Return a token's text and its bytes, which may be a part of a character."""
-        if token not in self._token_texts:
-            if len(self._token_texts) > 200_000:
-                self._token_texts.clear()
-            self._token_texts[token] = self._decode_token(token)
-        return self._token_texts[token]
 
     def _decode_token(self, token: int) -> tuple[str, list[int]]:
         if self.hf_tokenizer is None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from thalweg.infer.types import FinishReason, ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
@@ -462,7 +462,7 @@ def encode_sse(item: Any) -> bytes:
     return b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-class SSEResponse(Response):
+class SSEResponse(StreamingResponse):
     """Server-sent events from a generator of what ``encode`` takes; its first item must be at hand already."""
 
     def __init__(
@@ -473,35 +473,32 @@ class SSEResponse(Response):
         end_marker: bytes,
         encode: Callable[[Any], bytes],
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._first_item, self._items = first_item, items
-        self._on_disconnect, self._end_marker, self._encode = on_disconnect, end_marker, encode
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._events(first_item), headers=headers, media_type="text/event-stream")
+        self._items, self._on_disconnect = items, on_disconnect
+        self._end_marker, self._encode = end_marker, encode
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, or stop when the client leaves."""
-        headers = [(k, v) for k, v in self.raw_headers if k not in (b"content-length", b"content-type")]
-        headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await run_until_disconnect(receive, self._send_events(send))
+            await run_until_disconnect(receive, self.stream_response(send))
         except ClientDisconnected:
             self._on_disconnect()
         finally:
             await self._items.aclose()
 
-    async def _send_events(self, send: Send) -> None:
-        await _send_chunk(send, self._encode(self._first_item))
+    async def _events(self, first_item: Any) -> AsyncGenerator[bytes]:
+        yield self._encode(first_item)
         try:
             async for item in self._items:
-                await _send_chunk(send, self._encode(item))
+                yield self._encode(item)
         except ApiError as error:
-            await _send_chunk(send, encode_sse(error.body()))
+            yield encode_sse(error.body())
         except Exception:
             _LOG.exception("a stream broke")
-            await _send_chunk(send, encode_sse(ApiError("the server failed on this request").body()))
+            yield encode_sse(ApiError("the server failed on this request").body())
         else:
-            await _send_chunk(send, self._end_marker)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield self._end_marker
 
 
 async def first_or_close(receive: Receive, items: AsyncGenerator[T]) -> T:
@@ -511,10 +508,6 @@ async def first_or_close(receive: Receive, items: AsyncGenerator[T]) -> T:
     except BaseException:
         await items.aclose()
         raise
-
-
-async def _send_chunk(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -7,9 +7,9 @@ alone, which drains.  Run as a module this file is the replica's program.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -41,11 +41,10 @@ class EngineSpec:
 
     def load(self) -> EngineCore:
         """Make the engine; raises what the loader raises."""
-        module, _, name = self.loader.partition(":")
         options = self.options
         if self.loader == LOADER and self.replica[1] > 1:
             options = replace(options, device=_device_of_replica(options, *self.replica))
-        return getattr(importlib.import_module(module), name)(self.model, options)
+        return pkgutil.resolve_name(self.loader)(self.model, options)
 
 
 def _device_of_replica(options: EngineConfig, index: int, num_replicas: int) -> str:
