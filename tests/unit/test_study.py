@@ -658,20 +658,26 @@ def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_p
     assert "memory peak" in header and "plan: ms a step, a rank" in header
 
 
+def _run_cell(function: Any, argument: str, variables: dict[str, str], answers: Any) -> None:
+    """A cell's process, which is forked from one that has computed nothing, as study's own are."""
+    os.environ |= variables
+    with suppress(BaseException):
+        function(argument)
+        answers.put([type(model).__name__ for model in study_training._never_freed])
+
+
 def test_ranks_train_on_batches_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A cell keeps DDP until its process ends: freed before, its reducer might deadlock with gloo's threads.
     kept: list[str] = []
 
     def run_forked(function: Any, argument: str, log: Path, *_: Any, **variables: str) -> str:
         log.parent.mkdir(parents=True, exist_ok=True)
-        answers = multiprocessing.SimpleQueue()
-        if (child := os.fork()) == 0:
-            os.environ |= variables
-            with suppress(BaseException):
-                function(argument)
-                answers.put([type(model).__name__ for model in study_training._never_freed])
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        context = multiprocessing.get_context("forkserver")
+        answers = context.SimpleQueue()
+        child = context.Process(target=_run_cell, args=(function, argument, variables, answers))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
         kept.extend([] if answers.empty() else answers.get())
         return "exit code 0"
 
