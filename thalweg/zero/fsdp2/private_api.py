@@ -361,6 +361,8 @@ class FSDPGroupHandle:
             for param in self._inner.fsdp_params:
                 if param.grad_offload_event is not None:
                     param.grad_offload_event.synchronize()
+            if self._inner.device.type == "cpu":
+                self._inner._all_reduce_state = None  # torch 2.15 keeps what a hook reduced, for streams, to the end
             after()
 
         self._wrap_post_backward(before, after_arrival)
