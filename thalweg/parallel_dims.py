@@ -8,6 +8,7 @@ cuts the data axis into ``dp_outer`` x ``dp``.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -269,31 +270,37 @@ def control_group(group: dist.ProcessGroup | None, device: torch.device | None =
     return _control_groups[whole]
 
 
+_num_subgroups = 0  # of this process and, as far as they agree on it, of its peers
+
+
 def new_subgroup(
     ranks: Sequence[int], parent: dist.ProcessGroup | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
     """A process group of these ranks (of the job); only those of ``parent`` take part in making it, all at
     once, each for its own subgroup; it may be left out for a rank alone.  ``backend``: by default the job's.
 
-    torch names such a group by its ranks and by how many groups this process has, and ranks that have
-    unequally many (experts on other stages, a group of the user's) would wait for each other for ever.
+    torch names such a group by its ranks and by how many groups this process has, or has made.  Ranks that have
+    unequally many (experts on other stages, a group of the user's) would wait for each other for ever: here, and with
+    torch 2.14 at the next group of the whole job.  So it gets a name of ours, and torch's count stays as it was.
     """
+    global _num_subgroups
     assert parent is not None or len(ranks) == 1
-    count = torch.tensor([_num_groups()])
+    count = torch.tensor([_num_subgroups])
     if parent is not None:
         count = count if takes_tensors_of(parent, count.device) else count.to(current_accelerator())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
-    with without_communicator_split():
-        for _ in range(int(count) - _num_groups()):
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        new_group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    _num_subgroups = int(count) + 1
+    name = hashlib.sha1(f"{int(count)} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+    c10d: Any = distributed_c10d
+    hash_ranks, torch_count = c10d._hash_ranks_to_str, c10d._world.group_count
+    c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        with without_communicator_split():
+            new_group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    finally:
+        c10d._hash_ranks_to_str, c10d._world.group_count = hash_ranks, torch_count
     assert isinstance(new_group, dist.ProcessGroup)
     return new_group
-
-
-def _num_groups() -> int:
-    """Groups that this process is in; torch tells nobody else."""
-    return len(distributed_c10d._world.pg_names)
 
 
 def new_submesh(

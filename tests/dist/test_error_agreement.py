@@ -47,3 +47,22 @@ def test_an_error_of_one_rank_is_one_of_all(kind: str) -> None:
 
 def test_negative_control_without_an_error_each_has_its_own() -> None:
     assert [end[:2] for end in run_ranks(_build_and_meet, 3, "OSError", -1)] == [("", str(10 + r)) for r in range(3)]
+
+
+def _meet_after_own_groups(rank: int, world: int) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    groups = [new_subgroup([rank]) for _ in range(3 * rank)]  # unequally many, as where experts are on one stage
+    groups += [dist.new_group(), new_subgroup(range(world), dist.group.WORLD), dist.new_group()]
+    sums = []
+    for group in groups[-3:]:
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        sums.append(float(value))
+    return sums
+
+
+def test_ranks_with_unequally_many_groups_meet_in_the_next() -> None:
+    """torch 2.14 counts groups of some ranks as well, by which it names those of all."""
+    assert run_ranks(_meet_after_own_groups, 3, timeout=30) == [[3.0] * 3] * 3

@@ -151,7 +151,10 @@ def _killed(
         shutil.copytree(first, base)
         disks = [kill_at(k) if r == victim else NoFsyncFileSystem() for r in range(2)]
         action = partial(_next_commit, folder=base, commit=COMMITS[kind])
-        assert fork_pair(root / f"{k}.store", lambda r, d=disks, a=action: a(r, io=d[r]))[victim] == 9, k
+        exit_codes = fork_pair(root / f"{k}.store", lambda r, d=disks, a=action: a(r, io=d[r]))
+        if k == points[-1] and exit_codes == [0, 0]:
+            continue  # the run that counted operations had one more: a file that its other rank had or had not made
+        assert exit_codes[victim] == 9, k
         step = int(json.loads((base / "manifest.json").read_text())["step"])
         found.append((k, step, _find_fault(base, step, expected)))
         shutil.rmtree(base)

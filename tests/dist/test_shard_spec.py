@@ -67,6 +67,29 @@ def test_sections_are_redistributed_by_another_dim():
     assert all(run_ranks(_turned, 2))
 
 
+def _largest(rank: int, world: int, keeps_cuts: bool) -> bool:
+    """Whether the largest of each row, a row a line of an uneven cut, comes together again.  torch 2.13 makes the
+    placement of this result anew, 2.15 that of nearly every one."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    plain = type(propagator).propagate_op_sharding_non_cached.__get__(propagator)
+    mesh, full = init_device_mesh("cpu", (world,)), (torch.arange(24) * 7 % 24).view(8, 3)
+    cut = ShardSpec(0, 8, (((0, 2), (4, 7)), ((2, 4), (7, 8))))
+    own, placement = cut.local_slice(full, rank), cut.placement()
+    if not keeps_cuts:
+        propagator.propagate_op_sharding_non_cached = plain
+        propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(plain)
+    held = DTensor.from_local(own, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride())
+    largest = held.max(1).values
+    if not isinstance(largest.placements[0], RaggedShard):
+        return False
+    return torch.equal(largest.full_tensor(), full.max(1).values)
+
+
+def test_results_of_operations_keep_the_cuts():
+    assert run_ranks(_largest, 2, True) == [True, True]
+    assert run_ranks(_largest, 2, False) == [False, False]
+
+
 def _no_plain_shard(rank: int, world: int) -> tuple[set[str], set[str]]:
     """Kinds of placement on the tensor axis: of parameters, and of an optimiser's state of 16-bit ones."""
     import thalweg
