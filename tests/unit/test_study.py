@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from tests.marks import nightly
+from tests.unit.infer_models import tiny_encoder
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.runners.packed_weights import all_linears, packed_bytes
 from thalweg.study import cell as cell_module
@@ -36,7 +37,7 @@ from thalweg.study.report import write_report
 from thalweg.study.results import collect
 from thalweg.study.run import list_turns, run_study
 from thalweg.study.schemas import SCHEMAS
-from thalweg.study.techniques import count_weight_bytes
+from thalweg.study.techniques import HuggingFace, count_weight_bytes
 from thalweg.utils.formatting import format_bytes
 
 LLAMA = {
@@ -656,6 +657,18 @@ def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_p
     write_report(tmp_path)
     header = next(line for line in (tmp_path / "report.md").read_text().splitlines() if "samples/s" in line)
     assert "memory peak" in header and "plan: ms a step, a rank" in header
+
+
+def test_an_encoder_s_prompts_are_padded_behind(tmp_path: Path) -> None:
+    """BART counts positions from the left end: shorter prompts had others than alone."""
+    model = tiny_encoder("bart", seed=2)
+    model.generation_config.pad_token_id = 1
+    model.save_pretrained(tmp_path)
+    plain = HuggingFace({"model": {"path": str(tmp_path)}, "hardware": {"device": "cpu"}})
+    prompts = [[(11 * i * i + 5 * n + 7) % 128 + 2 for i in range(n)] for n in (3, 15, 9)]
+    alone = [plain.generate([prompt], 8).outputs[0] for prompt in prompts]
+    assert plain.generate(prompts, 8).outputs == alone
+    assert len({tuple(tokens) for tokens in alone}) > 1
 
 
 def _run_cell(function: Any, argument: str, variables: dict[str, str], answers: Any) -> None:

@@ -106,7 +106,11 @@ class HuggingFace:
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
         """See :class:`Generator`."""
         start = time.perf_counter()
-        tokens, mask = pad_left(prompts, self.pad, self.device)
+        # A decoder goes on at the right end; an encoder counts positions from the left one.
+        side = "right" if self.model.config.is_encoder_decoder else "left"
+        rows = [torch.tensor(one, device=self.device) for one in prompts]
+        tokens = pad_sequence(rows, True, self.pad, side)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], True, padding_side=side)
         first = _FirstToken()
         made = self.model.generate(
             input_ids=tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
@@ -141,13 +145,6 @@ def load_plain(spec: dict[str, Any], dtype: torch.dtype, quantization: str | Non
         given = {"quantization_config": quantized, "device_map": device}  # where it is loaded it stays
     model = auto_class(config).from_pretrained(spec["model"]["path"], dtype=dtype, **given)
     return (model if given else model.to(device)).eval()
-
-
-def pad_left(prompts: list[list[int]], pad: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (batch, longest) ids and mask; a decoder goes on at the right end."""
-    rows = [torch.tensor(one, device=device) for one in prompts]
-    tokens = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-    return tokens, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
 def _until(row: list[int], ends: set[Any]) -> list[int]:
