@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.dist.moe_models import build_model, compute_loss, make_batch
 from tests.harness import run_ranks
 from thalweg.nn.moe.layer import GatePolicy, route
+from thalweg.parallel_dims import control_group
 
 REUSE_RANKS = True
 COEFF, WIDTH, EXPERTS, STEPS = 0.01, 12, 6, 25
@@ -109,7 +110,7 @@ def _hugging_face(rank: int, world: int, ep: int) -> dict[str, Any]:
     for name, gate in gates.items():
 
         def count(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            counts[name].add_(output[2].flatten().bincount(minlength=6))
+            counts[name].add_(output[2].flatten().cpu().bincount(minlength=6))
 
         gate.register_forward_hook(count)
     engine = _engine(model, COEFF, ep, 0.05)
@@ -117,11 +118,11 @@ def _hugging_face(rank: int, world: int, ep: int) -> dict[str, Any]:
         engine.backward(compute_loss(engine, make_batch(step, 2 * world)[rank::world]))
         engine.step()
         for name, own in counts.items():
-            dist.all_reduce(own)
+            dist.all_reduce(own, group=control_group(None))
             expected[name] += COEFF * (own.mean() - own).sign()
             own.zero_()
     named = dict(engine.module.named_modules())
-    found = {name: named[name].e_score_correction_bias.clone() for name in gates}
+    found = {name: named[name].e_score_correction_bias.cpu() for name in gates}
     engine.close()
     with pytest.raises(ValueError, match="no router of MixtralForCausalLM has a bias"):
         _engine(build_model("mixtral"), COEFF, ep, 0.05)
