@@ -102,8 +102,8 @@ class ShardOptions:
 class _RestsOnHost(DynamicSubclass):
     """Mixin of a module that says its ``device``, as Hugging Face's do, where its parameters rest on the host.
 
-    It says where it computes.  What its parameters say changes as they are gathered, and transformers' ``generate`` puts
-    ids there, of any module in the model (PEFT's of the one inside), while FSDP2 moves those of the root alone.
+    It says where it computes.  What its parameters say changes as they are gathered, and ``generate`` of transformers
+    puts ids there, on any module in the model (PEFT's on the one inside), while FSDP2 moves those of the root alone.
     """
 
     _thalweg_device: torch.device | None = None  # None: a new object of this class, which nobody has sharded
