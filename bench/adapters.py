@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import peft
 import torch
 
-from thalweg.rlhf.bottleneck import BottleneckAdapter, add_bottleneck_adapters
+from thalweg.infer.bottleneck import BottleneckAdapter, add_bottleneck_adapters
 
 VOCAB_SIZE, LONGEST = 8192, 512
 ANCHOR = "full fine-tuning"

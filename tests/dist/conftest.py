@@ -74,10 +74,6 @@ UNSIMULATED: dict[str, tuple[str, ...]] = {
         "test_rlhf_packing.py::test_every_family_gives_a_row_the_numbers_of_the_row_alone",
         "test_tier_draws.py::test_draws_give_the_bits_of_none_and_the_losses_of_one_process",
     ),
-    "to be mended, on a GPU too: Hugging Face moves ids to where parameters rest, and PEFT's generate calls the model "
-    "inside the one that moves them back": (
-        "test_generate_sharded.py::test_row06_ranks_that_end_at_different_tokens_need_no_flag",  # its case peft-zero4
-    ),
     "memory of a fused attention, which is made of parts there": (
         "test_ring_attention.py::test_a_sequence_n_times_as_long_takes_the_same_memory_on_n_ranks",
     ),

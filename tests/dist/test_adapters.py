@@ -250,7 +250,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def make_adapted(kind: str) -> Any:
     import peft
 
-    from thalweg.rlhf.bottleneck import add_bottleneck_adapters
+    from thalweg.infer.bottleneck import add_bottleneck_adapters
 
     if kind in ("dora", "rslora"):
         return make_model(None, **KINDS[kind])

@@ -572,6 +572,45 @@ def test_what_a_program_writes_to_parameters_on_the_host_is_what_is_computed_wit
     assert host[0][0] != pytest.approx(host[0][-1], abs=0.05)
 
 
+def _generate_from_the_host(rank: int, world: int, kind: str, zero: dict[str, Any]) -> None:
+    """The model inside a PEFT model or a user's own module, and the root, before and after parameters were gathered."""
+    import thalweg
+    from tests.dist.test_generate_sharded import Wrapped
+    from tests.unit.infer_models import tiny_decoder
+
+    model, plain = (tiny_decoder("llama").eval() for _ in range(2))
+    if kind == "peft":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    elif kind == "wrapped":
+        model = Wrapped(model)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **zero}
+    engine = thalweg.initialize(model=model, config=config)[0].eval()
+    inner: Any = next(each for each in engine.module.modules() if type(each).__name__ == type(plain).__name__)
+    assert inner.device == engine.device and {p.device.type for p in engine.module.parameters()} == {"cpu"}
+    generates = inner if kind == "wrapped" else engine.module
+    ids = torch.tensor([[5, 9, 5, 9, 5, 9]])
+    for more in ({}, {"prompt_lookup_num_tokens": 2}, {"num_beams": 2}):
+        want, got = (
+            each.generate(input_ids=given, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None, **more)
+            for each, given in ((plain, ids), (generates, ids.to(inner.device)))
+        )
+        assert got.device == engine.device and got.tolist() == want.tolist(), more
+        assert inner.device == engine.device
+    assert type(inner) is not type(plain) and type(inner)(plain.config).device == plain.device  # one of its own
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [("peft", _offload(3, "cpu", "cpu")), ("plain", _offload(2, "cpu")), nightly("wrapped", _offload(3, "cpu", "cpu"))],
+)
+def test_a_model_on_the_host_says_the_device_where_it_computes_and_generates_there(kind, zero):
+    """transformers puts ids where ``device`` says; FSDP2 moves back those of the root alone."""
+    run_ranks(_generate_from_the_host, 1, kind, zero, device="sim")
+
+
 def test_gradients_are_cast_when_they_have_come_and_in_their_order():
     """A device-side wait is none of the host's, which the simulated device's default stream does not tell."""
     from thalweg.zero.fsdp2.private_api import ArrivingGrad, ArrivingGrads

@@ -119,6 +119,38 @@ def _step(rank: int, world: int, step: Any, options: dict[str, Any], out: str) -
     run_step(step, load_rlhf_config(options, step, output_dir=out))
 
 
+def _steps(rank: int, world: int, steps: tuple[Any, ...], options: dict[str, Any], out: str) -> None:
+    for step in steps:
+        _step(rank, world, step, options, out)
+
+
+@pytest.mark.parametrize("last", ["dpo", nightly("ppo")])
+def test_each_step_goes_on_with_the_bottleneck_adapters_that_the_one_before_has_trained(
+    last: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    options = base | {
+        "bottleneck_dim": 4, "num_train_steps": 2, "save_interval": 0, "sft": {"zero_stage": 2, "learning_rate": 0.1},
+        "dpo": {"zero_stage": 3, "learning_rate": 1e-4},
+        "ppo": {"zero_stage": 3, "critic_zero_stage": 1, "learning_rate": 1e-4},
+    }  # fmt: skip
+    run_ranks(_steps, 2, ("sft", "reward", last), options, str(tmp_path))
+    sft, reward, end = (load_file(tmp_path / step / "model" / "model.safetensors") for step in ("sft", "reward", last))
+    begin, adapters = load_file(Path(base["model_name_or_path"]) / "model.safetensors"), {}
+    for key, value in sft.items():
+        if ".down." in key or ".up." in key:
+            adapters[key] = value
+            moved = float((end[key] - value).abs().max())
+            assert 0 < moved < 1e-2 and (".up." not in key or float(value.abs().max()) > 0.05), (key, moved)
+        else:  # the frozen base
+            assert torch.equal(value, begin[key.replace(".base_layer.", ".")]) and torch.equal(value, end[key])
+    assert len(adapters) == 4 * 4
+    assert reward.keys() >= {key.removeprefix("model.") for key in adapters}
+    score = ValueModel.from_pretrained(tmp_path / "reward" / "model")
+    assert score.value_head.weight.abs().max() > 0
+    own = score.backbone.state_dict()
+    assert own.keys() == reward.keys() and all(torch.equal(own[key], value) for key, value in reward.items())
+
+
 def _gaps(folder: Path, other: Path) -> tuple[float, float]:
     """The largest difference of two runs' metrics, in parts of the larger or of 1, and the mean one of a weight that
     differs most; their texts are the same."""

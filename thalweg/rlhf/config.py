@@ -71,7 +71,7 @@ class RLHFConfig:
         False, "not the critic's: frozen weights in 8 bits between ranks (ZeRO++)"
     )
     quantize_base: str = _option("", "with only_optimize_lora: keep the base's linear layers so", ("", "nf4", "int8"))
-    bottleneck_dim: int = _option(0, "SFT, reward model, DPO: width of Houlsby's adapters, all else frozen; 0: none")
+    bottleneck_dim: int = _option(0, "width of Houlsby's adapters, all else frozen; PPO's critic has none; 0: none")
     deepspeed_config: str | Mapping[str, Any] | None = _option(None, "a ds_config.json (or its keys) over all of these")
     save_interval: int = _option(0, "commit a checkpoint each so many updates or iterations; 0: none")
     enable_tensorboard: bool = _option(False, "write events for TensorBoard")
@@ -169,7 +169,7 @@ class RLHFConfig:
         """The options of PPO's actor or critic, its own over those of all models."""
         own = {name: value for name in ROLE_OPTIONS if (value := getattr(self, f"{role}_{name}")) is not None}
         if role == "critic":
-            own = {"lora_dim": 0, "enable_mixed_precision_lora": False} | own
+            own = {"lora_dim": 0, "bottleneck_dim": 0, "enable_mixed_precision_lora": False} | own
             own |= {} if own["lora_dim"] else {"quantize_base": ""}  # the base trains
         return replace(self, **own)
 

@@ -16,10 +16,13 @@ from thalweg.adapt.quantized_weight import quantize_linears
 from thalweg.checkpoint.filesystem import FileSystem, remove_tree
 from thalweg.config import load
 from thalweg.engine import Engine, initialize
+from thalweg.infer.bottleneck import add_bottleneck_adapters, has_bottleneck_adapters, with_bottleneck_adapters
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.loader.hf import load_model
 from thalweg.infer.precision import eval_mode
+from thalweg.infer.quantization.checkpoints import check_all_loaded
 from thalweg.parallel_dims import control_group
 from thalweg.parallelize import parallel_dims_from_config
-from thalweg.rlhf.bottleneck import add_bottleneck_adapters
 from thalweg.rlhf.config import RLHFConfig, read_mapping
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout
@@ -44,9 +47,12 @@ class ValueModel(nn.Module):
     def from_pretrained(cls, path: str | Path) -> ValueModel:
         """Load what :func:`save_model` wrote, or give a language model a new head, which says 0."""
         from safetensors.torch import load_file
-        from transformers import AutoModel
+        from transformers import AutoConfig, AutoModel
 
-        model = cls(AutoModel.from_pretrained(path, dtype=torch.float32))
+        auto_class = with_bottleneck_adapters(AutoModel, AutoConfig.from_pretrained(path))
+        backbone, loading_info = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        check_all_loaded(path, loading_info)
+        model = cls(backbone)
         head = Path(path) / _HEAD_FILE
         if head.is_file():
             model.value_head.load_state_dict(load_file(head))
@@ -84,9 +90,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_policy(path: str | Path, config: RLHFConfig | None = None) -> Any:
     """A causal model; with ``lora_dim`` PEFT's model of it."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_model(path, EngineConfig(dtype="fp32", device="cpu"))
     return model if config is None else adapt(model, config, "CAUSAL_LM")
 
 
@@ -101,9 +105,11 @@ def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if config.bottleneck_dim:
-        add_bottleneck_adapters(model, config.bottleneck_dim)
+        add_bottleneck_adapters(getattr(model, "backbone", model), config.bottleneck_dim)  # a value head trains, too
     if not config.lora_dim:
         return model
+    if has_bottleneck_adapters(model):
+        raise ValueError("lora_dim: the model has bottleneck adapters, over which LoRA cannot go; leave it out")
     from peft import LoraConfig, get_peft_model
 
     if config.quantize_base and not quantize_linears(model, config.quantize_base):  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import current_rank, get_logger
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
@@ -96,6 +97,20 @@ class ShardOptions:
     site_size: int | str | None = None
     fp32_modules: tuple[str, ...] = ()
     timeout: float = 1800.0
+
+
+class _RestsOnHost(DynamicSubclass):
+    """Mixin of a module that says its ``device``, as Hugging Face's do, where its parameters rest on the host.
+
+    It says where it computes.  What its parameters say changes as they are gathered, and ``generate`` of transformers
+    puts ids there, on any module in the model (PEFT's on the one inside), while FSDP2 moves those of the root alone.
+    """
+
+    _thalweg_device: torch.device | None = None  # None: a new object of this class, which nobody has sharded
+
+    @property
+    def device(self) -> torch.device:
+        return self._thalweg_device or super().device  # type: ignore[misc]
 
 
 class BackwardTracker:
@@ -524,6 +539,10 @@ def shard_model(
     if expert_params is None:
         expert_params = ZeroExpertParams(collectives.spec.ledger, options.policy.shards_optimizer_states)
     expert_params.adopt(model)
+    for module in model.modules() if on_host else ():
+        if isinstance(getattr(type(module), "device", None), property):
+            module.__class__ = make_subclass(type(module), _RestsOnHost)
+            module._thalweg_device = device  # type: ignore[assignment]
     _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
     groups = private_api.get_fsdp_groups(model)
     private_api.check_private_names(groups)

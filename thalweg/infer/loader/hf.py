@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from thalweg.infer.bottleneck import with_bottleneck_adapters
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.offload.packed_file import content_digest
 from thalweg.infer.quantization.checkpoints import check_all_loaded, get_quant_method, is_supported, load_quantized
@@ -85,7 +86,7 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
             load_quantized(auto_class, Path(model), config, compute_dtype, trust_remote_code).to(options.device).eval()
         )
     try:
-        loaded, loading_info = auto_class.from_pretrained(
+        loaded, loading_info = with_bottleneck_adapters(auto_class, config).from_pretrained(
             model, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they can be named
         )  # fmt: skip
