@@ -24,7 +24,7 @@ DECODERS = {
 # The same for encoders.
 ENCODERS = {
     "bert": "bert", "roberta": "bert", "xlm-roberta": "bert", "camembert": "bert", "distilbert": "bert",
-    "electra": "bert", "t5": "t5", "mt5": "t5", "umt5": "t5", "bart": "bart", "mbart": "bart", "m2m_100": "bart",
+    "electra": "bert", "t5": "t5", "mt5": "t5", "umt5": "t5",
 }  # fmt: skip
 
 
