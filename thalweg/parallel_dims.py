@@ -270,7 +270,14 @@ def control_group(group: dist.ProcessGroup | None, device: torch.device | None =
     return _control_groups[whole]
 
 
-_num_subgroups = 0  # of this process and, as far as they agree on it, of its peers
+@dataclass
+class _SubgroupCount:
+    """Subgroups of this process and, as far as they agree on it, of its peers."""
+
+    value: int = 0
+
+
+_num_subgroups = _SubgroupCount()
 
 
 def new_subgroup(
@@ -283,13 +290,12 @@ def new_subgroup(
     unequally many (experts on other stages, a group of the user's) would wait for each other for ever: here, and with
     torch 2.14 at the next group of the whole job.  So it gets a name of ours, and torch's count stays as it was.
     """
-    global _num_subgroups
     assert parent is not None or len(ranks) == 1
-    count = torch.tensor([_num_subgroups])
+    count = torch.tensor([_num_subgroups.value])
     if parent is not None:
         count = count if takes_tensors_of(parent, count.device) else count.to(current_accelerator())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
-    _num_subgroups = int(count) + 1
+    _num_subgroups.value = int(count) + 1
     name = hashlib.sha1(f"{int(count)} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     c10d: Any = distributed_c10d
     hash_ranks, torch_count = c10d._hash_ranks_to_str, c10d._world.group_count

@@ -58,6 +58,9 @@ OF_PROCESSORS: dict[str, tuple[str, ...]] = {
         "test_checkpoint_faults.py::test_row36_an_engine_killed_in_its_own_save_resumes_from_the_last_one_or_this_one",
         "test_rlhf_commit.py",
     ),
+    "Hugging Face's Trainer, which takes no device from outside of torch": (
+        "test_documentation.py::test_a_page_that_speaks_of_the_users_own_runs",
+    ),
     "how ranks meet, before one has a device": ("test_launchers.py",),
     "programs of its own, or the text of sources": ("test_count_files.py", "test_fsdp2_private_names.py"),
 }
