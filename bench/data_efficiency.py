@@ -15,7 +15,11 @@ summed over layers, so both ways to save are counted alike; time is of the proce
 the machine changes little.  A run gains where its loss is at most that of full training, for at most 60% of its tokens
 or time.
 
+With ``--positions rotary`` the models are of Llama's kind, in which a position that comes late has nothing of its own
+to learn; curricula alone then, as a table of its own.
+
     python bench/data_efficiency.py --write
+    python bench/data_efficiency.py --positions rotary --write
     python bench/data_efficiency.py --quick --json
 """
 
@@ -37,6 +41,7 @@ import numpy as np
 import torch
 
 import thalweg
+from bench._llama import Llama
 from thalweg.data.corpus import split_held_out, stdlib_documents
 from thalweg.data.packing import PackedDataset, concatenate_sequences
 from thalweg.nn.transformer import GPT, GPTConfig
@@ -80,13 +85,26 @@ def features(steps: int) -> dict[str, tuple[int, dict[str, Any]]]:
     }
 
 
+def build_model(positions: str) -> Any:
+    """A decoder of 6 x 64 over bytes, with learned or rotary positions."""
+    if positions == "rotary":
+        return Llama(layers=LAYERS, heads=4, kv_heads=4, width=64, hidden=172, vocabulary=256)
+    return GPT(GPTConfig(vocab_size=256, n_layer=LAYERS, n_head=4, n_embd=64, block_size=T))
+
+
 def train(
-    case: str, seed: int, steps: int, batch_size: int, lr: float, text: tuple[PackedDataset, PackedDataset]
+    case: str,
+    seed: int,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    text: tuple[PackedDataset, PackedDataset],
+    positions: str = "learned",
 ) -> dict[str, Any]:
     """One run: its tokens, seconds and held-out loss."""
     steps, own = features(steps)[case]
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(vocab_size=256, n_layer=LAYERS, n_head=4, n_embd=64, block_size=T))
+    model = build_model(positions)
     num_seen = 0
 
     def count(module: torch.nn.Module, args: Any) -> None:
@@ -158,8 +176,8 @@ def render(data: dict[str, Any]) -> str:
         "# Data efficiency",
         f"{format_machine(data['machine'])}",
         f"{data['date']}, commit {data['commit']}.",
-        f"GPT {LAYERS} x 64 on bytes of the standard library, {data['batch']} sequences of {T} a step, AdamW, "
-        f"{data['lr']:g}, "
+        f"{data.get('model', 'GPT')} {LAYERS} x 64 on bytes of the standard library, {data['batch']} sequences of {T} "
+        f"a step, AdamW, {data['lr']:g}, "
         "one thread, beside other work. A run gained where its loss is at most that of full training of its seed, for "
         "at most 60% of its tokens or time.",
         markdown_table(head, cells),
@@ -176,21 +194,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences a step (8)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--cases", nargs="+", default=list(features(1)), help="full training is always among them")
+    parser.add_argument("--positions", choices=("learned", "rotary"), default="learned")
     parser.add_argument("--quick", action="store_true", help="few steps and one seed, under a minute; not written")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", action="store_true", help="write results/data_efficiency.*, after each run")
     args = parser.parse_args(argv)
     if args.quick:
         args.steps, args.seeds, args.write = 20, 1, False
+    name, kind = "data_efficiency", "GPT"
+    if args.positions == "rotary":
+        name, kind = "data_efficiency_rotary", "Llama"
+        args.cases = [case for case in args.cases if case.startswith(("full", "curriculum"))]
     torch.set_num_threads(1)
     text, runs, data = read_text(), [], {}
     for seed in range(args.seeds):
         for case in dict.fromkeys(["full", *args.cases]):
-            runs.append(train(case, seed, args.steps, args.batch, args.lr, text))
+            runs.append(train(case, seed, args.steps, args.batch, args.lr, text, args.positions))
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-            data = make_result("data_efficiency", rows_of(runs), runs=runs, batch=args.batch, lr=args.lr)
+            data = make_result(name, rows_of(runs), runs=runs, batch=args.batch, lr=args.lr, model=kind)
             if args.write:
-                write_result("data_efficiency", data, render(data))
+                write_result(name, data, render(data))
     print(json.dumps(data) if args.json else render(data))
     return 0
 
