@@ -30,7 +30,7 @@ from thalweg.checkpoint.deepspeed.flat_tensors import (
     flat_range_chunks,
     flat_start,
 )
-from thalweg.checkpoint.deepspeed.torch_file import TorchFile, load_tensors, write_torch_file
+from thalweg.checkpoint.deepspeed.torch_file import TorchFile, load_tensors
 from thalweg.checkpoint.errors import CheckpointNotFoundError
 from thalweg.checkpoint.load import open_checkpoint
 from thalweg.cli import main
@@ -41,6 +41,15 @@ DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 def save(value: object, path: Path, **options: object) -> TorchFile:
     torch.save(value, path, **options)
     return TorchFile(FileSystem(), path)
+
+
+def repack(source: Path, target: Path, pickled: bytes | None = None, **options: int) -> None:
+    """The same zip under names of another length, so that storages lie at any byte; ``pickled`` in the tree's place."""
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", **options) as packed:
+        for info in archive.infolist():
+            name = info.filename.partition("/")[2]
+            raw = archive.read(info) if pickled is None or name != "data.pkl" else pickled
+            packed.writestr(f"longer/{name}", raw)
 
 
 class Malicious:
@@ -65,77 +74,82 @@ def test_a_malicious_pickle_runs_nothing_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        b"cposix\nsystem\n(S'true'\ntR.",
+        b"cposix\nsystem\n(S'touch ran'\ntR.",
         b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.",
         b"(S'true'\niposix\nsystem\n.",
         b"(cposix\nsystem\nS'true'\no.",
         b"\x82\x01.",
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cdeepspeed.x\nY\n)R}(S'__class__'\ncposix\nsystem\nu\x86b.",
-        b"cbuiltins\nbytearray\n(J\xff\xff\xff\x7ftR.",
         b"]]" + b"a" * 9,
         b"\x80\x02}q\x00",
         b"K\x01K\x02b.",
     ],
 )
 def test_hostile_opcodes_are_errors(payload: bytes, tmp_path: Path) -> None:
-    file = save([1], tmp_path / "a.pt")
-    file._read = lambda name: payload  # type: ignore[method-assign]
+    save([1], tmp_path / "whole.pt")
+    repack(tmp_path / "whole.pt", tmp_path / "a.pt", payload)
     with pytest.raises((UnserializableStateError, CorruptCheckpointError), match=r"a\.pt"):
-        file.tree()
+        TorchFile(FileSystem(), tmp_path / "a.pt").tree()
+    assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_values_come_back_equal(protocol: int, tmp_path: Path) -> None:
+def test_values_come_back_equal(tmp_path: Path) -> None:
     strided = torch.arange(24.0).view(4, 6).t()[1:, ::2]
     value = {
         "plain": [1, -(2**70), 2.5, "text", b"bytes", None, True, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
         "sets": [{1, 2}, frozenset({3})],
         "containers": [collections.OrderedDict(a=1), collections.defaultdict(list, {"b": [2]}), bytearray(b"xy")],
         "numpy": [numpy.float32(0.5), numpy.int64(7), numpy.arange(6, dtype="<i4").reshape(2, 3)],
+        "queues": [collections.deque([1, 2], 3)],
         "namespace": argparse.Namespace(lr=0.5, names=["a"]),
         "tensors": [strided, torch.tensor(3), torch.empty(0, 3), torch.nn.Parameter(torch.ones(2).bfloat16())],
         "torch": [torch.Size([2, 3]), torch.float16],
         7: "number",
     }
-    tree = load_tensors(save(value, tmp_path / "a.pt", pickle_protocol=protocol).tree())
+    tree = load_tensors(save(value, tmp_path / "a.pt").tree())
     for expected, found in zip(value["tensors"], tree["tensors"], strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
     for expected, found in zip(value["numpy"], tree["numpy"], strict=True):
         assert found.dtype == expected.dtype and numpy.array_equal(found, expected)
     assert tree["torch"] == [(2, 3), torch.float16]
+    assert tree["queues"] == [[1, 2]]  # torch's reader knows none
     for key in ("plain", "sets", "containers", "namespace", 7):
         assert tree[key] == value[key]
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_another_protocol_than_torch_s_is_an_error(protocol: int, tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"a\.pt is not a file of torch\.save that can be read"):
+        save({"a": [1]}, tmp_path / "a.pt", pickle_protocol=protocol).tree()
 
 
 def test_a_file_that_was_packed_anew_reads_the_same(tmp_path: Path) -> None:
     saved = {"a": torch.arange(5.0, dtype=torch.float64), "b": torch.arange(12).view(3, 4).t()}
     save(saved, tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as archive, zipfile.ZipFile(tmp_path / "b.pt", "w") as packed:
-        for info in archive.infolist():  # under names of any length: storages lie at any byte
-            packed.writestr("longer/" + info.filename.partition("/")[2], archive.read(info))
+    repack(tmp_path / "a.pt", tmp_path / "b.pt")
     found = TorchFile(FileSystem(), tmp_path / "b.pt").tree()
     assert all(torch.equal(found[key], value) for key, value in saved.items())
 
 
-def test_torch_reads_what_is_written_without_pickle(tmp_path: Path) -> None:
-    tensors = {
-        f"{dtype}".removeprefix("torch."): torch.arange(6).view(2, 3).to(dtype).t()
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
-    }
-    tensors |= {"empty": torch.empty(0, 3), "number": torch.tensor(2.5), "Größe": nn_parameter()}
-    with (tmp_path / "a.pt").open("wb") as file:
-        write_torch_file(file, {"module": tensors, "step": 1 << 40})
-    for found in (torch.load(tmp_path / "a.pt"), TorchFile(FileSystem(), tmp_path / "a.pt").tree()):
-        assert found["step"] == 1 << 40 and list(found["module"]) == list(tensors)
-        for name, value in found["module"].items():
-            assert value.dtype == tensors[name].dtype and torch.equal(value, tensors[name].detach()), name
-    with pytest.raises(ValueError, match="save it in another dtype"):
-        write_torch_file(io.BytesIO(), {"small": torch.zeros(2, dtype=torch.float8_e4m3fn)})
+def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
+    save({"a": torch.zeros(100)}, tmp_path / "a.pt")
+    repack(tmp_path / "a.pt", tmp_path / "b.pt", compression=zipfile.ZIP_DEFLATED)  # mapped, its zeros are others
+    with pytest.raises(CorruptCheckpointError, match=r"not one that torch\.save has written"):
+        TorchFile(FileSystem(), tmp_path / "b.pt")
 
 
-def nn_parameter() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(4))
+@pytest.mark.parametrize(
+    "shift", [pytest.param(b"J\x00\x10\x00\x00", id="offset"), pytest.param(b"J\xff\xff\xff\xff", id="negative")]
+)
+def test_a_tensor_outside_of_its_storage_is_an_error(shift: bytes, tmp_path: Path) -> None:
+    save({"a": torch.arange(8.0)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        pickled = archive.read("a/data.pkl")
+    assert pickled.count(b"QK\x00K\x08\x85") == 1  # the storage, the offset 0, the shape (8,)
+    repack(tmp_path / "a.pt", tmp_path / "b.pt", pickled.replace(b"QK\x00K\x08\x85", b"Q" + shift + b"K\x08\x85"))
+    with pytest.raises(CorruptCheckpointError, match=r"b\.pt"):
+        TorchFile(FileSystem(), tmp_path / "b.pt").tree()
 
 
 def test_a_user_class_in_the_client_state_is_named_with_the_cure(tmp_path: Path) -> None:

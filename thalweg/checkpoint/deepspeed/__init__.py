@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed wrote: recognised, read without its classes, loaded into any layout.
 
-``unpickle`` interprets a pickle as data; ``torch_file`` finds the tensors of a file; ``flat_tensors`` cuts the flat
-vectors of ZeRO into boxes; ``checkpoint_folder`` knows the folders; ``checkpoint`` gives them the face of ours.
+``torch_file`` reads a file and runs nothing of it; ``flat_tensors`` cuts the flat vectors of ZeRO into boxes;
+``checkpoint_folder`` knows the folders; ``checkpoint`` gives them the face of ours.
 """
 
 from __future__ import annotations

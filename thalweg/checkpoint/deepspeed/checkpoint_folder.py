@@ -36,8 +36,7 @@ from thalweg.checkpoint.deepspeed.flat_tensors import (
     cut_concatenation,
     cut_parameter_shares,
 )
-from thalweg.checkpoint.deepspeed.torch_file import TorchFile
-from thalweg.checkpoint.deepspeed.unpickle import InertObject
+from thalweg.checkpoint.deepspeed.torch_file import InertObject, TorchFile
 from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.utils.log import get_logger
@@ -375,12 +374,12 @@ class _FolderReader:
         if common.get("global_samples") is not None:
             engine["global_samples"] = int(common["global_samples"])
         scaler = parts[0].optims[0].get("loss_scaler") if parts[0].optims else None
-        if isinstance(scaler, InertObject) and scaler.fields.get("dynamic"):
+        if isinstance(scaler, InertObject) and vars(scaler).get("dynamic"):
             engine["scaler"] = {
-                "scale": float(scaler.fields["cur_scale"]),
-                "iteration": int(scaler.fields["cur_iter"]),
-                "overflowed": int(scaler.fields["last_overflow_iter"]),
-                "allowance": int(scaler.fields["cur_hysteresis"]),
+                "scale": float(vars(scaler)["cur_scale"]),
+                "iteration": int(vars(scaler)["cur_iter"]),
+                "overflowed": int(vars(scaler)["last_overflow_iter"]),
+                "allowance": int(vars(scaler)["cur_hysteresis"]),
             }
         own: dict[str, Any] = {}
         if self.groups:

@@ -1,25 +1,58 @@
-"""A file of ``torch.save``, read and written without pickle: its tree, with tensors that are mapped from the file.
+"""A file of ``torch.save`` that somebody else wrote, read by ``torch.load`` with ``weights_only`` and mapped.
 
-It is a zip whose entries are not compressed: ``<name>/data.pkl`` is the tree, ``<name>/data/<key>`` a storage each,
-so the elements of a tensor lie at a place in the file that is known from the zip's directory alone.  Each entry has
-a CRC-32, which is what can be said about damage.
+Nothing that its pickle names is imported or called but what torch itself allows there, the plain containers and numpy
+values of ``_PLAIN``, and stand-ins for DeepSpeed's own classes (:class:`InertObject`).  Any other name is an error
+that names it.
 """
 
 from __future__ import annotations
 
-import struct
+import argparse
+import datetime
+import pathlib
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from thalweg.checkpoint.deepspeed.unpickle import STORAGE_DTYPES, unpickle
-from thalweg.checkpoint.errors import CorruptCheckpointError
+from thalweg.checkpoint.errors import CorruptCheckpointError, UnserializableStateError
 from thalweg.checkpoint.filesystem import FileSystem
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # length of the name, length of the extra field
+
+class InertObject:
+    """What stands for an object of DeepSpeed's: ``args`` it was made with; its fields are ``vars()`` of it."""
+
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> InertObject:
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+# torch's reader fills dicts, lists and sets alone, so what is made like one of them comes back as one.
+_PLAIN: dict[str, Any] = {
+    "collections.defaultdict": lambda factory=None, items=(): dict(items),
+    "collections.deque": lambda items=(), maxlen=None: list(items),
+    **{f"builtins.{kind.__name__}": kind for kind in (dict, frozenset, list, tuple, int, float, str, bool)},
+    "argparse.Namespace": argparse.Namespace,
+    "datetime.timedelta": datetime.timedelta,
+    **{f"pathlib{at}.{name}": lambda *parts: pathlib.PurePosixPath(*parts)
+       for at in ("", "._local") for name in ("PosixPath", "PurePosixPath")},
+    **{f"numpy.{core}.multiarray.{name}": getattr(numpy._core.multiarray, name)
+       for core in ("core", "_core") for name in ("scalar", "_reconstruct")},
+    "numpy.dtype": numpy.dtype,
+    "numpy.ndarray": numpy.ndarray,
+}  # fmt: skip
+_NUMPY_DTYPES = [
+    getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name not in ("ObjectDType", "VoidDType")
+]
 
 
 class TorchFile:
@@ -29,7 +62,7 @@ class TorchFile:
         self.io, self.path = io, path
         try:
             with zipfile.ZipFile(path) as archive:
-                infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                infos = archive.infolist()
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{path} is missing") from None
         except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
@@ -37,12 +70,8 @@ class TorchFile:
                 f"{path} is damaged, or was written in the form before torch 1.6 ({error}); such a file is read after "
                 "torch.save(torch.load(FILE, weights_only=False), FILE), where you trust it"
             ) from error
-        self._entries = infos
-        self._bytes = torch.from_file(str(path), shared=False, size=self.size, dtype=torch.uint8)
-        if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()) or "data.pkl" not in infos:
+        if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
             raise CorruptCheckpointError(f"{path} is a zip file, but not one that torch.save has written")
-        if "byteorder" in infos and self._read("byteorder") != b"little":
-            raise CorruptCheckpointError(f"{path} was written on a big-endian machine; save it again on this one")
 
     @property
     def size(self) -> int:
@@ -50,8 +79,30 @@ class TorchFile:
         return self.io.size(self.path)
 
     def tree(self) -> Any:
-        """What was saved; the values of its tensors come into memory page by page, where they are used."""
-        return unpickle(self._read("data.pkl"), str(self.path), self._read_storage)
+        """What was saved; the values of its tensors come into memory page by page, where they are used.
+
+        Raises:
+            CorruptCheckpointError: not a pickle of protocol 2 (``torch.save``'s), or one that does not hold together.
+            UnserializableStateError: it holds an object of a class that is not read.
+        """
+        try:
+            names = get_unsafe_globals_in_checkpoint(str(self.path))
+            stand_ins = {name: type(name, (InertObject,), {}) for name in names if name.startswith("deepspeed.")}
+            if unread := sorted(set(names) - stand_ins.keys() - _PLAIN.keys()):
+                raise UnserializableStateError(
+                    f"{self.path} holds an object of {', '.join(unread)}, which is not read: nothing that a checkpoint "
+                    "names is imported or called here. Where you trust the file, load it with torch.load(..., "
+                    "weights_only=False), replace that object by plain values, and save it again"
+                )
+            allowed: list[Any] = [(value, name) for name, value in (_PLAIN | stand_ins).items()]
+            with safe_globals([*_NUMPY_DTYPES, *allowed]):
+                return torch.load(str(self.path), map_location="cpu", mmap=True, weights_only=True)
+        except UnserializableStateError:
+            raise
+        except Exception as error:  # whatever a stranger's bytes lead to, it is the file that is at fault
+            raise CorruptCheckpointError(
+                f"{self.path} is not a file of torch.save that can be read: {type(error).__name__}: {error}"
+            ) from error
 
     def find_damage(self) -> str | None:
         """What is wrong with the bytes of the file, all of which are read, or None."""
@@ -62,70 +113,11 @@ class TorchFile:
             return f"{self.path} cannot be read: {error}"
         return name and f"{self.path}: the entry {name} has changed since it was saved (its CRC-32 differs)"
 
-    def _read(self, name: str) -> bytes:
-        return self._read_range(name, 0, self._entries[name].file_size).numpy().tobytes()
-
-    def _read_storage(self, key: str, start: int, nbytes: int) -> torch.Tensor:
-        values = self._read_range(f"data/{key}", start, nbytes)
-        # torch aligns storages; who packs the zip anew may not.
-        return values if values.data_ptr() % 16 == start % 16 else values.clone()
-
-    def _read_range(self, name: str, start: int, nbytes: int) -> torch.Tensor:
-        info = self._entries.get(name)
-        if info is None or start < 0 or start + nbytes > info.file_size:
-            raise CorruptCheckpointError(f"{self.path}: a tensor lies outside the entry {name}")
-        name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(self._bytes.numpy().data, info.header_offset)
-        first = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes + start
-        if first + nbytes > len(self._bytes):
-            raise CorruptCheckpointError(f"{self.path}: the file ends inside the entry {name}")
-        return self._bytes[first : first + nbytes]
-
-
-def write_torch_file(file: BinaryIO, tree: Mapping[str, Any]) -> None:
-    """Write dicts (keys are strings) within dicts of tensors so that ``torch.load`` reads them, with weights_only too.
-
-    Raises:
-        ValueError: a tensor is of a dtype without a storage class of its own (fp8).
-    """
-    tensors: list[torch.Tensor] = []
-    opcodes = b"\x80\x02" + _encode(tree, tensors) + b"."
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in (("data.pkl", opcodes), ("byteorder", b"little"), ("version", b"3\n")):
-            archive.writestr(f"archive/{name}", content)
-        for number, tensor in enumerate(tensors):
-            with archive.open(f"archive/data/{number}", "w", force_zip64=True) as entry:
-                entry.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _encode(value: Any, tensors: list[torch.Tensor]) -> bytes:
-    """The opcodes (of protocol 2) that put ``value`` on the stack; ``tensors`` takes those that they refer to."""
-    if isinstance(value, str):
-        text = value.encode()
-        return b"X" + struct.pack("<I", len(text)) + text
-    if isinstance(value, int):
-        return b"\x8a\x08" + struct.pack("<q", value)
-    if isinstance(value, tuple):
-        return b"(" + b"".join(_encode(item, tensors) for item in value) + b"t"
-    if isinstance(value, Mapping):
-        return b"}(" + b"".join(_encode(key, tensors) + _encode(item, tensors) for key, item in value.items()) + b"u"
-    storage_class = next((name for name, dtype in STORAGE_DTYPES.items() if dtype == value.dtype), None)
-    if storage_class is None:
-        raise ValueError(f"a tensor of {value.dtype} has no storage class: save it in another dtype")
-    tensors.append(value := value.contiguous())
-    key, (module, _, name) = str(len(tensors) - 1), storage_class.rpartition(".")
-    storage = b"".join(_encode(item, tensors) for item in (key, "cpu", value.numel()))
-    place = b"".join(_encode(item, tensors) for item in (0, tuple(value.shape), value.stride()))
-    return (
-        b"ctorch._utils\n_rebuild_tensor_v2\n(("
-        + (_encode("storage", tensors) + f"c{module}\n{name}\n".encode() + storage + b"tQ" + place)
-        + b"\x89ccollections\nOrderedDict\n)RtR"  # no gradient, no hooks
-    )
-
 
 def load_tensors(tree: Any) -> Any:
     """``tree`` with tensors of its own, in memory."""
     if isinstance(tree, torch.Tensor):
-        return tree.clone()
+        return tree.detach().clone()
     if isinstance(tree, dict):
         return {key: load_tensors(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

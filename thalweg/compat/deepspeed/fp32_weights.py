@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
-from thalweg.checkpoint.deepspeed.torch_file import write_torch_file
 from thalweg.checkpoint.directory import MANIFEST
 from thalweg.utils.atomic_file import publish_file
 from thalweg.zero.whole_parameter import WholeParameter
@@ -37,7 +37,7 @@ def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> s
     path = Path(base_folder) / f"mp_rank_{mp_rank_str}_model_states.pt"
     if int(mp_rank_str) == 0 and (path.parent / MANIFEST).is_file() and not path.exists():
         states = {"module": get_fp32_state_dict_from_zero_checkpoint(path.parents[1], path.parent.name)}
-        publish_file(path, lambda file: write_torch_file(file, states))
+        publish_file(path, lambda file: torch.save(states, file))
     return str(path)
 
 
