@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,37 @@ def _model_states(rank: int, world: int, folder: str) -> tuple[list[str], list[s
 def test_a_file_of_the_models_states_is_made_when_its_name_is_asked_for(tmp_path: Path) -> None:
     whole = ["0.bias", "0.weight", "1.weight"]
     assert run_ranks(_model_states, 2, str(tmp_path)) == [(whole, ["1.weight"], True)] * 2
+
+
+def _tied(rank: int, world: int, folder: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300))
+    model[1].weight = model[0].weight
+    engine = initialize(model=model, config=config | {"zero_optimization": {"stage": 3}})[0]
+    engine.save_checkpoint(folder, "one")
+    engine.close()
+
+
+def test_a_checkpoint_becomes_files_as_transformers_has_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from thalweg.compat.deepspeed import fp32_weights
+
+    run_ranks(_tied, 2, str(tmp_path / "run"))
+    convert = partial(fp32_weights.convert_zero_checkpoint_to_fp32_state_dict, tmp_path / "run")
+    convert(tmp_path / "whole")
+    convert(tmp_path / "old" / "weights.bin")  # before DeepSpeed 0.15 the name of a file
+    convert(tmp_path / "shards", max_shard_size="361KB", tag="one")
+    convert(tmp_path / "safe", safe_serialization=True)
+    whole = torch.load(tmp_path / "whole" / "pytorch_model.bin")
+    assert whole["0.weight"].data_ptr() == whole["1.weight"].data_ptr() and "1.bias" in whole
+    for found in (torch.load(tmp_path / "old" / "weights.bin"), load_file(tmp_path / "safe" / "model.safetensors")):
+        assert all(torch.equal(found[name], whole[name]) for name in found) and len(found) >= 2
+    shards = [torch.load(file) for file in (tmp_path / "shards").glob("*.bin")]
+    assert len(shards) == 2 and (tmp_path / "shards" / "pytorch_model.bin.index.json").is_file()
+    assert {name for shard in shards for name in shard} == whole.keys()
+    with pytest.raises(ValueError, match="does not say which parameters were frozen"):
+        convert(tmp_path / "trained", exclude_frozen_parameters=True)
 
 
 def _save_under_own_tag(rank: int, world: int, folder: str) -> list[str]:

@@ -21,12 +21,50 @@ _PREFIX = "model/"
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """The model's whole tensors on the CPU, floating ones in fp32."""
+    """The model's whole tensors on the CPU, floating ones in fp32.
+
+    Raises:
+        ValueError: frozen parameters are to be left out, which the save alone can do.
+    """
+    if exclude_frozen_parameters:
+        raise ValueError(
+            "a checkpoint does not say which parameters were frozen: leave them out where it is made, with "
+            "engine.save_checkpoint(DIR, exclude_frozen_parameters=True)"
+        )
     with Checkpoint.open(checkpoint_dir, tag) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names(_PREFIX)}
         tensors |= {alias: tensors[name] for alias, name in checkpoint.manifest.aliases.items() if name in tensors}
     tensors = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
     return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole fp32 weights as Hugging Face's files of ``max_shard_size``; a name that ends in .bin is one file.
+
+    Tensors that are tied stay so in files of torch.save; in safetensors one of their names is left out.
+    """
+    from huggingface_hub import save_torch_state_dict  # comes with transformers
+
+    state_dict = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    folder = Path(output_dir)
+    pattern = "model{suffix}.safetensors" if safe_serialization else "pytorch_model{suffix}.bin"
+    if folder.suffix == ".bin":
+        folder, pattern, max_shard_size = folder.parent, folder.name.replace(".bin", "{suffix}.bin"), "1000TB"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(
+        state_dict,
+        folder,
+        filename_pattern=pattern,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+    )
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> str:
