@@ -440,7 +440,7 @@ class Engine(nn.Module):
         if self.optimizer is None:
             return [0.0]
         self.optimizer.settle()
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return [group.get("lr", 0.0) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all groups; a schedule writes its own at its next step."""

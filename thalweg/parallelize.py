@@ -78,6 +78,7 @@ from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
 from thalweg.utils.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from thalweg.utils.formatting import parse_bytes
+from thalweg.utils.log import get_logger
 from thalweg.utils.timing import PhaseTimer
 from thalweg.zero.expert_params import ZeroExpertParams
 from thalweg.zero.fsdp2.unused_params import sync_unused_params
@@ -90,6 +91,8 @@ from thalweg.zero.units import find_units, is_expert_list
 from thalweg.zero.whole_parameter import get_shard, named_shards
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+_log = get_logger(__name__)
 
 
 @dataclass
@@ -179,6 +182,7 @@ def parallelize(
         ValueError: the model has no parameters, or the optimizer holds foreign ones.
     """
     mesh = meshes.fsdp
+    _make_gradients_dense(model)
     model_info = get_model_info(model)
     loss_normalizer = build_loss_normalizer(config, config.gradient_accumulation_steps, meshes, device)
     scaler = LossScaler(config.fp16)
@@ -310,6 +314,20 @@ def parallelize(
         curricula=curricula,
         param_naming=ParamNaming() if pipeline is None else pipeline.param_naming,
     )
+
+
+def _make_gradients_dense(model: nn.Module) -> None:
+    """Let embeddings with ``sparse=True`` make dense gradients, of the same values: sparse ones are not reduced."""
+    modules = dict(model.named_modules())
+    sparse = [name for name, one in modules.items() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
+    for name in sparse:
+        modules[name].sparse = False
+    if sparse:
+        _log.warning(
+            "Gradients of %s will be dense, with the same values: the engine does not reduce sparse ones. An optimizer "
+            "that takes sparse ones alone, such as SparseAdam, needs another in its place.",
+            ", ".join(sparse),
+        )
 
 
 def _make_pipeline(model: nn.Module, meshes: ParallelMeshes, config: Config) -> PipelineParallel | None:

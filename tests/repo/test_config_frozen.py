@@ -44,7 +44,7 @@ def test_no_option_has_two_fates() -> None:
 
 # Work that is still to come: a run that survives what happens to it, and the search before a run.
 RELIABILITY = (
-    "nebula", "elasticity", "autotuning", "health", "checkpoint.writer.decoupled", "checkpoint.asynchronous",
+    "nebula", "autotuning", "health", "checkpoint.writer.decoupled", "checkpoint.asynchronous",
     "checkpoint.use_node_local_storage",
 )  # fmt: skip
 
@@ -53,7 +53,7 @@ def _later_elsewhere() -> set[str]:
     """Options that are still to come, by the committed list, and not of reliability."""
     rows = (line.split(" | ") for line in render_listing().splitlines() if not line.startswith("#"))
     later = {row[0] for row in rows if row[-1] == "later"}
-    assert len(later) > 40, "the list has another form"
+    assert len(later) > 30, "the list has another form"
     return {path for path in later if not any(is_under(path, block) for block in RELIABILITY)}
 
 
@@ -105,7 +105,8 @@ def _loose(value: object) -> object:
 def test_every_option_that_counts_as_read_is_named_outside_the_config() -> None:
     """An option that no room mentions, nor a block's own property, would be ignored in silence."""
     root = Path(thalweg.__file__).parent
-    sources = [p.read_text(encoding="utf-8") for p in root.rglob("*.py") if root / "config" not in p.parents]
+    readers = [p for p in root.rglob("*.py") if root / "config" not in p.parents or p.name == "batch_size.py"]
+    sources = [path.read_text(encoding="utf-8") for path in readers]
     blocks = [section for _, field in list_options(Config) if (section := get_section_type(field.annotation))]
     properties = [value.fget for block in blocks for value in vars(block).values() if isinstance(value, property)]
     text = "\n".join([*sources, *(inspect.getsource(one) for one in properties if one is not None)])

@@ -2,12 +2,16 @@
 
 Any one of the three is derived from the other two; with one given, the other follows from
 accumulation 1; with none, the micro batch is 1.  A contradiction names both sides.
+
+With ``elasticity`` all three follow from the ranks that there are, so that a job goes on with the same batch at
+another number of them; the batch is the one that DeepSpeed finds for the same block.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thalweg.config.errors import ConfigProblem
@@ -49,9 +53,11 @@ def resolve_dp_size(config: Section, world_size: int) -> tuple[int, ConfigProble
     return dp_size, None
 
 
-def resolve_batch_sizes(config: Section, world_size: int) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
+def resolve_batch_sizes(config: Any, world_size: int) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
     """The values of the three and of ``data_parallel_size``, how each was found, and what contradicts."""
     dp_size, dp_problem = resolve_dp_size(config, world_size)
+    if config.elasticity.enabled is True:  # not "auto"
+        return _resolve_elastic(config, dp_size, world_size // dp_size, [dp_problem] if dp_problem else [])
     total, micro, steps = (_as_int(get_by_path(config, path)) for path in (TOTAL, MICRO, STEPS))
     reasons: dict[str, str] = {}
     problems = [dp_problem] if dp_problem else []
@@ -73,6 +79,96 @@ def resolve_batch_sizes(config: Section, world_size: int) -> tuple[dict[str, int
     if total != micro * steps * dp_size and not dp_problem:
         problems.append(_mismatch_problem(total, micro, steps, dp_size, world_size, reasons))
     return {TOTAL: total, MICRO: micro, STEPS: steps, "data_parallel_size": dp_size}, reasons, problems
+
+
+# Numbers with more divisors than any below them: a batch that is a multiple of one goes with many numbers of ranks.
+_HIGHLY_COMPOSITE = (
+    1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160,
+    25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720,
+)  # fmt: skip
+
+
+def find_elastic_batch(
+    limit: int, micro_batches: Sequence[int], min_ranks: int, max_ranks: int, prefer_larger: bool
+) -> tuple[int, list[int]]:
+    """The batch of at most ``limit`` that most numbers of ranks divide into micro-batches, and those numbers.
+
+    ``micro_batches``: sizes of which a rank may take any, none above ``limit``.
+    """
+
+    def fitting(batch: int) -> list[int]:
+        shares = [batch // micro for micro in micro_batches if batch % micro == 0]
+        divisors = {d for share in shares for i in range(1, math.isqrt(share) + 1) if share % i == 0
+                    for d in (i, share // i)}  # fmt: skip
+        return sorted(ranks for ranks in divisors if min_ranks <= ranks <= max_ranks)
+
+    bases = [base for base in (*micro_batches, math.lcm(*micro_batches)) if base <= limit]
+    batches = {base * max(number for number in _HIGHLY_COMPOSITE if number <= limit // base) for base in bases}
+    batch = max(batches, key=lambda batch: (len(fitting(batch)), batch if prefer_larger else -batch))
+    return batch, fitting(batch)
+
+
+def find_elastic_sizes(
+    elasticity: Any, dp_size: int | None = None, degree: int = 1
+) -> tuple[int, list[int], int | None, list[ConfigProblem]]:
+    """(batch, data-parallel ranks that it goes with, micro-batch of ``dp_size`` ranks, what is wrong).
+
+    ``degree``: ranks of a replica of the model.  From version 0.2 ranks come and go by hosts, and a number of them that
+    does not divide the batch has one of its own, as large as ``max_train_batch_size`` lets it be.
+    """
+    given, by_host = elasticity, elasticity.version >= 0.2
+    micros, limit = given.micro_batch_sizes or (), given.max_train_batch_size or 0
+
+    def problem(name: str, expected: str) -> tuple[int, list[int], None, list[ConfigProblem]]:
+        return 0, [], None, [ConfigProblem(f"elasticity.{name}", getattr(given, name), expected)]
+
+    if not micros:
+        return problem("micro_batch_sizes", "the sizes of which a rank may take any, since elasticity is enabled")
+    if limit < max(micros):
+        return problem("max_train_batch_size", f"a number of samples, at least {max(micros)}, the largest micro-batch")
+    if not 0.1 <= given.version <= 0.2:
+        return problem("version", "0.1 or 0.2")
+    degree = max(degree, given.model_parallel_size)
+    ranks_of_host = given.num_gpus_per_node if by_host else 1
+    if degree > 1 and not by_host:
+        return problem("version", f"0.2, as {degree} ranks share a model")
+    if ranks_of_host % degree:
+        return problem("num_gpus_per_node", f"a multiple of the {degree} ranks that share a model")
+    replicas = ranks_of_host // degree  # that come and go together
+    least, most = max(1, given.min_gpus // ranks_of_host), given.max_gpus // ranks_of_host
+    batch, hosts = find_elastic_batch(limit // replicas, micros, least, most, given.prefer_larger_batch)
+    batch, fitting = batch * replicas, [number * replicas for number in hosts]
+    if dp_size is None:
+        return batch, fitting, None, []
+    ordered = sorted(micros, reverse=True) if given.prefer_larger_batch or not by_host else micros
+    if dp_size not in fitting:
+        own = [limit // (micro * dp_size) * micro * dp_size for micro in micros if micro * dp_size <= limit]
+        if not by_host or not own:
+            nearest = [*[n for n in fitting if n < dp_size][-1:], *[n for n in fitting if n > dp_size][:1]]
+            text = f"a batch for {dp_size} data-parallel ranks: {batch} goes with {' or '.join(map(str, nearest))}"
+            return batch, fitting, None, [ConfigProblem("elasticity.enabled", True, text)]
+        batch = max(own) if given.prefer_larger_batch else min(own)
+        fitting = [dp_size]
+    micro = next(micro for micro in ordered if batch // dp_size % micro == 0)
+    return batch, fitting, micro, []
+
+
+def _resolve_elastic(
+    config: Any, dp_size: int, degree: int, problems: list[ConfigProblem]
+) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
+    batch, fitting, micro, more = find_elastic_sizes(config.elasticity, dp_size, degree)
+    micro = micro or 1
+    values = {TOTAL: batch, MICRO: micro, STEPS: batch // (micro * dp_size)}
+    if not config.elasticity.ignore_non_elastic_batch_info and not (problems or more):
+        given = {path: _as_int(get_by_path(config, path)) for path in values}
+        more = [
+            ConfigProblem(path, value, f"{values[path]}, which elasticity finds, or nothing; "
+                          "elasticity.ignore_non_elastic_batch_info leaves it out of account")
+            for path, value in given.items() if value not in (None, values[path])
+        ]  # fmt: skip
+    others = f"the same with {len(fitting)} numbers of ranks" if len(fitting) > 1 else "of this number of ranks alone"
+    reasons = {TOTAL: f"elasticity: {others}", MICRO: "elasticity", STEPS: "elasticity"}
+    return {**values, "data_parallel_size": dp_size}, reasons, problems + more
 
 
 def _mismatch_problem(

@@ -10,7 +10,8 @@ the seed, the step and the forward pass of the step alone: all ranks drop the sa
 and a run that is resumed drops what it would have dropped.
 
 A model whose ``forward`` takes ``pld_theta`` is told theta, as DeepSpeed tells it, and drops by itself.  Of any other
-the layers of its largest list of alike modules are dropped from outside.
+the layers of its largest list of alike modules are dropped from outside; one without such a list is told, too, if its
+``forward`` takes any keyword.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def apply_progressive_layer_drop(
     if not section.enabled:
         return
     inner = type(model).forward
-    if "pld_theta" in inspect.signature(inner).parameters:
+    parameters = inspect.signature(inner).parameters
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "pld_theta" in parameters or (takes_any and _find_layers(model) is None):
         told = ProgressiveLayerDrop(section.theta, section.gamma)
 
         def forward_with_theta(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,17 +111,22 @@ def find_layers(model: nn.Module, feature: str, cure: str = "") -> nn.ModuleList
     Raises:
         ValueError: the model is an encoder-decoder, or has none.
     """
+    layers = _find_layers(model)
+    if layers is None or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{feature} does not know the layers of {type(model).__name__}: it takes those of one ModuleList of alike "
+            f"layers; {cure}set {feature}.enabled to false"
+        )
+    return layers
+
+
+def _find_layers(model: nn.Module) -> nn.ModuleList | None:
     lists = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({original_class(m) for m in module}) == 1
     ]
-    if not lists or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{feature} does not know the layers of {type(model).__name__}: it takes those of one ModuleList of alike "
-            f"layers; {cure}set {feature}.enabled to false"
-        )
-    return max(lists, key=num_parameters)
+    return max(lists, key=num_parameters, default=None)
 
 
 class _OutputShape:

@@ -37,7 +37,7 @@ class LossScaler:
     """
 
     def __init__(self, section: FP16 | None = None) -> None:
-        self._section = section = section or FP16(enabled=True)
+        self.section = section = section or FP16(enabled=True)
         static_scale = section.loss_scale if section.enabled else 1.0
         self.dynamic = not static_scale  # whether overflows move the scale
         self.scale = static_scale or 2.0**section.initial_scale_power
@@ -62,7 +62,7 @@ class LossScaler:
     def _shrink(self) -> None:
         if self._remaining_hysteresis > 1:
             self._remaining_hysteresis -= 1
-        elif self.scale <= self._section.min_loss_scale:
+        elif self.scale <= self.section.min_loss_scale:
             raise LossScaleFloorError(
                 f"the fp16 gradients overflow at a loss scale of {self.scale:g}, which is "
                 "fp16.min_loss_scale: the model itself produces inf or NaN. Train in bf16 "
@@ -71,15 +71,15 @@ class LossScaler:
                 "gradients are huge but finite"
             )
         else:
-            self.scale = max(self.scale / _FACTOR, self._section.min_loss_scale)
+            self.scale = max(self.scale / _FACTOR, self.section.min_loss_scale)
 
     def _grow(self) -> None:
-        if self._section.consecutive_hysteresis:
-            self._remaining_hysteresis = self._section.hysteresis
+        if self.section.consecutive_hysteresis:
+            self._remaining_hysteresis = self.section.hysteresis
         stable = self._iteration - self._last_overflow - 1
-        if stable > 0 and stable % self._section.loss_scale_window == 0:
-            self._remaining_hysteresis = self._section.hysteresis
-            self.scale = max(self.scale, min(self.scale * _FACTOR, self._section.max_loss_scale))
+        if stable > 0 and stable % self.section.loss_scale_window == 0:
+            self._remaining_hysteresis = self.section.hysteresis
+            self.scale = max(self.scale, min(self.scale * _FACTOR, self.section.max_loss_scale))
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as JSON-ready scalars."""
@@ -97,6 +97,6 @@ class LossScaler:
             raise ValueError(f"the loss scaler's saved state lacks {sorted(missing)}")
         self._iteration = int(state["iteration"])
         self._last_overflow = int(state["overflowed"])
-        self._remaining_hysteresis = min(int(state["allowance"]), self._section.hysteresis)
+        self._remaining_hysteresis = min(int(state["allowance"]), self.section.hysteresis)
         if self.dynamic:
-            self.scale = max(float(state["scale"]), self._section.min_loss_scale)
+            self.scale = max(float(state["scale"]), self.section.min_loss_scale)

@@ -17,7 +17,7 @@ import copy
 import shutil
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
@@ -34,7 +34,9 @@ from thalweg.compat.deepspeed.timers import ThroughputTimer
 from thalweg.config import Config
 from thalweg.config.schema.base import replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
+from thalweg.data.repeating_loader import RepeatingLoader
 from thalweg.engine import Engine
+from thalweg.nn.layer_drop import ProgressiveLayerDrop
 from thalweg.observe.step_meter import SEQUENCE_META_KEY
 from thalweg.optim.accumulation import register_loss_scale_hooks
 from thalweg.parallel.sequence.batch_split import SequenceMeta
@@ -61,6 +63,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
         self._compiled = False
+        self._data_iterator: Iterator[Any] | None = None
         self.is_whole_in_eval = False  # ranks that share sequences in training have their own in evaluation
         components.loss_normalizer.user_divides = False
         if not (config.fp16.enabled or config.token_weighted_loss):  # which have these hooks
@@ -130,6 +133,30 @@ class DeepSpeedEngine(Engine):
         elif self.is_whole_in_eval:
             kwargs[SEQUENCE_META_KEY] = SequenceMeta(is_whole=True)
         return super().forward(*args, **kwargs)
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """The optimizer within :attr:`optimizer`."""
+        return getattr(self.optimizer, "inner", self.optimizer)
+
+    def get_pld_theta(self) -> float | None:
+        """theta(t) of progressive layer drop, where it is enabled."""
+        section = self.resolved_config.progressive_layer_drop
+        drop = ProgressiveLayerDrop(section.theta, section.gamma)
+        drop.update_state(max(0, self.global_steps - 1))  # of the step before, as DeepSpeed has it
+        return drop.get_theta() if section.enabled else None
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Where :meth:`train_batch` takes its batches from where it is given none."""
+        self._data_iterator = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """The same, of a loader that begins anew when it ends."""
+        self._data_iterator = iter(RepeatingLoader(loader))
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one window of micro-batches."""
+        return super().train_batch(self._data_iterator if data_iter is None else data_iter)
 
     def backward(  # type: ignore[override]
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any

@@ -11,6 +11,7 @@ from torch import nn
 
 from thalweg.compat.deepspeed.arguments import check_process_group
 from thalweg.compat.deepspeed.config import raising_deepspeed_errors, translate_config
+from thalweg.compat.deepspeed.elasticity import ensure_immutable_elastic_config
 from thalweg.compat.deepspeed.engine import DeepSpeedEngine, DeepSpeedUsageError
 from thalweg.compat.deepspeed.hybrid_engine import DeepSpeedHybridEngine
 from thalweg.compat.deepspeed.live_engines import add_engine
@@ -29,7 +30,11 @@ def _load_with_defaults(source: Any, mpu: SequenceParallelState | None) -> Confi
     """The config of ``source``, with what DeepSpeed does where it says nothing."""
     forced = {} if mpu is None else {"sequence_parallel_size": mpu.size}
     config = load(source, translate=lambda tree: translate_config(tree) | forced)
-    unsaid = {path: value for path, value in DEEPSPEED_DEFAULTS.items() if path not in config.provenance.user_set}
+    # Its optimizer of stage 0 knows no hysteresis.
+    defaults = DEEPSPEED_DEFAULTS if config.zero_optimization.stage else {**DEEPSPEED_DEFAULTS, "fp16.hysteresis": 1}
+    unsaid = {path: value for path, value in defaults.items() if path not in config.provenance.user_set}
+    if config.elasticity.enabled:
+        ensure_immutable_elastic_config(config.to_dict()["elasticity"])
     filled = replace_by_path(config, unsaid)
     assert isinstance(filled, Config)
     for path in unsaid:

@@ -37,7 +37,11 @@ class DeepSpeedCPUAdam(metaclass=_ByName):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> Any:
-        return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+        options = {"bias_correction": bias_correction, "amsgrad": amsgrad, "adam_w_mode": adamw_mode}
+        return _build(
+            "Adam", model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            state_dtype=None if fp32_optimizer_states else "bf16", **options,
+        )  # fmt: skip
 
 
 class FusedAdam(metaclass=_ByName):
@@ -91,7 +95,8 @@ class DeepSpeedCPULion(metaclass=_ByName):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> Any:
-        return _build("Lion", model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        state_dtype = None if fp32_optimizer_states else "bf16"
+        return _build("Lion", model_params, lr=lr, betas=betas, weight_decay=weight_decay, state_dtype=state_dtype)
 
 
 FusedLion = DeepSpeedCPULion

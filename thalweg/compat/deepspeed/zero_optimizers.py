@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from thalweg.config import Config
+from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.step import EngineOptimizer
 from thalweg.zero.whole_parameter import get_shard
 from thalweg.zero.whole_tensors import gather_whole, to_local
@@ -44,8 +45,46 @@ class _StateByFlat(defaultdict[Any, Any]):
         }
 
 
+class LossScaleView:
+    """A loss scaler under the names that DeepSpeed's has, as it is when it is asked."""
+
+    scale_factor = 2.0
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        state, section = self._scaler.state_dict(), self._scaler.section
+        shown = {
+            "cur_iter": state["iteration"],
+            "last_overflow_iter": state["overflowed"],
+            "cur_hysteresis": state["allowance"],
+            "delayed_shift": section.hysteresis,
+            "consecutive_hysteresis": section.consecutive_hysteresis,
+            "scale_window": section.loss_scale_window,
+            **dict.fromkeys(("min_scale", "min_loss_scale"), section.min_loss_scale),
+            **dict.fromkeys(("cur_scale", "loss_scale"), state["scale"]),
+            **dict.fromkeys(("dynamic", "dynamic_loss_scale"), self._scaler.dynamic),
+        }
+        if name not in shown:
+            raise AttributeError(f"a loss scaler has no {name}")
+        return shown[name]
+
+
 class DeepSpeedOptimizer(EngineOptimizer):
     """Any of them."""
+
+    @property
+    def loss_scaler(self) -> LossScaleView:
+        """The factor on the loss, and what moves it."""
+        return LossScaleView(self.scaler)
+
+    loss_scale_config = loss_scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows move the factor."""
+        return self.scaler.dynamic
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):

@@ -107,6 +107,7 @@ class Config(UNREAD_BLOCKS):
     compile: training.Compile = training.Compile()
     checkpoint: training.CheckpointConfig = training.CheckpointConfig()
     datastates_ckpt: Literal[False] | AnyDict = unsupported(False, "remove it; every checkpoint has one writer")
+    elasticity: training.Elasticity = training.Elasticity()
     health: training.Health = training.Health()
     memory: training.Memory = training.Memory()
     tensorboard: training.FileMonitor = training.FileMonitor()

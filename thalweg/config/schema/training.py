@@ -158,6 +158,26 @@ class ProgressiveLayerDropConfig(Section):
     gamma: NonNegativeFloat = 0.001
 
 
+class Elasticity(Section):
+    """A batch that many numbers of ranks divide, so that a job goes on with the same one at another number of them.
+
+    ``max_train_batch_size`` and ``micro_batch_sizes`` must be given; ``min_gpus`` and ``max_gpus`` count all ranks.
+    In ``version`` 0.2 ranks come and go by hosts of ``num_gpus_per_node``; ``model_parallel_size`` share a model.
+    """
+
+    enabled: bool = False
+    max_train_batch_size: PositiveInt | None = None
+    micro_batch_sizes: PositiveIntTuple | None = None
+    min_gpus: PositiveInt = 1
+    max_gpus: PositiveInt = 10000
+    min_time: NonNegativeInt = ignored(0, "whoever schedules the job reads it")
+    version: NonNegativeFloat = 0.2
+    prefer_larger_batch: bool = True
+    ignore_non_elastic_batch_info: bool = False
+    num_gpus_per_node: PositiveInt = 1
+    model_parallel_size: PositiveInt = 1
+
+
 class Tiling(Section):
     """Long sequences in tiles: the loss without full logits, the MLPs without their full inner activation.
 
