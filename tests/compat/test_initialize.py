@@ -319,6 +319,121 @@ def test_batch_sizes_that_are_set_to_none_are_derived() -> None:
         assert sizes == expected
 
 
+def _loss_scales(rank: int, world: int, stage: int) -> list[tuple[float, int, int]]:
+    """Factor, iteration and last overflow after each of seven steps, of which the third and fourth overflow."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "fp16": fp16, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "log_level": "error",
+    }  # fmt: skip
+    engine, optimizer, _, _ = initialize(model=nn.Linear(4, 1, bias=False), config=config)
+    scaler = optimizer.loss_scaler  # asked once, and live
+    assert optimizer.dynamic_loss_scale and scaler.dynamic and scaler.scale_window == 2 and scaler.scale_factor == 2.0
+    found = []
+    for step in range(7):
+        factor = float("inf") if step in (2, 3) else 1e-3
+        engine.backward((engine(torch.ones(1, 4).half()) * factor).sum())
+        engine.step()
+        assert scaler.cur_scale == optimizer.cur_scale == optimizer.loss_scale_config.loss_scale
+        found.append((scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter))
+    with pytest.raises(AttributeError):
+        _ = scaler.no_such_name
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_loss_scale_moves_as_deepspeeds(stage: int) -> None:
+    """Its optimizer of stage 0 halves at each overflow, those of ZeRO at the second in a row."""
+    (found,) = run_ranks(_loss_scales, 1, stage)
+    third, fourth, later = (128.0, 64.0, 128.0) if stage == 0 else (256.0, 128.0, 256.0)
+    overflow = [(third, 3, 2), (fourth, 4, 3), (fourth, 5, 3), (fourth, 6, 3), (later, 7, 3)]
+    assert found == [(256.0, 1, -1), (256.0, 2, -1), *overflow]
+
+
+def _pipeline_iterator(rank: int, world: int) -> tuple[float, list[float], list[float]]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "log_level": "error",
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+    }  # fmt: skip
+
+    class Scale(nn.Module):
+        """Reads theta where a program of DeepSpeed's may: among any keywords."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.told = nn.Parameter(torch.ones(1)), []
+
+        def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+            self.told.append(keywords["pld_theta"])
+            return (self.weight * x).square().mean()
+
+    engine = initialize(model=Scale(), config=config)[0]
+    engine.set_dataloader([torch.full((1,), 0.5)])
+    first = float(engine.train_batch())
+    engine.set_dataiterator(iter([torch.full((1,), 0.25)] * 2))
+    engine.train_batch()
+    rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
+    thetas = [*engine.module.told[::2], engine.get_pld_theta()]
+    engine.close()
+    return first, rates, thetas
+
+
+def test_a_window_of_a_set_iterator_and_layer_drop_by_keywords() -> None:
+    ((first, rates, thetas),) = run_ranks(_pipeline_iterator, 1)
+    second = 0.5 * torch.tensor(-0.001).exp().item() + 0.5
+    assert first == 0.25 and rates == [0.5] and thetas == pytest.approx([1.0, second, second])
+
+
+class _OwnRates(torch.optim.Optimizer):
+    """One whose groups have no "lr", around another."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.5)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def _sparse(rank: int, world: int, stage: int) -> tuple[list[Any], list[Any]]:
+    config = {"train_micro_batch_size_per_gpu": 2, "sparse_gradients": True, "gradient_clipping": 0.0}
+    tokens, offsets = torch.tensor([1, 2, 4, 5, 4, 3]) + rank, torch.tensor([0, 3])
+    moved = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=sparse))
+        model.forward = lambda tokens, offsets, bag=model[0]: bag(tokens, offsets)  # type: ignore[method-assign]
+        optimizer = _OwnRates(model.parameters()) if stage == 0 else torch.optim.SGD(model.parameters(), lr=0.5)
+        config["zero_optimization"] = {"stage": stage}
+        engine = initialize(model=model, config=config, optimizer=optimizer)[0]
+        assert engine.get_lr() == ([0.0] if stage == 0 else [0.5])
+        engine.backward(engine(tokens, offsets).square().sum())
+        engine.step()
+        moved.append(gather_state_dict(engine.state_dict())["0.weight"].tolist())
+        engine.close()
+    return moved[0], moved[1]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_embeddings_with_sparse_gradients_train_as_dense_ones(stage: int) -> None:
+    for sparse, dense in run_ranks(_sparse, 2, stage):
+        torch.manual_seed(0)
+        assert sparse == dense != nn.EmbeddingBag(10, 4).weight.tolist()
+
+
+def test_moments_in_16_bits_where_they_are_asked_for() -> None:
+    from thalweg.compat.deepspeed.optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion
+
+    for make, name in ((DeepSpeedCPUAdam, "exp_avg_sq"), (DeepSpeedCPULion, "exp_avg")):
+        for in_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+            param = nn.Parameter(torch.randn(128, 128))
+            optimizer = make([param], fp32_optimizer_states=in_fp32)
+            param.grad = torch.randn_like(param)
+            optimizer.step()
+            assert optimizer.state[param][name].dtype == dtype
+
+
 def _hybrid(rank: int, world: int, stage: int, degree: int) -> list[tuple[list[list[int]], list[list[int]], str]]:
     """Before and after two large steps: what the engine generates, and the plain model of the same weights."""
     model = tiny_decoder("llama")
