@@ -422,6 +422,31 @@ def test_embeddings_with_sparse_gradients_train_as_dense_ones(stage: int) -> Non
         assert sparse == dense != nn.EmbeddingBag(10, 4).weight.tolist()
 
 
+def _transforms(rank: int, world: int, stage: int) -> tuple[list[float], list[float], list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    plain = copy.deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    }  # fmt: skip
+    engine = initialize(model=model, config=config)[0]
+    x = torch.randn(4)
+    found = [torch.func.grad(lambda x, net=net: net(x).sum())(x).tolist() for net in (engine, plain)]
+    leaf = x.clone().requires_grad_()
+    engine(leaf).sum().backward()  # the control: a plain backward pass is divided by the accumulation steps
+    assert leaf.grad is not None
+    engine.close()
+    return found[0], found[1], leaf.grad.tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_torch_func_are_the_callers_own(stage: int) -> None:
+    ((through_engine, plain, divided),) = run_ranks(_transforms, 1, stage)
+    assert through_engine == pytest.approx(plain, rel=1e-5)
+    assert divided == pytest.approx([value / 4 for value in plain], rel=1e-5)
+
+
 def test_moments_in_16_bits_where_they_are_asked_for() -> None:
     from thalweg.compat.deepspeed.optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from thalweg.config import Config
 from thalweg.device import pin, widest_float
-from thalweg.ops._torch_private import is_fake
+from thalweg.ops._torch_private import functorch_active, is_fake
 from thalweg.ops.losses import TargetCountMode
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.dtypes import HALF_DTYPES
@@ -428,6 +428,8 @@ def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, read
     """
 
     def hook_outputs(module: nn.Module, args: Any, output: Any) -> None:
+        if functorch_active():  # torch.func's gradients are the caller's own
+            return
         factor: list[Tensor | float] = []  # one for all outputs of a forward
 
         def scale(grad: Tensor) -> Tensor:
