@@ -41,6 +41,7 @@ from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.flops_profiler import StepProfile
+from thalweg.observe.hang_watch import HangWatch
 from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
@@ -237,6 +238,8 @@ def parallelize(
     preflight.check_first_batch(model)
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
+    if (seconds := config.health.hang_seconds) and dist.get_world_size() > 1:
+        window.add_listener(HangWatch(meshes.world_group, ledger, seconds, config.health.heartbeat_seconds))
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
     to_local_name = None if pipeline is None else pipeline.local_param_name

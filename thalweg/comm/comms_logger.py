@@ -54,11 +54,13 @@ class CollectiveCall:
 class CommsLog:
     """Counts collectives; cheap enough to be always on.
 
-    ``topology``, where known, tells on which hosts the ranks are that the states are sharded over.
+    ``topology``, where known, tells on which hosts the ranks are that the states are sharded over; ``running`` is the
+    collective at hand.
     """
 
     def __init__(self) -> None:
         self.topology: HostTopology | None = None
+        self.running = ""
         self._entries: dict[tuple[str, str, str], CommsLogEntry] = {}
 
     def record(
@@ -90,7 +92,11 @@ class CommsLog:
     ) -> Iterator[CollectiveCall]:
         """Time the body and record it as one call; the body says what it moved."""
         start, call = time.perf_counter(), CollectiveCall()
-        yield call
+        self.running = f"{kind} of {module}"
+        try:
+            yield call
+        finally:
+            self.running = ""
         seconds = time.perf_counter() - start
         self.record(kind, module, transport, full_bytes=full_bytes, world_size=world_size, seconds=seconds, call=call)
 
@@ -101,7 +107,7 @@ class CommsLog:
     def total(self, kind: str | None = None) -> CommsLogEntry:
         """The sum over modules and transports, of one kind or of all."""
         total = CommsLogEntry(kind or "all", "", "")
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):  # another thread may ask
             if kind in (None, entry.kind):
                 for column in ("num_calls", "full_bytes", "sent_bytes", "seconds", "intra_bytes", "inter_bytes"):
                     setattr(total, column, getattr(total, column) + getattr(entry, column))

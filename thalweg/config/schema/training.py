@@ -248,10 +248,14 @@ class CheckpointConfig(_WRITERS):
 
 
 class Health(Section):
-    """What a run does about silence, non-finite values and spikes."""
+    """What a run does about silence, non-finite values and spikes.
 
-    heartbeat_seconds: NonNegativeFloat | None = later(None, "remove it")
-    hang_seconds: NonNegativeFloat | None = later(None, "remove it; the process group's timeout still ends a hung run")
+    ``hang_seconds``: ranks that have waited so long for others say in the log for whom, and where that one is; each
+    looks every ``heartbeat_seconds`` (a quarter of it).
+    """
+
+    heartbeat_seconds: PositiveFloat | None = None
+    hang_seconds: PositiveFloat | None = None
     non_finite: Literal["skip", "rewind", "stop"] = later("skip", 'set it to "skip"')
     spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = later("ignore", 'set it to "ignore"')
 

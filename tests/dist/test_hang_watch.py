@@ -1,0 +1,104 @@
+"""`health.hang_seconds`: a hang names the rank that is waited for, and where it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.harness import run_ranks
+
+HANG = 1.2
+
+
+def read_a_slow_file(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+class Lines(logging.Handler):
+    """Keeps what the watch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("thalweg.observe.hang_watch").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _train(rank: int, world: int, stage: int, case: str, seconds: float) -> list[str]:
+    import thalweg
+
+    heard = Lines()
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "log_level": "warning",
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "health": {"hang_seconds": HANG},
+    }  # fmt: skip
+    engine = thalweg.initialize(model=nn.Linear(4, 4), config=config)[0]
+    for step in range(4):
+        if step == 2 and case == "one is late" and rank == 1:
+            read_a_slow_file(seconds)
+        if step == 2 and case == "all pause":
+            read_a_slow_file(seconds)
+        if step == 2 and case == "one skips" and rank == 0:
+            dist.barrier()  # the others come here after their step, and wait within it until then
+        if step == 2 and case == "one is stopped" and rank == 1:
+            if os.fork() == 0:
+                time.sleep(seconds)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+    dist.barrier()
+    time.sleep(0.3)
+    engine.close()
+    return heard.lines
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_rank_that_is_waited_for_is_named_with_its_place(stage: int) -> None:
+    lines = run_ranks(_train, 3, stage, "one is late", 2.3 * HANG)
+    (report,) = [line for line in lines[0] if "have waited" in line]
+    assert re.search(r"rank 1 on \S+, after 2 steps: NOT THERE, at .*in read_a_slow_file", report), report
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank} on \S+, after 2 steps: waits in [\w <>]+ since \d+ s, from .*in _train", report)
+    assert any("goes on" in line for line in lines[0])
+    assert not any("have waited" in line for line in lines[2]), "one rank speaks for all"
+
+
+def test_a_stopped_process_gives_no_sign_of_life() -> None:
+    lines = run_ranks(_train, 2, 2, "one is stopped", 3 * HANG)
+    (report,) = [line for line in lines[0] if "have waited" in line]
+    assert "NO SIGN OF LIFE" in report and re.search(r"rank 1 on \S+, after \d steps: NO SIGN", report), report
+
+
+def test_a_pause_of_all_is_no_hang() -> None:
+    """The control: nobody waits for anybody."""
+    assert run_ranks(_train, 2, 2, "all pause", 2.3 * HANG) == [[], []]
+
+
+def _without(rank: int, world: int) -> Any:
+    import threading
+
+    import thalweg
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = thalweg.initialize(model=nn.Linear(4, 4), config=config)[0]
+    names = [thread.name for thread in threading.enumerate()]
+    engine.close()
+    return names
+
+
+def test_nobody_watches_unless_asked() -> None:
+    for names in run_ranks(_without, 2):
+        assert "thalweg-hang-watch" not in names
