@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg import ops
 from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
 from thalweg.comm import CommsLog
+from thalweg.comm.hang_watch import HangWatch
 from thalweg.compression.schedule import setup_compression
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.base import AUTO, replace_by_path
@@ -41,7 +42,6 @@ from thalweg.nn.sparse_attention.apply import apply_sparse_attention
 from thalweg.nn.tiling import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.flops_profiler import StepProfile
-from thalweg.observe.hang_watch import HangWatch
 from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
@@ -239,7 +239,8 @@ def parallelize(
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if (seconds := config.health.hang_seconds) and dist.get_world_size() > 1:
-        window.add_listener(HangWatch(meshes.world_group, ledger, seconds, config.health.heartbeat_seconds))
+        watch = HangWatch(meshes.world_group, ledger, seconds, config.health.heartbeat_seconds)
+        window.add_listener(StepCallbacks(on_step=lambda _: watch.count_step(), on_close=watch.close))
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
     to_local_name = None if pipeline is None else pipeline.local_param_name

@@ -29,7 +29,7 @@ class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        logging.getLogger("thalweg.observe.hang_watch").addHandler(self)
+        logging.getLogger("thalweg.comm.hang_watch").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())

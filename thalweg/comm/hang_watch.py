@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 import thalweg
 from thalweg.comm.comms_logger import CommsLog
-from thalweg.optim.accumulation import StepListener, StepResult
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -39,7 +38,7 @@ _WAITING = (
 _NO_NAMES = ("wrapper", "wait", "_wait_with_backoff")
 
 
-class HangWatch(StepListener):
+class HangWatch:
     """Watches this rank among those of ``group``, until :meth:`close`."""
 
     def __init__(
@@ -58,7 +57,7 @@ class HangWatch(StepListener):
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="thalweg-hang-watch", daemon=True).start()
 
-    def after_step(self, result: StepResult) -> None:
+    def count_step(self) -> None:
         """One step more."""
         self._num_steps += 1
 

@@ -4,8 +4,8 @@ A small BERT learns which module of the standard library a line is from; held-ou
 what compression makes of it.  Lines that occur twice are left out, so that none is both learnt and asked.  Two
 controls must lose: weights of two bits without training, and half of the weights taken by chance.
 
-    python bench/compression.py --write
-    python bench/compression.py --quick --json
+    python bench/compress.py --write
+    python bench/compress.py --quick --json
 """
 
 from __future__ import annotations
