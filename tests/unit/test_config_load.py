@@ -230,9 +230,9 @@ def test_a_rule_is_not_judged_on_a_value_that_could_not_be_read() -> None:
 
 def test_load_tells_what_is_not_built_along_with_other_faults() -> None:
     with pytest.raises(ConfigError) as caught:
-        load({"nebula": {"enabled": True}, "seed": -1})
-    assert {problem.path for problem in caught.value.problems} == {"nebula.enabled", "seed"}
-    assert load({"nebula": {"enabled": True}}).nebula.enabled
+        load({"autotuning": {"enabled": True}, "seed": -1})
+    assert {problem.path for problem in caught.value.problems} == {"autotuning.enabled", "seed"}
+    assert load({"autotuning": {"enabled": True}}).autotuning.enabled
 
 
 def test_the_error_survives_pickling_and_prints_anywhere() -> None:

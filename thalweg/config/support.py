@@ -42,11 +42,11 @@ def _iter_notes(config: type[Section]) -> Any:
 
 def get_support_status(path: str, config: type[Section]) -> str:
     """``read``, ``no effect``, or ``later`` or ``not offered`` (an unsupported switch or what it rules)."""
-    switches = unsupported_options(config)
-    if path not in switches and any(is_under(path, block) for block in ignored_options(config)):
-        return "no effect"
+    switches, ignored = unsupported_options(config), ignored_options(config)
     block = next((block for block in unread_blocks(config) if is_under(path, block)), "")
     switch = path if path in switches else f"{block}.enabled"
+    if path not in switches and (switch in ignored or any(is_under(path, one) for one in ignored)):
+        return "no effect"
     return switches[switch][2] if switch in switches else "read"
 
 

@@ -92,10 +92,12 @@ def _absent(section: type[Section]) -> Typed:
     return Typed(section | None, None)
 
 
-def _unread_block(options: dict[str, Any], hint: str = "") -> type[Section]:
+def _unread_block(options: dict[str, Any], hint: str = "", why: str = "") -> type[Section]:
+    """What to do instead where one is enabled, or why that has no effect."""
     given = {key: _from_table(option) for key, option in options.items()}
     given |= {key: _absent(option) for key, option in given.items() if isinstance(option, type)}
-    return block(enabled=later(False, f"{_REMOVE_BLOCK}{hint and '; ' + hint}"), **given)
+    enabled = ignored(False, why) if why else later(False, f"{_REMOVE_BLOCK}; {hint}")
+    return block(enabled=enabled, **given)
 
 
 _REMOVE_BLOCK = "remove the block or set enabled to false"
