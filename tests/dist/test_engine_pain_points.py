@@ -349,7 +349,7 @@ class Empty(nn.Module):
         (Empty, {}, ["no parameters"]),
         (OddShapesModel, {"zero_optimizaton": {"stage": 1}}, ["zero_optimizaton", "zero_optimization"]),
         (OddShapesModel, {"train_batch_size": 7}, ["7", "2"]),
-        (OddShapesModel, {"elasticity": {"enabled": True}}, ["not built yet"]),
+        (OddShapesModel, {"autotuning": {"enabled": True}}, ["not built yet"]),
         (OddShapesModel, {"optimizer": {"type": "AdamX", "params": {}}}, ["AdamX", "Adam"]),
     ],
 )

@@ -23,7 +23,7 @@ BAD = """{
   "train_batch_size": "32",
   "zero_optimizaton": {"stage": 3},
   "fp16": {"enabled": true, "enabled": false},
-  "elasticity": {"enabled": true}
+  "autotuning": {"enabled": true}
 }
 """
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -83,7 +83,7 @@ def test_all_problems_on_standard_error_and_exit_2(bad: str) -> None:
         assert "zero_optimizaton (line 3)" in done.stderr
         assert "did you mean zero_optimization?" in done.stderr
         assert "on lines 4 and 4" in done.stderr
-        assert "not built yet: elasticity.enabled (line 5) = true" in done.stderr
+        assert "not built yet: autotuning.enabled (line 5) = true" in done.stderr
         assert "Traceback" not in done.stderr
 
 
