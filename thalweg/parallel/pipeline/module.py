@@ -68,7 +68,7 @@ class TiedLayerSpec(LayerSpec):
 class _RecomputedLayers(nn.Module):
     activation_checkpoint_interval: int
     checkpointable_layers: tuple[str, ...] = ()
-    activation_checkpoint_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    activation_checkpoint_func: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute every so many layers (0: none) from now on; in training this is a method of ``engine.module``."""
