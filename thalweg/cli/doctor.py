@@ -87,7 +87,7 @@ def _check_python() -> CheckResult:
     if not (problem := python_version_problem()):
         return CheckResult("python", "ok", found)
     status = "warn" if "newer" in problem else "fail"
-    return CheckResult("python", status, f"{found}; {problem}", "make an environment with Python 3.11 or 3.13")
+    return CheckResult("python", status, f"{found}; {problem}", "make an environment with Python 3.11 to 3.14")
 
 
 def _check_torch() -> CheckResult:

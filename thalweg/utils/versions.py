@@ -8,7 +8,7 @@ from functools import cache
 from thalweg.utils.log import get_logger
 
 # Those of which the gate's tests have passed, in order; `make nightly` runs them on others too.
-TRIED_TORCH, TRIED_PYTHON = ("2.11", "2.13", "2.15"), ("3.11", "3.12", "3.13")
+TRIED_TORCH, TRIED_PYTHON = ("2.11", "2.13", "2.15"), ("3.11", "3.12", "3.13", "3.14")
 _log = get_logger(__name__)
 
 
