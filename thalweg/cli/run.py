@@ -4,6 +4,7 @@ examples:
   thalweg run --nproc 2 train.py --config ds_config.json
   thalweg run --nproc 4 -m package.train --steps 100
   thalweg run --hostfile hosts --include a:0,1@b train.py      over ssh, from one place
+  thalweg run --nproc 8 --max-restarts 3 train.py              the script loads its newest checkpoint
   thalweg run --num-nodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc 8 train.py
 
 Everything after the script belongs to the script.  The ranks see RANK, WORLD_SIZE, LOCAL_RANK,
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of the rendezvous (default: a free one)")
     add("--grace", type=float, default=4.0, metavar="S",
         help="seconds between SIGTERM and SIGKILL for ranks that must end (default: 4)")
+    add("--max-restarts", "--max_restarts", type=int_at_least(0), metavar="N",
+        default=os.environ.get("PET_MAX_RESTARTS"),
+        help="start the job anew up to N times when a rank fails (default: 0; with --elastic-training 100)")
     add("--hostfile", "-H", type=Path, metavar="FILE", help="a line `host slots=N` for each host")
     add("--include", "-i", metavar="SPEC", help="hosts and slots to use, such as a:0,1@b")
     add("--exclude", "-e", metavar="SPEC", help="hosts and slots to leave out")
@@ -71,6 +75,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "variables for a shell: eval \"$(thalweg run --as-deepspeed)\"")
     add("--local-rank", action="store_true", help="put --local_rank=N before the script's arguments")
     # fmt: on
+    elastic_group = parser.add_argument_group("with a hostfile, over ssh")
+    elastic_group.add_argument(
+        "--elastic-training",
+        "--elastic_training",
+        action="store_true",
+        help="when a host is lost, start anew without it; it rejoins at a later restart",
+    )
+    elastic_group.add_argument(
+        "--min-elastic-nodes",
+        "--min_elastic_nodes",
+        type=int_at_least(1),
+        metavar="M",
+        help="end the job when fewer hosts are left (default: 1)",
+    )
+    elastic_group.add_argument(
+        "--max-elastic-nodes",
+        "--max_elastic_nodes",
+        type=int_at_least(1),
+        metavar="K",
+        help="use up to K hosts at once; the others of the hostfile stand in for lost ones (default: all)",
+    )
     manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
     manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
     manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
@@ -114,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     spec = _build_spec(args)
     hosts = _select_hosts(args)
+    _check_elastic(args, hosts)
     if args.launcher in ("slurm", "mpi", "openmpi"):
         _run_with_scheduler(args, spec, hosts)
     if args.no_ssh and hosts:
@@ -155,7 +181,21 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
         master_port=args.master_port,
         grace=args.grace,
         environ=_added_environ(args),
+        max_restarts=(100 if args.elastic_training else 0) if args.max_restarts is None else args.max_restarts,
     )
+
+
+def _check_elastic(args: argparse.Namespace, hosts: tuple[Host, ...]) -> None:
+    """Whether hosts can come and go as ``args`` ask for."""
+    low, high = args.min_elastic_nodes or 1, args.max_elastic_nodes or len(hosts)
+    if args.elastic_training and (not hosts or args.no_ssh or args.launcher in ("slurm", "mpi", "openmpi")):
+        raise ValueError(
+            "--elastic-training needs --hostfile and ssh; --max-restarts N alone keeps the number of hosts"
+        )
+    if args.elastic_training and low > min(high, len(hosts)):
+        raise ValueError(f"--min-elastic-nodes {low} is more than the {min(high, len(hosts))} hosts of the start")
+    if not args.elastic_training and (args.min_elastic_nodes or args.max_elastic_nodes):
+        raise ValueError("--min-elastic-nodes and --max-elastic-nodes go with --elastic-training: add it")
 
 
 def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
@@ -197,12 +237,19 @@ def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host,
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
-    return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ))
+    elastic = {"min_hosts": args.min_elastic_nodes or 1, "max_hosts": args.max_elastic_nodes}
+    job = MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ)
+    return run_multi_node(replace(job, **elastic) if args.elastic_training else job)
 
 
 def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> NoReturn:
     from thalweg.launch import schedulers
 
+    if spec.max_restarts:
+        raise ValueError(
+            f"--max-restarts {spec.max_restarts}: the scheduler starts the ranks, and starts them anew: `sbatch "
+            "--requeue`, or this command again; the script loads its newest checkpoint"
+        )
     num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
     words = tuple(shlex.split(args.launcher_args))

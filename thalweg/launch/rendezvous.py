@@ -15,6 +15,8 @@ Ours is what that and torch's agent do not do (torch 2.13):
   hosts and their ranks (``MASTER_ADDR``, ``MASTER_PORT``).
 - **Contradictions.**  Two hosts with one number, other numbers of hosts, another script or version are one error
   everywhere, before a rank has started (:func:`join_nodes`).
+- **Starting anew.**  One store serves all starts of a job: each has its number, host 0 opens it
+  (:func:`_open_start`), and a host that comes early waits for that.
 - **One report.**  All launchers of a job end with the first failure's report (:meth:`NodeRendezvous.finish`), which is
   also what says that the job is over.
 
@@ -61,6 +63,7 @@ _STARTUP_SECONDS = 60.0  # seconds from the start in which a launcher too many e
 _MUST_MATCH = {  # what every host must say alike, and what sets it
     "num_nodes": "--num-nodes",
     "target": "the script",
+    "max_restarts": "--max-restarts",
     "thalweg": "thalweg's version",
     "torch": "torch's version",
 }
@@ -129,21 +132,46 @@ def open_local_rendezvous(addr: str, port: int) -> StaticTCPRendezvous:
 def describe_host(job: LocalJob) -> Card:
     """What this host says of itself to the others."""
     versions = {"torch": torch.__version__, "thalweg": __version__}
-    return {"host": socket.gethostname(), "nproc": job.nproc, "target": job.spec.target, **versions}
+    own = {"nproc": job.nproc, "target": job.spec.target, "max_restarts": job.spec.max_restarts}
+    return {"host": socket.gethostname(), **own, **versions}
 
 
-def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
+def serve_node_store(node: NodeSpec) -> Store | None:
+    """Host 0's store, for all starts of the job."""
+    return None if node.listener is None else serve_store(node.listener, _STORE_TIMEOUT)
+
+
+def _open_start(store: Store, restart: int) -> None:
+    """Let the hosts into start ``restart``; what the ranks of the last one left has the names that theirs will have."""
+    for key in store.list_keys():
+        if not key.startswith("start/"):
+            store.delete_key(key)
+    store.set("start/number", str(restart))
+
+
+def _wait_for_start(store: Store, timeout: float) -> int:
+    """The number of the start that host 0 has opened and that has not ended."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if store.check(["start/number"]):
+            number = store.get("start/number").decode()
+            if not store.check([f"start/{number}/end/result"]):
+                return int(number)
+        time.sleep(0.05)
+    raise ValueError(f"--node-rank 0 did not come within {timeout:.0f} s: start `thalweg run` there too")
+
+
+def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None = None) -> NodeRendezvous:
     """Meet the other launchers and compare ``card`` with theirs.
+
+    Host 0 opens start ``restart`` of the job on its ``store``; the others take its number.
 
     Raises:
         ValueError: two hosts claim one place, contradict each other, one never comes or host 0 cannot be reached.
     """
     card = {**card, "index": node.node_rank, "num_nodes": node.num_nodes}
     try:
-        if node.listener is not None:
-            store: Store = serve_store(node.listener, _STORE_TIMEOUT)
-        else:
-            store = connect_store(node.addr, node.port, node.join_timeout)
+        store = store or in_thread(lambda: connect_store(node.addr, node.port, node.join_timeout)).result()
     except RuntimeError as error:
         raise ValueError(
             f"{socket.gethostname()} cannot reach {node.addr}, port {node.port}, where the first host of the job "
@@ -160,10 +188,14 @@ def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
         )
 
     try:
-        known = PrefixStore("cards", store), card, node.num_nodes, node.join_timeout
+        if node.node_rank == 0:
+            _open_start(store, restart)
+        else:
+            restart = _wait_for_start(store, node.join_timeout)
+        known = PrefixStore(f"start/{restart}/cards", store), card, node.num_nodes, node.join_timeout
         cards = exchange_cards(*known, find_mismatch, describe_missing, notify)
     except LateArrivalError as error:
-        nodes = NodeRendezvous(node, [card], store)
+        nodes = NodeRendezvous(node, [card], store, restart)
         if not nodes.is_under_way():  # a job that is is not stopped by a stray launcher
             nodes._end_with(JobResult(2, f"thalweg run: {error}\n"))
         raise
@@ -172,7 +204,7 @@ def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
             f"{card['host']} lost its line to the first host of the job, at {node.addr}, port {node.port}, before "
             "all hosts had come: see what that host says"
         ) from error
-    nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store)
+    nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store, restart)
     nodes.start_heartbeats()
     return nodes
 
@@ -198,9 +230,10 @@ def find_mismatch(cards: list[Card]) -> str | None:
 class NodeRendezvous(StaticTCPRendezvous):
     """The hosts of ``cards`` (by their numbers), for torch's agent; ends when one of them does."""
 
-    def __init__(self, node: NodeSpec, cards: list[Card], store: Store) -> None:
+    def __init__(self, node: NodeSpec, cards: list[Card], store: Store, restart: int) -> None:
         super().__init__(node.addr, node.port, node.node_rank, node.num_nodes, RUN_ID, int(_STORE_TIMEOUT))
-        self._node, self._cards, self._control_store = node, cards, store
+        self._node, self._cards, self.restart = node, cards, restart
+        self._control_store = PrefixStore(f"start/{restart}", store)
         self._interval = node.heartbeat_timeout / 5
         self._beats = [0] * node.num_nodes  # by host, as last read
         self._changes: dict[int, tuple[int, float]] = {}  # by host: its beats, and when we saw them change
@@ -215,7 +248,8 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
-        self._store = connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
+        store = connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
+        self._store = PrefixStore(f"start/{self.restart}", store)
         return super().next_rendezvous()
 
     def start_heartbeats(self) -> None:
@@ -277,6 +311,8 @@ class NodeRendezvous(StaticTCPRendezvous):
             f"{self._node.heartbeat_timeout:.0f} s; the ranks of the other hosts were stopped\n",
             # Where host 0 is lost it may be this host that was cut off; the others know.
             is_certain=node_rank != 0,
+            can_restart=True,
+            lost_node=node_rank,
         )
 
     def finish(self, result: JobResult | None, wait: float) -> JobResult | None:
@@ -310,5 +346,5 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def _end_with(self, result: JobResult) -> JobResult:
         """Make ``result`` the job's unless there is one, and end the job; returns the job's."""
-        text = json.dumps([result.exit_code, result.report])
+        text = json.dumps([result.exit_code, result.report, True, result.can_restart, result.lost_node])
         return JobResult(*json.loads(self._control_store.compare_set("end/result", "", text)))
