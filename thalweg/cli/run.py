@@ -34,6 +34,7 @@ from thalweg.launch.spec import LaunchSpec, build_local_job
 from thalweg.launch.worker import PASS_LOCAL_RANK
 from thalweg.utils.env import DEVICE_VARIABLE
 
+SCHEDULERS = ("slurm", "mpi", "openmpi")
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
 
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--include", "-i", metavar="SPEC", help="hosts and slots to use, such as a:0,1@b")
     add("--exclude", "-e", metavar="SPEC", help="hosts and slots to leave out")
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all ranks")
-    add("--launcher", choices=("local", "ssh", "pdsh", "slurm", "mpi", "openmpi"), default="local",
+    add("--launcher", choices=("local", "ssh", "pdsh", *SCHEDULERS), default="local",
         help="how hosts are reached (default: ssh where a hostfile names others)")
     add("--launcher-args", "--launcher_args", default="", metavar="WORDS", help="added to srun or mpirun")
     add("--ssh", metavar="COMMAND", help="what takes a host and a command line in place of ssh")
@@ -74,28 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="`import deepspeed` is Thalweg, in the script and in all that it starts; without a script, print the "
              "variables for a shell: eval \"$(thalweg run --as-deepspeed)\"")
     add("--local-rank", action="store_true", help="put --local_rank=N before the script's arguments")
+    add = parser.add_argument_group("with a hostfile, over ssh").add_argument
+    add("--elastic-training", "--elastic_training", action="store_true",
+        help="when a host is lost, start anew without it; it rejoins at a later restart")
+    add("--min-elastic-nodes", "--min_elastic_nodes", type=int_at_least(1), metavar="M",
+        help="end the job when fewer hosts are left (default: 1)")
+    add("--max-elastic-nodes", "--max_elastic_nodes", type=int_at_least(1), metavar="K",
+        help="use up to K hosts at once; the others of the hostfile stand in for lost ones (default: all)")
     # fmt: on
-    elastic_group = parser.add_argument_group("with a hostfile, over ssh")
-    elastic_group.add_argument(
-        "--elastic-training",
-        "--elastic_training",
-        action="store_true",
-        help="when a host is lost, start anew without it; it rejoins at a later restart",
-    )
-    elastic_group.add_argument(
-        "--min-elastic-nodes",
-        "--min_elastic_nodes",
-        type=int_at_least(1),
-        metavar="M",
-        help="end the job when fewer hosts are left (default: 1)",
-    )
-    elastic_group.add_argument(
-        "--max-elastic-nodes",
-        "--max_elastic_nodes",
-        type=int_at_least(1),
-        metavar="K",
-        help="use up to K hosts at once; the others of the hostfile stand in for lost ones (default: all)",
-    )
     manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
     manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
     manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
@@ -139,13 +126,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     spec = _build_spec(args)
     hosts = _select_hosts(args)
-    _check_elastic(args, hosts)
-    if args.launcher in ("slurm", "mpi", "openmpi"):
+    elastic_limits = _elastic_limits(args, hosts)
+    if args.launcher in SCHEDULERS:
         _run_with_scheduler(args, spec, hosts)
     if args.no_ssh and hosts:
         result = _run_on_this_host(args, spec, _select_own(args, hosts))
     elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
-        result = _run_over_ssh(args, spec, hosts)
+        result = _run_over_ssh(args, spec, hosts, elastic_limits)
     else:
         result = _run_on_this_host(args, spec, hosts)
     sys.stderr.write(result.report)
@@ -185,17 +172,20 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
     )
 
 
-def _check_elastic(args: argparse.Namespace, hosts: tuple[Host, ...]) -> None:
-    """Whether hosts can come and go as ``args`` ask for."""
-    low, high = args.min_elastic_nodes or 1, args.max_elastic_nodes or len(hosts)
-    if args.elastic_training and (not hosts or args.no_ssh or args.launcher in ("slurm", "mpi", "openmpi")):
+def _elastic_limits(args: argparse.Namespace, hosts: tuple[Host, ...]) -> dict[str, int | None]:
+    """``min_hosts`` and ``max_hosts`` of a start of the job; empty where it needs all hosts."""
+    low, high = args.min_elastic_nodes, args.max_elastic_nodes
+    if not args.elastic_training:
+        if low or high:
+            raise ValueError("--min-elastic-nodes and --max-elastic-nodes go with --elastic-training: add it")
+        return {}
+    if not hosts or args.no_ssh or args.launcher in SCHEDULERS:
+        raise ValueError("--elastic-training needs --hostfile and ssh: --max-restarts N alone starts anew on all hosts")
+    if low and low > min(high or low, len(hosts)):
         raise ValueError(
-            "--elastic-training needs --hostfile and ssh; --max-restarts N alone keeps the number of hosts"
+            f"--min-elastic-nodes {low} is more than the {min(high or low, len(hosts))} hosts of the start"
         )
-    if args.elastic_training and low > min(high, len(hosts)):
-        raise ValueError(f"--min-elastic-nodes {low} is more than the {min(high, len(hosts))} hosts of the start")
-    if not args.elastic_training and (args.min_elastic_nodes or args.max_elastic_nodes):
-        raise ValueError("--min-elastic-nodes and --max-elastic-nodes go with --elastic-training: add it")
+    return {"min_hosts": low or 1, "max_hosts": high}
 
 
 def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
@@ -230,16 +220,16 @@ def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[H
     return result
 
 
-def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+def _run_over_ssh(
+    args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...], elastic_limits: dict[str, int | None]
+) -> JobResult:
     from thalweg.launch.multi_node.ssh import SSH_COMMAND, MultiNodeJob, run_multi_node
 
     ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
-    elastic = {"min_hosts": args.min_elastic_nodes or 1, "max_hosts": args.max_elastic_nodes}
-    job = MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ)
-    return run_multi_node(replace(job, **elastic) if args.elastic_training else job)
+    return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ, **elastic_limits))
 
 
 def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> NoReturn:

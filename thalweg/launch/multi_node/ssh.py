@@ -217,7 +217,7 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
                 result, left_out = JobResult(2, f"thalweg run: {error}\n"), left_out | error.hosts
             num_left, without = len(job.hosts) - len(left_out), ""
             if job.min_hosts and num_left < job.min_hosts:
-                text = f"thalweg run: no restart with {num_left} of {num_hosts} hosts: at least {job.min_hosts} are asked for\n"
+                text = f"thalweg run: no restart: {num_left} of {num_hosts} hosts are left, {job.min_hosts} are needed\n"
                 return replace(result, report=result.report + text)
             if left_out:
                 names = ", ".join(host.name for host in job.hosts if host in left_out)
