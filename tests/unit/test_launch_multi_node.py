@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -228,6 +230,7 @@ def _node_info(**changes: object) -> dict:
         "torch": "2",
         "thalweg": "1",
         "nproc": 1,
+        "max_restarts": 0,
     } | changes
 
 
@@ -238,6 +241,7 @@ def test_contradictions_name_the_option_and_both_hosts() -> None:
         (_node_info(host="b", index=1, num_nodes=3), "--num-nodes is 2 on a and 3 on b"),
         (_node_info(host="b", index=1, torch="3"), "torch's version is 2 on a and 3 on b"),
         (_node_info(host="b", index=1, target="u.py"), "the script is t.py on a and u.py on b"),
+        (_node_info(host="b", index=1, max_restarts=3), "--max-restarts is 0 on a and 3 on b"),
     ):
         assert said in (find_mismatch([_node_info(), other]) or "")
 
@@ -250,8 +254,8 @@ class FakeNodes:
         self.port, self._heartbeat_timeout = self.server.port, heartbeat_timeout
         self._joined: list[NodeRendezvous] = []
 
-    def start(self, node_rank: int, num_nodes: int, **card: object) -> Future[NodeRendezvous]:
-        """One more launcher arrives, in a thread of its own."""
+    def start(self, node_rank: int, num_nodes: int, restart: int = 0, **card: object) -> Future[NodeRendezvous]:
+        """One more launcher arrives, in a thread of its own; ``restart`` is what it takes for the start's number."""
         node = NodeSpec(
             node_rank,
             num_nodes,
@@ -261,11 +265,12 @@ class FakeNodes:
             heartbeat_timeout=self._heartbeat_timeout,
         )
         with_defaults = _node_info(**{"host": "ab"[node_rank] if node_rank < 2 else "c", **card})
-        return _in_thread(lambda: join_nodes(node, with_defaults))
+        return _in_thread(lambda: join_nodes(node, with_defaults, restart))
 
-    def start_job(self, num_nodes: int = 2) -> list[NodeRendezvous]:
+    def start_job(self, num_nodes: int = 2, restart: int = 0) -> list[NodeRendezvous]:
         """Launchers that have met and whose hearts beat."""
-        job = [future.result(20.0) for future in [self.start(index, num_nodes) for index in range(num_nodes)]]
+        futures = [self.start(index, num_nodes, restart) for index in range(num_nodes)]
+        job = [future.result(20.0) for future in futures]
         self._joined += job
         infos = [future.result(20.0) for future in [_in_thread(node.next_rendezvous) for node in job]]
         assert [(info.rank, info.world_size) for info in infos] == [(index, num_nodes) for index in range(num_nodes)]
@@ -354,6 +359,24 @@ def test_the_failure_of_one_host_is_the_result_of_all(fake_nodes: MakeNodes) -> 
     assert [future.result(20.0) for future in ends] == [first] * 3
 
 
+def test_the_next_start_has_host_0_s_number_and_nothing_of_the_last_one(fake_nodes: MakeNodes) -> None:
+    """Host 1 comes early, with another number (its launcher is a new one); a host of the last start is late."""
+    party = fake_nodes()
+    last = party.start_job()
+    assert party.server is not None
+    party.server.set("default_pg/0/rank0", "an address of a dead rank")
+    failed = JobResult(7, "rank 1 failed first", can_restart=True)
+    ends = [_in_thread(lambda node=node: node.finish(failed, 8.0)) for node in last]
+    assert [end.result(20.0) for end in ends] == [failed] * 2 and all(node.shutdown() for node in last)
+    early = party.start(1, 2, restart=0)
+    assert not wait([early], timeout=0.5).done, "the last start has ended, and host 0 has opened no other"
+    job = [party.start(0, 2, restart=4).result(20.0), early.result(20.0)]
+    assert [node.restart for node in job] == [4, 4]
+    assert not party.server.check(["default_pg/0/rank0"])
+    assert last[1].finish(JobResult(9, "late"), 1.0) == failed and not job[0].is_closed()
+    assert all(node.shutdown() for node in job)
+
+
 @pytest.mark.nightly
 def test_a_silent_host_is_named_by_the_others(fake_nodes: MakeNodes) -> None:
     job = fake_nodes(heartbeat_timeout=2.0).start_job(3)
@@ -398,6 +421,38 @@ def test_no_heartbeat_outlives_a_job_that_breaks(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="no more processes") as caught:  # whose traceback holds the handler
         local.run_local(LocalJob(LaunchSpec("script.py"), 1, CpuBinding((), 1), {}), node)
     assert caught.tb and not list_heartbeats()
+
+
+@pytest.mark.parametrize("told_to_stop", [True, False])
+def test_a_signal_while_the_last_start_is_cleared_away_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], told_to_stop: bool
+) -> None:
+    starts = []
+
+    class FailingAgent:
+        pids: ClassVar[dict[int, int]] = {}
+        exited: ClassVar[set[int]] = {0}
+
+        def __init__(self, job: LocalJob, handler: object, folder: Path) -> None:
+            starts.append((job.spec.restart, os.environ["THALWEG_RESTART_COUNT"]))
+
+        def run(self) -> SimpleNamespace:
+            return SimpleNamespace(is_failed=lambda: True, failures={0: SimpleNamespace(exitcode=4)})
+
+    def clear(pids: set[int]) -> None:
+        if told_to_stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(local, "_build_agent", FailingAgent)
+    monkeypatch.setattr(local, "_kill_sessions", clear)
+    before = signal.getsignal(signal.SIGTERM)
+    result = local.run_local(LocalJob(LaunchSpec("script.py", max_restarts=2), 1, CpuBinding((), 1), {}))
+    assert starts == [(restart, str(restart)) for restart in range(1 if told_to_stop else 3)]
+    assert result.exit_code == (143 if told_to_stop else 4) and signal.getsignal(signal.SIGTERM) is before
+    err = capfd.readouterr().err
+    assert err.count("exit code 4") == (1 if told_to_stop else 2) and result.report.count("exit code 4") == (
+        0 if told_to_stop else 1
+    )
 
 
 def test_hosts_whose_clocks_differ_by_a_day_stay_together(
