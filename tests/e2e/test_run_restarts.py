@@ -180,3 +180,46 @@ def test_hosts_that_are_started_by_hand_start_anew_together(launch: Launch, tmp_
         assert code == 6 and "exit code 5" in err and "exit code 6" in err, err
         assert err.count("thalweg run: restart 1 of 1\n") == 1
     assert [_told(tmp_path, start) for start in (0, 1)] == [[[str(start), "1", port]] * 2 for start in (0, 1)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("killed", "next_start"), [(1, 1), (0, 0)])
+def test_a_launcher_that_was_killed_comes_back_by_hand(
+    launch: Launch, tmp_path: Path, killed: int, next_start: int
+) -> None:
+    """As a pod that Kubernetes replaces: the other launcher waits for it, and host 0's number of the start counts."""
+    meet = ("--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", "3")
+    jobs = [launch(COUNTS, "hangs", options=(*meet, "--node-rank", str(rank))) for rank in (0, 1)]
+    wait_for_texts(tmp_path, "up.0.[01]", 2)
+    jobs[killed].kill()
+    said = ""
+    while "restart 1 of 3" not in said:
+        said = jobs[1 - killed].stderr.readline()
+        assert said, "the job has ended"
+    for path in tmp_path.glob("up.*"):
+        path.unlink()
+    jobs[killed] = launch(COUNTS, "hangs", options=(*meet, "--node-rank", str(killed)))
+    told = wait_for_texts(tmp_path, f"up.{next_start}.[01]", 2)
+    pids = [int(text.split()[0]) for text in told]
+    assert [text.split()[1:3] for text in told] == [[str(next_start), "3"]] * 2
+    jobs[0].send_signal(signal.SIGTERM)
+    for job in jobs:
+        code, _, err = wait_output(job)
+        assert code == 143 and "stopped by SIGTERM" in err, err
+    wait_exited(pids, time.monotonic())
+
+
+@pytest.mark.nightly
+def test_a_launcher_that_waits_for_the_first_host_hears_a_signal(launch: Launch, tmp_path: Path) -> None:
+    meet = ("--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", "3")
+    jobs = [launch(COUNTS, "hangs", options=(*meet, "--node-rank", str(rank))) for rank in (0, 1)]
+    wait_for_texts(tmp_path, "up.0.[01]", 2)
+    jobs[0].kill()
+    said = ""
+    while "restart 1 of 3" not in said:
+        said = jobs[1].stderr.readline()
+        assert said, "the job has ended"
+    time.sleep(1)
+    jobs[1].send_signal(signal.SIGTERM)
+    code, _, err = wait_output(jobs[1], timeout=EXIT_DEADLINE)
+    assert code == 143 and "Traceback" not in err, err

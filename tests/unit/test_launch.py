@@ -177,10 +177,13 @@ def test_the_scripts_arguments_are_set_apart(arguments: list[str], mine: list[st
         (["--elastic-training"], "needs --hostfile and ssh"),
         (["--elastic-training", "--hostfile", "HOSTS", "--no-ssh"], "needs --hostfile and ssh"),
         (["--elastic-training", "--hostfile", "HOSTS", "--launcher", "mpi"], "needs --hostfile and ssh"),
-        (["--elastic_training", "--hostfile", "HOSTS", "--min_elastic_nodes", "3"], "3 is more than the 2 hosts"),
+        (
+            ["--elastic_training", "--hostfile", "HOSTS", "--min_elastic_nodes", "3"],
+            "3 is more than the hosts of the start, which are 2",
+        ),
         (
             ["--elastic_training", "--hostfile", "HOSTS", "--min_elastic_nodes", "2", "--max_elastic_nodes", "1"],
-            "2 is more than the 1 hosts",
+            "2 is more than the hosts of the start, which are 1",
         ),
         (["--launcher", "slurm", "--nproc", "2", "--max-restarts", "1"], "sbatch --requeue"),
     ],

@@ -34,6 +34,7 @@ from thalweg.launch.spec import LaunchSpec, build_local_job
 from thalweg.launch.worker import PASS_LOCAL_RANK
 from thalweg.utils.env import DEVICE_VARIABLE
 
+Limits = dict[str, int]
 SCHEDULERS = ("slurm", "mpi", "openmpi")
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
 
@@ -82,20 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end the job when fewer hosts are left (default: 1)")
     add("--max-elastic-nodes", "--max_elastic_nodes", type=int_at_least(1), metavar="K",
         help="use up to K hosts at once; the others of the hostfile stand in for lost ones (default: all)")
+    add = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)").add_argument
+    add("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
+    add("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
+    add("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
+    add("--no-ssh", "--no_ssh", action="store_true",
+        help="the hosts of the hostfile are these: --node-rank says which")
+    add = parser.add_argument_group("taken for the sake of habit").add_argument
+    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"), ("--force-multi", "--force_multi"),
+                  ("--no-ssh-check", "--no_ssh_check"), ("--bind-cores-to-rank", "--bind_cores_to_rank"),
+                  ("-q", "--quiet")):
+        add(*names, action="store_true")
+    add("--log-level", "--log_level", metavar="LEVEL")
     # fmt: on
-    manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
-    manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
-    manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
-    manual_group.add_argument("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
-    manual_group.add_argument(
-        "--no-ssh", "--no_ssh", action="store_true", help="the hosts of the hostfile are these: --node-rank says which"
-    )
-    compat_group = parser.add_argument_group("taken for the sake of habit")
-    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
-                  ("--force-multi", "--force_multi"), ("--no-ssh-check", "--no_ssh_check"),
-                  ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("-q", "--quiet")):  # fmt: skip
-        compat_group.add_argument(*names, action="store_true")
-    compat_group.add_argument("--log-level", "--log_level", metavar="LEVEL")
 
 
 def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -126,13 +126,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     spec = _build_spec(args)
     hosts = _select_hosts(args)
-    elastic_limits = _elastic_limits(args, hosts)
+    limits = _elastic_limits(args, hosts)
     if args.launcher in SCHEDULERS:
         _run_with_scheduler(args, spec, hosts)
     if args.no_ssh and hosts:
         result = _run_on_this_host(args, spec, _select_own(args, hosts))
     elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
-        result = _run_over_ssh(args, spec, hosts, elastic_limits)
+        result = _run_over_ssh(args, spec, hosts, limits)
     else:
         result = _run_on_this_host(args, spec, hosts)
     sys.stderr.write(result.report)
@@ -172,7 +172,7 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
     )
 
 
-def _elastic_limits(args: argparse.Namespace, hosts: tuple[Host, ...]) -> dict[str, int | None]:
+def _elastic_limits(args: argparse.Namespace, hosts: tuple[Host, ...]) -> Limits:
     """``min_hosts`` and ``max_hosts`` of a start of the job; empty where it needs all hosts."""
     low, high = args.min_elastic_nodes, args.max_elastic_nodes
     if not args.elastic_training:
@@ -181,11 +181,10 @@ def _elastic_limits(args: argparse.Namespace, hosts: tuple[Host, ...]) -> dict[s
         return {}
     if not hosts or args.no_ssh or args.launcher in SCHEDULERS:
         raise ValueError("--elastic-training needs --hostfile and ssh: --max-restarts N alone starts anew on all hosts")
-    if low and low > min(high or low, len(hosts)):
-        raise ValueError(
-            f"--min-elastic-nodes {low} is more than the {min(high or low, len(hosts))} hosts of the start"
-        )
-    return {"min_hosts": low or 1, "max_hosts": high}
+    most = len(hosts[:high])
+    if low and low > most:
+        raise ValueError(f"--min-elastic-nodes {low} is more than the hosts of the start, which are {most}")
+    return {"min_hosts": low or 1, "max_hosts": most}
 
 
 def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
@@ -220,26 +219,21 @@ def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[H
     return result
 
 
-def _run_over_ssh(
-    args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...], elastic_limits: dict[str, int | None]
-) -> JobResult:
+def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...], limits: Limits) -> JobResult:
     from thalweg.launch.multi_node.ssh import SSH_COMMAND, MultiNodeJob, run_multi_node
 
     ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
-    return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ, **elastic_limits))
+    return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ, **limits))
 
 
 def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> NoReturn:
     from thalweg.launch import schedulers
 
     if spec.max_restarts:
-        raise ValueError(
-            f"--max-restarts {spec.max_restarts}: the scheduler starts the ranks, and starts them anew: `sbatch "
-            "--requeue`, or this command again; the script loads its newest checkpoint"
-        )
+        raise ValueError("--max-restarts is not for a scheduler's ranks: it starts them anew with `sbatch --requeue`")
     num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
     words = tuple(shlex.split(args.launcher_args))

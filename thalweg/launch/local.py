@@ -45,16 +45,18 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from thalweg.launch.rendezvous import serve_node_store
+    from thalweg.launch.rendezvous import STORE_TIMEOUT
+    from thalweg.utils.rendezvous import serve_store
 
-    max_restarts = 0 if node and node.has_launcher else job.spec.max_restarts
-    store, restart, signals = node and serve_node_store(node), job.spec.restart, list[int]()
+    is_driven = node is not None and node.has_launcher
+    max_restarts, restart, signals = 0 if is_driven else job.spec.max_restarts, job.spec.restart, list[int]()
+    store = serve_store(node.listener, STORE_TIMEOUT) if node and node.listener else None
     with handle_signals(signals.append):  # those that come while no rank runs
         while True:
             try:
                 result, restart = _run_once(job, node, store, restart, signals)
             except SignalException as error:
-                return _stopped_result(int(error.sigval))
+                return stopped_result(int(error.sigval), is_certain=not is_driven)
             if not result.can_restart or restart >= max_restarts:
                 return result
             restart += 1
@@ -62,8 +64,8 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
             gc.collect()  # torch's agent is part of a cycle, and its store holds the port
 
 
-def _stopped_result(number: int, where: str = "", is_certain: bool = True) -> JobResult:
-    """Not certain where a launcher elsewhere knows whether the signal was its own."""
+def stopped_result(number: int, where: str = "", is_certain: bool = True) -> JobResult:
+    """The end of a job by a signal; not certain where a launcher elsewhere knows whether it sent that."""
     text = f"thalweg run: stopped by {signal.Signals(number).name}{where}, and the ranks with it\n"
     return JobResult(128 + number, text, is_certain, can_restart=not is_certain)
 
@@ -115,7 +117,7 @@ def _run_once(
                 tell_others = True
         except SignalException as error:
             tell_others = not (node and node.has_launcher)
-            result = _stopped_result(int(error.sigval), where, is_certain=tell_others)
+            result = stopped_result(int(error.sigval), where, is_certain=tell_others)
         except (JobEndedError, DistError) as error:
             if nodes is None:
                 raise
@@ -126,10 +128,9 @@ def _run_once(
             stack.enter_context(handle_signals(signals.append))  # what is left takes seconds, and must be done
             _kill_sessions(set(agent.pids.values()))
         if nodes and tell_others:
-            unknown = "thalweg run: another host stopped the job without saying why\n"
-            result = nodes.finish(result, wait=job.spec.grace + 3.0) or JobResult(
-                128 + signal.SIGTERM, unknown, is_certain=False, can_restart=True
-            )
+            text = "thalweg run: another host stopped the job without saying why\n"
+            unknown = JobResult(128 + signal.SIGTERM, text, is_certain=False, can_restart=True)
+            result = nodes.finish(result, wait=job.spec.grace + 3.0) or unknown
         return result or JobResult(0, ""), restart
 
 

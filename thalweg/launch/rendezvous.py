@@ -57,7 +57,8 @@ from thalweg.utils.rendezvous import (
 )
 
 RUN_ID = "thalweg"
-_STORE_TIMEOUT = 600.0  # seconds
+STORE_TIMEOUT = 600.0  # seconds
+_START = "thalweg-start"  # what keys of ours begin with; those of ranks do not
 _CONNECT_TIMEOUT = 60.0  # seconds for a second line to a store that has answered once
 _STARTUP_SECONDS = 60.0  # seconds from the start in which a launcher too many ends the job
 _MUST_MATCH = {  # what every host must say alike, and what sets it
@@ -123,39 +124,34 @@ def bind_master(addr: str, port: int = 0, *, multi_node: bool = False) -> socket
 
 def open_local_rendezvous(addr: str, port: int) -> StaticTCPRendezvous:
     """torch's static rendezvous for a job of one host; its store listens on ``addr`` (``port`` 0: a free one)."""
-    store = serve_store(bind_master(addr, port), _STORE_TIMEOUT)
-    handler = StaticTCPRendezvous(addr, store.port, 0, 1, RUN_ID, int(_STORE_TIMEOUT))
+    store = serve_store(bind_master(addr, port), STORE_TIMEOUT)
+    handler = StaticTCPRendezvous(addr, store.port, 0, 1, RUN_ID, int(STORE_TIMEOUT))
     handler._store = store  # torch's would listen on every interface
     return handler
 
 
 def describe_host(job: LocalJob) -> Card:
     """What this host says of itself to the others."""
-    versions = {"torch": torch.__version__, "thalweg": __version__}
-    own = {"nproc": job.nproc, "target": job.spec.target, "max_restarts": job.spec.max_restarts}
-    return {"host": socket.gethostname(), **own, **versions}
+    own = {"host": socket.gethostname(), "nproc": job.nproc, "torch": torch.__version__, "thalweg": __version__}
+    return {**own, "target": job.spec.target, "max_restarts": job.spec.max_restarts}
 
 
-def serve_node_store(node: NodeSpec) -> Store | None:
-    """Host 0's store, for all starts of the job."""
-    return None if node.listener is None else serve_store(node.listener, _STORE_TIMEOUT)
-
-
-def _open_start(store: Store, restart: int) -> None:
-    """Let the hosts into start ``restart``; what the ranks of the last one left has the names that theirs will have."""
+def _open_start(store: Store, restart: int) -> int:
+    """Let the hosts into start ``restart``, without what the ranks of the last one left: theirs has the same names."""
     for key in store.list_keys():
-        if not key.startswith("start/"):
+        if not key.startswith(_START):
             store.delete_key(key)
-    store.set("start/number", str(restart))
+    store.set(f"{_START}/number", str(restart))
+    return restart
 
 
 def _wait_for_start(store: Store, timeout: float) -> int:
     """The number of the start that host 0 has opened and that has not ended."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if store.check(["start/number"]):
-            number = store.get("start/number").decode()
-            if not store.check([f"start/{number}/end/result"]):
+        if store.check([f"{_START}/number"]):
+            number = store.get(f"{_START}/number").decode()
+            if not store.check([f"{_START}/{number}/end/result"]):
                 return int(number)
         time.sleep(0.05)
     raise ValueError(f"--node-rank 0 did not come within {timeout:.0f} s: start `thalweg run` there too")
@@ -188,11 +184,8 @@ def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None
         )
 
     try:
-        if node.node_rank == 0:
-            _open_start(store, restart)
-        else:
-            restart = _wait_for_start(store, node.join_timeout)
-        known = PrefixStore(f"start/{restart}/cards", store), card, node.num_nodes, node.join_timeout
+        restart = _wait_for_start(store, node.join_timeout) if node.node_rank else _open_start(store, restart)
+        known = PrefixStore(f"{_START}/{restart}/cards", store), card, node.num_nodes, node.join_timeout
         cards = exchange_cards(*known, find_mismatch, describe_missing, notify)
     except LateArrivalError as error:
         nodes = NodeRendezvous(node, [card], store, restart)
@@ -231,9 +224,9 @@ class NodeRendezvous(StaticTCPRendezvous):
     """The hosts of ``cards`` (by their numbers), for torch's agent; ends when one of them does."""
 
     def __init__(self, node: NodeSpec, cards: list[Card], store: Store, restart: int) -> None:
-        super().__init__(node.addr, node.port, node.node_rank, node.num_nodes, RUN_ID, int(_STORE_TIMEOUT))
+        super().__init__(node.addr, node.port, node.node_rank, node.num_nodes, RUN_ID, int(STORE_TIMEOUT))
         self._node, self._cards, self.restart = node, cards, restart
-        self._control_store = PrefixStore(f"start/{restart}", store)
+        self._control_store = PrefixStore(f"{_START}/{restart}", store)
         self._interval = node.heartbeat_timeout / 5
         self._beats = [0] * node.num_nodes  # by host, as last read
         self._changes: dict[int, tuple[int, float]] = {}  # by host: its beats, and when we saw them change
@@ -249,7 +242,7 @@ class NodeRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """The agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
         store = connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
-        self._store = PrefixStore(f"start/{self.restart}", store)
+        self._store = PrefixStore(f"{_START}/{self.restart}", store)
         return super().next_rendezvous()
 
     def start_heartbeats(self) -> None:
@@ -305,15 +298,12 @@ class NodeRendezvous(StaticTCPRendezvous):
         """The report of a host that is gone."""
         card, first = self._cards[node_rank], sum(one["nproc"] for one in self._cards[:node_rank])
         ranks = f"rank {first}" if card["nproc"] == 1 else f"ranks {first} to {first + card['nproc'] - 1}"
-        return JobResult(
-            1,
+        text = (
             f"thalweg run: host {card['host']} ({ranks}) is gone: no sign of life for "
-            f"{self._node.heartbeat_timeout:.0f} s; the ranks of the other hosts were stopped\n",
-            # Where host 0 is lost it may be this host that was cut off; the others know.
-            is_certain=node_rank != 0,
-            can_restart=True,
-            lost_node=node_rank,
+            f"{self._node.heartbeat_timeout:.0f} s; the ranks of the other hosts were stopped\n"
         )
+        # Where host 0 is lost it may be this host that was cut off; the others know.
+        return JobResult(1, text, is_certain=node_rank != 0, can_restart=True, lost_node=node_rank)
 
     def finish(self, result: JobResult | None, wait: float) -> JobResult | None:
         """Tell the others that the job has failed; returns the job's one result, None where nobody knows it.

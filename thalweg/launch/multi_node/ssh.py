@@ -34,7 +34,7 @@ from typing import Any, TextIO
 
 from thalweg.launch.failure import JobResult, announce_restart
 from thalweg.launch.hostfile import Host, is_this_host
-from thalweg.launch.local import handle_signals
+from thalweg.launch.local import handle_signals, stopped_result
 from thalweg.launch.multi_node.remote_node import MARK
 from thalweg.launch.network import local_address_for
 from thalweg.launch.spec import LaunchSpec
@@ -56,7 +56,7 @@ class MultiNodeJob:
     """``hosts`` in the order of their ranks; ``ssh`` reaches a host that is not this one; ``python`` runs
     there (None: the path of this one); ``environ`` is set on all.
 
-    ``min_hosts`` None: each start of the job has all hosts.  Else it has up to ``max_hosts``, the first of those that
+    ``min_hosts`` 0: each start of the job has all hosts.  Else it has up to ``max_hosts``, the first of those that
     are there, and there is none with fewer than ``min_hosts``.
     """
 
@@ -67,7 +67,7 @@ class MultiNodeJob:
     master_addr: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     connect_timeout: float = 120.0  # seconds until every agent must have reported in
-    min_hosts: int | None = None
+    min_hosts: int = 0
     max_hosts: int | None = None
 
 
@@ -199,30 +199,29 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
         ValueError: a host cannot be reached or cannot run its part; the message names it and the cure.
     """
     inbox: Inbox = queue.Queue()
-    restart, max_restarts, left_out = 0, job.spec.max_restarts, set[Host]()
-    num_hosts = len(job.hosts[: job.max_hosts])
+    restart, num_hosts, left_out = 0, len(job.hosts[: job.max_hosts]), set[Host]()
     with handle_signals(lambda number: inbox.put((None, {"signal": number}))):
         while True:
             hosts = tuple(host for host in job.hosts if host not in left_out)[:num_hosts]
             addr = job.master_addr if hosts[0] == job.hosts[0] else None
-            spec = replace(job.spec, restart=restart)
+            start = replace(job, hosts=hosts, spec=replace(job.spec, restart=restart), master_addr=addr)
             try:
-                result, lost = _run_once(replace(job, hosts=hosts, spec=spec, master_addr=addr), inbox)
-                if not result.can_restart or restart == max_restarts:
+                result, lost = _run_once(start, inbox)
+                if not result.can_restart or restart == job.spec.max_restarts:
                     return result
                 restart, left_out = restart + 1, lost if job.min_hosts else set()
             except MissingHostError as error:
-                if job.min_hosts is None or restart == 0:
+                if not job.min_hosts or restart == 0:
                     raise
                 result, left_out = JobResult(2, f"thalweg run: {error}\n"), left_out | error.hosts
             num_left, without = len(job.hosts) - len(left_out), ""
-            if job.min_hosts and num_left < job.min_hosts:
-                text = f"thalweg run: no restart: {num_left} of {num_hosts} hosts are left, {job.min_hosts} are needed\n"
+            if num_left < job.min_hosts:
+                text = f"thalweg run: no restart: {job.min_hosts} hosts are needed, and {num_left} are left\n"
                 return replace(result, report=result.report + text)
             if left_out:
                 names = ", ".join(host.name for host in job.hosts if host in left_out)
                 without = f", without host {names}: {min(num_left, num_hosts)} of {num_hosts} hosts"
-            announce_restart(result, restart, max_restarts, without)
+            announce_restart(result, restart, job.spec.max_restarts, without)
 
 
 def _run_once(job: MultiNodeJob, inbox: Inbox) -> tuple[JobResult, set[Host]]:
@@ -236,8 +235,7 @@ def _run_once(job: MultiNodeJob, inbox: Inbox) -> tuple[JobResult, set[Host]]:
             node.send(_job_message(job, node_rank, host))
         stop_signal, address = _wait_ready(job, nodes, inbox)
         if stop_signal:
-            text = f"thalweg run: stopped by {signal.Signals(stop_signal).name}\n"
-            return JobResult(128 + stop_signal, text), set()
+            return stopped_result(stop_signal), set()
         for node in nodes:
             node.send({"meet": address})
         result, lost = _wait_finished(job, nodes, inbox)
@@ -324,8 +322,7 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> 
         except queue.Empty:
             continue
         if node is None:
-            text = f"thalweg run: stopped by {signal.Signals(message['signal']).name}, and the ranks with it\n"
-            ended = JobResult(128 + message["signal"], text)
+            ended = stopped_result(message["signal"])
         elif node not in running:
             continue
         else:
