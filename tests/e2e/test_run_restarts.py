@@ -183,6 +183,19 @@ def test_hosts_that_are_started_by_hand_start_anew_together(launch: Launch, tmp_
 
 
 @pytest.mark.nightly
+def test_training_on_hosts_that_are_started_by_hand_goes_on(launch: Launch, tmp_path: Path) -> None:
+    """The ranks of both starts meet in one store of host 0."""
+    meet = ("--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", "1")
+    told = {"KILL_IN": "0", "PART": "", "PYTHONPATH": str(ROOT)}
+    jobs = [launch(TRAIN, options=(*meet, "--node-rank", str(rank)), **told) for rank in (0, 1)]
+    os.kill(wait_for_pids(tmp_path, "pid.0.[01]", 2)[1], signal.SIGKILL)
+    (code, out, err), (other, _, _) = [wait_output(job) for job in jobs]
+    assert (code, other) == (0, 0), err
+    steps = [tuple(line.split()[:3]) for line in out.splitlines()]
+    assert steps == [("0", str(step), "2") for step in range(8)] + [("1", str(step), "2") for step in range(6, 10)]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(("killed", "next_start"), [(1, 1), (0, 0)])
 def test_a_launcher_that_was_killed_comes_back_by_hand(
     launch: Launch, tmp_path: Path, killed: int, next_start: int
