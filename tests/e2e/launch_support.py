@@ -62,6 +62,15 @@ def wait_output(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[
     return process.returncode, out, err
 
 
+def wait_for_stderr(process: subprocess.Popen[str], text: str) -> None:
+    """Read standard error up to the line with ``text``."""
+    assert process.stderr is not None
+    line = ""
+    while text not in line:
+        line = process.stderr.readline()
+        assert line, f"the job has ended, and never said {text!r}"
+
+
 def wait_for_texts(folder: Path, pattern: str, count: int, timeout: float = 60.0) -> list[str]:
     """Wait until ``count`` files match and hold something each."""
     deadline = time.monotonic() + timeout

@@ -24,6 +24,7 @@ from tests.e2e.launch_support import (
     clean_environ,
     is_alive,
     wait_for_pids,
+    wait_for_stderr,
     wait_for_texts,
     wait_output,
 )
@@ -331,10 +332,7 @@ def test_a_job_over_ssh_starts_anew_on_all_hosts(cluster: Cluster) -> None:
     """And a signal to the launcher between two starts ends it: it is told while the new agents come up."""
     process = cluster.launch(STARTS, options=(*TWO, "--max-restarts", "2", "--env", "LAST_START"), LAST_START="9")
     _end_start(cluster, 0, 4)
-    said = ""
-    while "restart 1 of 2" not in said:
-        said = process.stderr.readline()
-        assert said, "the job has ended"
+    wait_for_stderr(process, "restart 1 of 2")
     process.send_signal(signal.SIGTERM)
     code, _, err = wait_output(process, timeout=20)
     assert code == 143 and err == "thalweg run: stopped by SIGTERM, and the ranks with it\n"

@@ -16,6 +16,7 @@ from tests.e2e.launch_support import (
     free_port,
     wait_exited,
     wait_for_pids,
+    wait_for_stderr,
     wait_for_texts,
     wait_output,
 )
@@ -158,10 +159,7 @@ sys.exit(3)
 @pytest.mark.parametrize("delay", [0.0, *map(nightly, (0.05, 0.1, 0.2, 0.3))])
 def test_a_signal_between_two_starts_ends_everything(launch: Launch, tmp_path: Path, delay: float) -> None:
     job = launch(FAILS, options=("--nproc", "1", "--max-restarts", "99"))
-    said = ""
-    while not said.endswith("restart 2 of 99\n"):
-        said = job.stderr.readline()
-        assert said, "the job has ended"
+    wait_for_stderr(job, "restart 2 of 99\n")
     time.sleep(delay)
     sent = time.monotonic()
     job.send_signal(signal.SIGTERM)
@@ -196,19 +194,21 @@ def test_training_on_hosts_that_are_started_by_hand_goes_on(launch: Launch, tmp_
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("is_missed", [True, False])
 @pytest.mark.parametrize(("killed", "next_start"), [(1, 1), (0, 0)])
 def test_a_launcher_that_was_killed_comes_back_by_hand(
-    launch: Launch, tmp_path: Path, killed: int, next_start: int
+    launch: Launch, tmp_path: Path, killed: int, next_start: int, is_missed: bool
 ) -> None:
-    """As a pod that Kubernetes replaces: the other launcher waits for it, and host 0's number of the start counts."""
+    """As a pod that Kubernetes replaces: the other launcher waits for it, and host 0's number of the start counts.
+
+    It comes when the other has missed it, or at once.
+    """
     meet = ("--num-nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", "3")
     jobs = [launch(COUNTS, "hangs", options=(*meet, "--node-rank", str(rank))) for rank in (0, 1)]
     wait_for_texts(tmp_path, "up.0.[01]", 2)
     jobs[killed].kill()
-    said = ""
-    while "restart 1 of 3" not in said:
-        said = jobs[1 - killed].stderr.readline()
-        assert said, "the job has ended"
+    if is_missed:
+        wait_for_stderr(jobs[1 - killed], "restart 1 of 3")
     for path in tmp_path.glob("up.*"):
         path.unlink()
     jobs[killed] = launch(COUNTS, "hangs", options=(*meet, "--node-rank", str(killed)))
@@ -228,10 +228,7 @@ def test_a_launcher_that_waits_for_the_first_host_hears_a_signal(launch: Launch,
     jobs = [launch(COUNTS, "hangs", options=(*meet, "--node-rank", str(rank))) for rank in (0, 1)]
     wait_for_texts(tmp_path, "up.0.[01]", 2)
     jobs[0].kill()
-    said = ""
-    while "restart 1 of 3" not in said:
-        said = jobs[1].stderr.readline()
-        assert said, "the job has ended"
+    wait_for_stderr(jobs[1], "restart 1 of 3")
     time.sleep(1)
     jobs[1].send_signal(signal.SIGTERM)
     code, _, err = wait_output(jobs[1], timeout=EXIT_DEADLINE)

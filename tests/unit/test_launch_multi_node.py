@@ -212,7 +212,7 @@ def test_hosts_started_by_hand_or_by_kubernetes() -> None:
         (("2", "2", "a"), "from 0 to 1"),
         (("2", "0", None), "--master-addr"),
         ((None, "1", None), "--num-nodes N"),
-        (("1:4", None, None), "not built yet"),
+        (("1:4", None, None), "--elastic-training"),
         (("two", None, None), "whole number"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -267,9 +267,9 @@ class FakeNodes:
         with_defaults = _node_info(**{"host": "ab"[node_rank] if node_rank < 2 else "c", **card})
         return _in_thread(lambda: join_nodes(node, with_defaults, restart))
 
-    def start_job(self, num_nodes: int = 2, restart: int = 0) -> list[NodeRendezvous]:
+    def start_job(self, num_nodes: int = 2, **card: object) -> list[NodeRendezvous]:
         """Launchers that have met and whose hearts beat."""
-        futures = [self.start(index, num_nodes, restart) for index in range(num_nodes)]
+        futures = [self.start(index, num_nodes, **card) for index in range(num_nodes)]
         job = [future.result(20.0) for future in futures]
         self._joined += job
         infos = [future.result(20.0) for future in [_in_thread(node.next_rendezvous) for node in job]]
@@ -375,6 +375,19 @@ def test_the_next_start_has_host_0_s_number_and_nothing_of_the_last_one(fake_nod
     assert not party.server.check(["default_pg/0/rank0"])
     assert last[1].finish(JobResult(9, "late"), 1.0) == failed and not job[0].is_closed()
     assert all(node.shutdown() for node in job)
+
+
+def test_a_launcher_that_comes_for_a_killed_one_waits_for_the_next_start(fake_nodes: MakeNodes) -> None:
+    """Before the others have missed the killed one; a job that does not start anew has no place for it."""
+    party = fake_nodes(heartbeat_timeout=4.0)
+    job = party.start_job(max_restarts=1)
+    assert job[1].shutdown()
+    late = party.start(1, 2, max_restarts=1)
+    assert not wait([late], timeout=0.5).done and not job[0].is_closed()
+    failed = JobResult(1, "host b is gone", can_restart=True)
+    assert _in_thread(lambda: job[0].finish(failed, 0.5)).result(20.0) == failed and job[0].shutdown()
+    job = [party.start(0, 2, restart=1, max_restarts=1).result(20.0), late.result(20.0)]
+    assert [node.restart for node in job] == [1, 1] and all(node.shutdown() for node in job)
 
 
 @pytest.mark.nightly

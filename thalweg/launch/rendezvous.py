@@ -189,6 +189,12 @@ def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None
         cards = exchange_cards(*known, find_mismatch, describe_missing, notify)
     except LateArrivalError as error:
         nodes = NodeRendezvous(node, [card], store, restart)
+        # It may come for one that was killed: then the others miss that soon, and a job that starts anew has a place.
+        deadline = time.monotonic() + (3 * node.heartbeat_timeout if card["max_restarts"] else 0.0)
+        while time.monotonic() < deadline:
+            if nodes.is_closed():
+                return join_nodes(node, card)
+            time.sleep(0.1)
         if not nodes.is_under_way():  # a job that is is not stopped by a stray launcher
             nodes._end_with(JobResult(2, f"thalweg run: {error}\n"))
         raise
