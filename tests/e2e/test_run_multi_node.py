@@ -286,6 +286,7 @@ def _restart_lines(err: str) -> list[str]:
     return [line for line in err.splitlines() if "restart" in line]
 
 
+@pytest.mark.nightly
 def test_a_lost_host_is_left_out_and_comes_back(cluster: Cluster) -> None:
     cluster.hostfile.write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
     options = ("--elastic-training", "--max-restarts", "3", "--env", "LAST_START")
@@ -360,6 +361,20 @@ def test_training_goes_on_with_the_hosts_that_are_left(cluster: Cluster) -> None
         "thalweg run: restart 1 of 100, without host 10.77.0.2: 1 of 2 hosts",
         "thalweg run: restart 2 of 100",
     ]
+
+
+@pytest.mark.nightly
+def test_the_others_of_a_host_that_falls_off_the_network_go_on(hosts: Any, cluster: Cluster) -> None:
+    """Its line to the launcher holds: the other hosts say which one is lost.  Its host does not come back."""
+    cluster.hostfile.write_text(f"10.77.0.1 slots=1\n10.77.0.{NUM_HOSTS} slots=1\n")
+    process = cluster.launch(STARTS, options=("--elastic-training", "--env", "LAST_START"), LAST_START="1")
+    wait_for_texts(cluster.folder, "up.0.[01]", 2, timeout=120)
+    hosts.disconnect(NUM_HOSTS - 1)
+    assert _end_start(cluster, 1, 1) == [f"{hosts.names[0]} 1 1"]
+    code, _, err = wait_output(process, timeout=60)
+    assert code == 0 and f"host {hosts.names[-1]} (rank 1) is gone" in err, err
+    assert _restart_lines(err) == [f"thalweg run: restart 1 of 100, without host 10.77.0.{NUM_HOSTS}: 1 of 2 hosts"]
+    assert cluster.processes() == []
 
 
 @pytest.mark.nightly

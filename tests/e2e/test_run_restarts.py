@@ -71,7 +71,8 @@ def _train(
     return code, [line.split() for line in out.splitlines()], err
 
 
-@pytest.mark.parametrize("num_ranks", [1, nightly(2)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_killed_rank_does_not_end_training(launch: Launch, tmp_path: Path, num_ranks: int) -> None:
     """Steps 6 and 7 are done twice, from the checkpoint before step 6, and have the same losses."""
     code, said, err = _train(launch, tmp_path / "killed", kill_in=(0,), max_restarts=1, num_ranks=num_ranks)
@@ -132,13 +133,17 @@ def test_a_script_that_always_fails_ends_after_the_last_restart(launch: Launch, 
     assert not own_port or told[0][0][2] == port
 
 
-def test_what_is_not_a_rank_s_failure_is_not_started_again(launch: Launch, tmp_path: Path) -> None:
-    """A signal to the launcher, and a port that is taken."""
+def test_a_killed_rank_is_started_again_and_a_stopped_job_is_not(launch: Launch, tmp_path: Path) -> None:
+    """Nor is one whose port is taken."""
     job = launch(COUNTS, "hangs", options=("--nproc", "2", "--max-restarts", "3"))
-    wait_for_texts(tmp_path, "up.0.[01]", 2)
+    os.kill(int(wait_for_texts(tmp_path, "up.0.[01]", 2)[1].split()[0]), signal.SIGKILL)
+    pids = [int(text.split()[0]) for text in wait_for_texts(tmp_path, "up.1.[01]", 2)]
+    sent = time.monotonic()
     job.send_signal(signal.SIGTERM)
     code, _, err = wait_output(job, timeout=EXIT_DEADLINE)
-    assert code == 143 and "stopped by SIGTERM" in err and "restart" not in err
+    wait_exited(pids, sent)
+    assert code == 143 and "exit code 137" in err and err.endswith("stopped by SIGTERM, and the ranks with it\n"), err
+    assert [line for line in err.splitlines() if "restart" in line] == ["thalweg run: restart 1 of 3"]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

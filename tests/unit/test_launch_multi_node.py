@@ -28,6 +28,7 @@ from thalweg.launch.cpu_affinity import CpuBinding
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, check_hostname, filter_hosts, read_hostfile
+from thalweg.launch.multi_node import ssh
 from thalweg.launch.multi_node.ssh import RemoteNode, remote_command
 from thalweg.launch.multi_node.static_nodes import resolve_node
 from thalweg.launch.network import interface_for, local_address_for
@@ -517,6 +518,74 @@ def test_a_launcher_that_loses_its_line_says_where_to_look(fake_nodes: MakeNodes
 def test_the_interface_that_leads_to_an_address() -> None:
     assert interface_for("127.0.0.1") == "lo" and local_address_for("127.0.0.1") == "127.0.0.1"
     assert interface_for("no.such.host.invalid") is None
+
+
+A, B, C = (Host(name) for name in "abc")
+FAILED = JobResult(9, "rank 1 failed\n", can_restart=True)
+MISSING = ssh.MissingHostError("no agent came up", {A})
+
+
+@pytest.mark.parametrize(
+    ("min_hosts", "ends", "starts", "code", "said"),
+    [
+        # all hosts, whichever was lost; a host that is missing ends the job
+        (0, [(FAILED, {B}), (FAILED, {B})], ["0 ab a", "1 ab a"], 9, ["1 of 1"]),
+        (0, [(FAILED, set()), MISSING], ["0 ab a", "1 ab a"], None, ["1 of 1"]),
+        # what was not a failure of the job's own is not started again
+        (1, [(JobResult(143, "stopped\n"), {B})], ["0 ab a"], 143, []),
+        # the third stands in for a lost one, which is asked again at the next restart; the address was the first one's
+        (
+            1,
+            [(FAILED, {A}), (FAILED, set()), (JobResult(0, ""), set())],
+            ["0 ab a", "1 bc None", "2 ab a"],
+            0,
+            ["1 of 2, without host a: 2 of 2 hosts", "2 of 2"],
+        ),
+        # one that is missing is left out of the same start, beside those that were lost in the last
+        (
+            1,
+            [(FAILED, {B}), MISSING, (JobResult(0, ""), set())],
+            ["0 ab a", "1 ac a", "1 c None"],
+            0,
+            ["1 of 1, without host b: 2 of 2 hosts", "1 of 1, without host a, b: 1 of 2 hosts"],
+        ),
+        (2, [(FAILED, {A, C})], ["0 ab a"], 9, []),
+        (1, [MISSING], ["0 ab a"], None, []),
+    ],
+)
+def test_which_hosts_take_part_in_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    min_hosts: int,
+    ends: list[Any],
+    starts: list[str],
+    code: int | None,
+    said: list[str],
+) -> None:
+    seen, left = [], [*ends]
+
+    def run_once(job: ssh.MultiNodeJob, inbox: ssh.Inbox) -> Any:
+        seen.append(f"{job.spec.restart} {''.join(host.name for host in job.hosts)} {job.master_addr}")
+        end = left.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(ssh, "_run_once", run_once)
+    restarts = max((int(line[0]) for line in said), default=1)
+    hosts = (A, B, C) if min_hosts else (A, B)
+    spec = LaunchSpec("t.py", max_restarts=restarts)
+    job = ssh.MultiNodeJob(hosts, spec, master_addr="a", min_hosts=min_hosts, max_hosts=2)
+    if code is None:
+        with pytest.raises(ssh.MissingHostError):
+            ssh.run_multi_node(job)
+    else:
+        result = ssh.run_multi_node(job)
+        assert result.exit_code == code
+        assert ("2 hosts are needed, and 1 are left" in result.report) == (min_hosts == 2)
+    assert seen == starts and not left
+    err = capsys.readouterr().err
+    assert [line for line in err.splitlines() if "restart" in line] == [f"thalweg run: restart {line}" for line in said]
 
 
 SPEAKS_IN_PIECES = """
