@@ -134,7 +134,6 @@ def test_a_script_that_always_fails_ends_after_the_last_restart(launch: Launch, 
 
 
 def test_a_killed_rank_is_started_again_and_a_stopped_job_is_not(launch: Launch, tmp_path: Path) -> None:
-    """Nor is one whose port is taken."""
     job = launch(COUNTS, "hangs", options=("--nproc", "2", "--max-restarts", "3"))
     os.kill(int(wait_for_texts(tmp_path, "up.0.[01]", 2)[1].split()[0]), signal.SIGKILL)
     pids = [int(text.split()[0]) for text in wait_for_texts(tmp_path, "up.1.[01]", 2)]
@@ -144,6 +143,10 @@ def test_a_killed_rank_is_started_again_and_a_stopped_job_is_not(launch: Launch,
     wait_exited(pids, sent)
     assert code == 143 and "exit code 137" in err and err.endswith("stopped by SIGTERM, and the ranks with it\n"), err
     assert [line for line in err.splitlines() if "restart" in line] == ["thalweg run: restart 1 of 3"]
+
+
+@pytest.mark.nightly
+def test_a_port_that_is_taken_is_no_failure_to_start_again_after(launch: Launch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -173,6 +176,7 @@ def test_a_signal_between_two_starts_ends_everything(launch: Launch, tmp_path: P
     wait_exited([int(pid) for path in tmp_path.glob("pids.*") for pid in path.read_text().split()], sent)
 
 
+@pytest.mark.nightly
 def test_hosts_that_are_started_by_hand_start_anew_together(launch: Launch, tmp_path: Path) -> None:
     """Rank 1 of host 1 fails in the first start; both launchers say so and meet again at the same port."""
     port = str(free_port())

@@ -138,7 +138,7 @@ def describe_host(job: LocalJob) -> Card:
 
 def _open_start(store: Store, restart: int) -> int:
     """Let the hosts into start ``restart``, without what the ranks of the last one left: theirs has the same names."""
-    for key in store.list_keys():
+    for key in store.list_keys() if restart else ():
         if not key.startswith(_START):
             store.delete_key(key)
     store.set(f"{_START}/number", str(restart))
