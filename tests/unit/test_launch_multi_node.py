@@ -268,7 +268,7 @@ class FakeNodes:
         with_defaults = _node_info(**{"host": "ab"[node_rank] if node_rank < 2 else "c", **card})
         return _in_thread(lambda: join_nodes(node, with_defaults, restart))
 
-    def start_job(self, num_nodes: int = 2, **card: object) -> list[NodeRendezvous]:
+    def start_job(self, num_nodes: int = 2, **card: Any) -> list[NodeRendezvous]:
         """Launchers that have met and whose hearts beat."""
         futures = [self.start(index, num_nodes, **card) for index in range(num_nodes)]
         job = [future.result(20.0) for future in futures]
