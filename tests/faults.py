@@ -443,6 +443,12 @@ FAULTS = {
         _read_at_once,
         ("tests/dist/test_device_syncs.py::test_a_step_of_adamw_waits_for_nothing[2-names0]",),
     ),
+    "a start of a job keeps what the last one left in the store": Fault(
+        "thalweg.launch.rendezvous",
+        "_open_start",
+        lambda original: lambda store, restart: store.set("thalweg-start/number", str(restart)) or restart,
+        ("tests/unit/test_launch_multi_node.py::test_the_next_start_has_host_0_s_number_and_nothing_of_the_last_one",),
+    ),
     "a resume leaves the device's random numbers": Fault(
         "thalweg.checkpoint.model_state",
         "set_rng_state",

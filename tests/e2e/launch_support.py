@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -61,15 +62,36 @@ def wait_output(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[
     return process.returncode, out, err
 
 
-def wait_for_pids(folder: Path, pattern: str, count: int, timeout: float = 60.0) -> list[int]:
-    """Wait until ``count`` files match and hold a pid each."""
+def wait_for_stderr(process: subprocess.Popen[str], text: str) -> None:
+    """Read standard error up to the line with ``text``."""
+    assert process.stderr is not None
+    line = ""
+    while text not in line:
+        line = process.stderr.readline()
+        assert line, f"the job has ended, and never said {text!r}"
+
+
+def wait_for_texts(folder: Path, pattern: str, count: int, timeout: float = 60.0) -> list[str]:
+    """Wait until ``count`` files match and hold something each."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         texts = [path.read_text() for path in sorted(folder.glob(pattern))]
         if len(texts) == count and all(texts):
-            return [int(text) for text in texts]
+            return texts
         time.sleep(0.02)
     raise AssertionError(f"{pattern}: {count} ranks did not start in {timeout} s")
+
+
+def wait_for_pids(folder: Path, pattern: str, count: int, timeout: float = 60.0) -> list[int]:
+    """Wait until ``count`` files match and hold a pid each."""
+    return [int(text) for text in wait_for_texts(folder, pattern, count, timeout)]
+
+
+def free_port() -> int:
+    """A port of this host that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def is_alive(pid: int) -> bool:

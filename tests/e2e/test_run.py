@@ -116,7 +116,7 @@ def test_modules_programs_and_spawned_children(launch: Launch, tmp_path: Path) -
         (["--nproc", "two", "script.py"], "not a number"),
         (["--nproc", "gpu", "script.py"], "no GPU"),
         (["--num-nodes", "2", "script.py"], "which host is this"),
-        (["--nnodes=1:4", "script.py"], "not built yet"),
+        (["--nnodes=1:4", "script.py"], "--elastic-training hosts come and go"),
         (["--node_rank", "1", "script.py"], "add --num-nodes"),
         (["--launcher", "slurm", "script.py"], "--nproc is needed"),
         (["--include", "a;id", "script.py"], "not a host's name"),

@@ -24,8 +24,11 @@ from tests.e2e.launch_support import (
     clean_environ,
     is_alive,
     wait_for_pids,
+    wait_for_stderr,
+    wait_for_texts,
     wait_output,
 )
+from tests.e2e.test_run_restarts import TRAIN as TRAIN_AND_STOP
 from tests.marks import nightly
 from tests.repo.source import ROOT
 
@@ -71,6 +74,7 @@ class Cluster:
             "import os, sys\n"
             f"enter = {enter!r}\n"
             "host, command = sys.argv[1], ' '.join(sys.argv[2:])\n"
+            f"if os.path.exists(os.path.join({str(folder)!r}, 'down.' + host)): sys.exit(255)\n"
             "print('welcome to', host, flush=True)\n"  # what a login shell may print
             "os.execvp(enter[host][0], [*enter[host], 'sh', '-c', command])\n"
         )
@@ -122,6 +126,14 @@ class Cluster:
     def ranks(self) -> list[int]:
         """Those of the processes that are ranks."""
         return [pid for pid in self.processes() if "launch/worker.py" in _command_of(pid)]
+
+    def lose(self, index: int) -> None:
+        """End the agent of a host, which is what the launcher sees of one that is switched off."""
+        space = os.stat(f"/proc/{self.hosts.init_pid(index)}/ns/pid").st_ino
+        agents = [pid for pid in self.processes() if "multi_node/bootstrap.py" in _command_of(pid)]
+        for pid in agents:
+            if os.stat(f"/proc/{pid}/ns/pid").st_ino == space:
+                os.kill(pid, signal.SIGKILL)
 
     def wait_empty(self, since: float, ranks: bool = False) -> None:
         """Everything is gone in time, or all ranks are."""
@@ -248,6 +260,121 @@ def test_a_script_that_one_host_lacks_is_one_error(cluster: Cluster) -> None:
     assert code == 2 and "host 10.77.0.9: no agent came up" in err and "--ssh" in err, err
     cluster.wait_empty(time.monotonic())
     assert time.monotonic() - began < 60
+
+
+STARTS = """
+import os, socket, time
+start, rank, out = os.environ["THALWEG_RESTART_COUNT"], os.environ["RANK"], os.environ["THALWEG_TEST_OUT"]
+with open(os.path.join(out, f"up.{start}.{rank}.part"), "w") as file:
+    file.write(" ".join([socket.gethostname(), os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"]]))
+os.rename(file.name, file.name.removesuffix(".part"))
+while not os.path.exists(os.path.join(out, f"end.{start}")):
+    time.sleep(0.05)
+if start != os.environ["LAST_START"]:
+    raise ValueError("no such shard: data/7")
+"""
+
+
+def _end_start(cluster: Cluster, start: int, world: int) -> list[str]:
+    """Wait for the ranks of a start and let them end; returns what each said."""
+    told = wait_for_texts(cluster.folder, f"up.{start}.[0-9]", world, timeout=120)
+    (cluster.folder / f"end.{start}").touch()
+    return told
+
+
+def _restart_lines(err: str) -> list[str]:
+    return [line for line in err.splitlines() if "restart" in line]
+
+
+@pytest.mark.nightly
+def test_a_lost_host_is_left_out_and_comes_back(cluster: Cluster) -> None:
+    cluster.hostfile.write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
+    options = ("--elastic-training", "--max-restarts", "3", "--env", "LAST_START")
+    process = cluster.launch(STARTS, options=options, LAST_START="2")
+    one, two = cluster.hosts.names[:2]
+    assert wait_for_texts(cluster.folder, "up.0.[01]", 2, timeout=120) == [f"{one} 2 0", f"{two} 2 0"]
+    cluster.lose(1)
+    assert _end_start(cluster, 1, 1) == [f"{one} 1 1"]
+    assert _end_start(cluster, 2, 2) == [f"{one} 2 2", f"{two} 2 2"]
+    code, _, err = wait_output(process, timeout=60)
+    assert code == 0 and f"host {two} (rank 1) is gone" in err and "no such shard: data/7" in err, err
+    without = ", without host 10.77.0.2: 1 of 2 hosts"
+    assert _restart_lines(err) == [f"thalweg run: restart 1 of 3{without}", "thalweg run: restart 2 of 3"]
+    assert cluster.processes() == []
+
+
+@pytest.mark.nightly
+def test_a_host_whose_agent_does_not_come_up_is_left_out(cluster: Cluster) -> None:
+    """The first host, while a third one stands in; then too few are left."""
+    cluster.hostfile.write_text("".join(f"10.77.0.{number} slots=1\n" for number in (1, 2, 3)))
+    options = ("--elastic_training", "--min_elastic_nodes", "2", "--max_elastic_nodes", "2", "--env", "LAST_START")
+    process = cluster.launch(STARTS, options=options, LAST_START="9")
+    names = cluster.hosts.names
+    told = wait_for_texts(cluster.folder, "up.0.[01]", 2, timeout=120)
+    (cluster.folder / "down.10.77.0.1").touch()
+    assert told == _end_start(cluster, 0, 2) == [f"{names[0]} 2 0", f"{names[1]} 2 0"]
+    wait_for_texts(cluster.folder, "up.1.[01]", 2, timeout=120)
+    (cluster.folder / "down.10.77.0.3").touch()
+    assert _end_start(cluster, 1, 2) == [f"{names[1]} 2 1", f"{names[2]} 2 1"]
+    code, _, err = wait_output(process, timeout=120)
+    assert (
+        code == 2
+        and "host 10.77.0.1: no agent came up" in err
+        and "no restart: 2 hosts are needed, and 1 are left" in err
+    ), err
+    assert _restart_lines(err)[:2] == [
+        "thalweg run: restart 1 of 100",
+        "thalweg run: restart 1 of 100, without host 10.77.0.1: 2 of 2 hosts",
+    ]
+    assert cluster.processes() == []
+
+
+def test_a_job_over_ssh_starts_anew_on_all_hosts(cluster: Cluster) -> None:
+    """And a signal to the launcher between two starts ends it: it is told while the new agents come up."""
+    process = cluster.launch(STARTS, options=(*TWO, "--max-restarts", "2", "--env", "LAST_START"), LAST_START="9")
+    _end_start(cluster, 0, 4)
+    wait_for_stderr(process, "restart 1 of 2")
+    process.send_signal(signal.SIGTERM)
+    code, _, err = wait_output(process, timeout=20)
+    assert code == 143 and err == "thalweg run: stopped by SIGTERM, and the ranks with it\n"
+    cluster.wait_empty(time.monotonic())
+
+
+@pytest.mark.nightly
+def test_training_goes_on_with_the_hosts_that_are_left(cluster: Cluster) -> None:
+    """Each start begins with the step of the newest checkpoint, on another number of ranks."""
+    cluster.hostfile.write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
+    names = ("OUT", "PART", "KILL_IN")
+    options = ("--elastic-training", *(word for name in names for word in ("--env", name)))
+    told = {"OUT": str(cluster.folder), "PART": "", "KILL_IN": "0,1", "PYTHONPATH": str(ROOT)}
+    process = cluster.launch(TRAIN_AND_STOP, options=options, **told)
+    wait_for_texts(cluster.folder, "pid.0.[01]", 2, timeout=120)
+    cluster.lose(1)
+    wait_for_texts(cluster.folder, "pid.1.0", 1, timeout=120)
+    os.kill(next(iter(cluster.ranks())), signal.SIGKILL)
+    code, out, err = wait_output(process, timeout=120)
+    assert code == 0, err
+    done = [(start, int(step), int(world)) for start, step, world, _ in map(str.split, out.splitlines())]
+    steps = {"0": (range(8), 2), "1": (range(6, 8), 1), "2": (range(6, 10), 2)}
+    assert done == [(start, step, world) for start, (numbers, world) in steps.items() for step in numbers]
+    assert _restart_lines(err) == [
+        "thalweg run: restart 1 of 100, without host 10.77.0.2: 1 of 2 hosts",
+        "thalweg run: restart 2 of 100",
+    ]
+
+
+@pytest.mark.nightly
+def test_the_others_of_a_host_that_falls_off_the_network_go_on(hosts: Any, cluster: Cluster) -> None:
+    """Its line to the launcher holds: the other hosts say which one is lost.  Its host does not come back."""
+    cluster.hostfile.write_text(f"10.77.0.1 slots=1\n10.77.0.{NUM_HOSTS} slots=1\n")
+    process = cluster.launch(STARTS, options=("--elastic-training", "--env", "LAST_START"), LAST_START="1")
+    wait_for_texts(cluster.folder, "up.0.[01]", 2, timeout=120)
+    hosts.disconnect(NUM_HOSTS - 1)
+    assert _end_start(cluster, 1, 1) == [f"{hosts.names[0]} 1 1"]
+    code, _, err = wait_output(process, timeout=60)
+    assert code == 0 and f"host {hosts.names[-1]} (rank 1) is gone" in err, err
+    assert _restart_lines(err) == [f"thalweg run: restart 1 of 100, without host 10.77.0.{NUM_HOSTS}: 1 of 2 hosts"]
+    assert cluster.processes() == []
 
 
 @pytest.mark.nightly

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch_support import EXIT_DEADLINE, Launch, wait_output
+from tests.e2e.launch_support import EXIT_DEADLINE, Launch, free_port, wait_output
 
 SCRIPT = """
     import os, time
@@ -28,15 +27,9 @@ def _options(index: int, port: int, nproc: int) -> tuple[str, ...]:
     return ("--num-nodes", "2", "--node-rank", str(index), *meet, "--nproc", str(nproc))
 
 
-def _port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_launchers_are_one_job_of_uneven_hosts(launch: Launch, tmp_path: Path) -> None:
-    port = _port()
+    port = free_port()
     jobs = [launch(SCRIPT, options=_options(index, port, index + 1)) for index in (1, 0)]
     assert [wait_output(job)[0] for job in jobs] == [0, 0]
     told = [(tmp_path / f"up{rank}").read_text() for rank in range(3)]
@@ -48,7 +41,7 @@ def test_a_hostfile_without_ssh(launch: Launch, tmp_path: Path) -> None:
     """As `deepspeed --hostfile hosts --no_ssh --node_rank I` on each host; the file says how many ranks and where."""
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 slots=1\nworker-2 slots=2\n")
-    words = ("--no_ssh", "--hostfile", str(hosts), "--master_port", str(_port()), "-q", "--log_level", "error")
+    words = ("--no_ssh", "--hostfile", str(hosts), "--master_port", str(free_port()), "-q", "--log_level", "error")
     jobs = [launch(SCRIPT, options=(*words, "--node_rank", str(index))) for index in (1, 0)]
     assert [wait_output(job)[0] for job in jobs] == [0, 0]
     told = [(tmp_path / f"up{rank}").read_text() for rank in range(3)]
@@ -58,7 +51,7 @@ def test_a_hostfile_without_ssh(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Path) -> None:
-    port = _port()
+    port = free_port()
     jobs = [launch(SCRIPT, options=_options(index, port, 1), RAISES="1") for index in range(2)]
     while len(list(tmp_path.glob("up?"))) < 2 and any(job.poll() is None for job in jobs):
         time.sleep(0.05)
@@ -73,7 +66,7 @@ def test_both_launchers_end_with_the_failure_of_one(launch: Launch, tmp_path: Pa
 @pytest.mark.slow
 def test_two_hosts_with_one_number_are_one_error(launch: Launch) -> None:
     """Whichever two of the three meet first: ranks that wait are stopped when the third comes."""
-    port = _port()
+    port = free_port()
     jobs = [launch(SCRIPT, options=_options(index, port, 1), RAISES="none") for index in (0, 1, 1)]
     ends = [wait_output(job, timeout=120) for job in jobs]
     assert all(code == 2 and "--node-rank 1 is given on" in err for code, _, err in ends), ends

@@ -170,6 +170,47 @@ def test_the_scripts_arguments_are_set_apart(arguments: list[str], mine: list[st
     assert run.split_passthrough(parser, arguments) == (mine, script)
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--min-elastic-nodes", "2"], "go with --elastic-training"),
+        (["--elastic-training"], "needs --hostfile and ssh"),
+        (["--elastic-training", "--hostfile", "HOSTS", "--no-ssh"], "needs --hostfile and ssh"),
+        (["--elastic-training", "--hostfile", "HOSTS", "--launcher", "mpi"], "needs --hostfile and ssh"),
+        (
+            ["--elastic_training", "--hostfile", "HOSTS", "--min_elastic_nodes", "3"],
+            "3 is more than the hosts of the start, which are 2",
+        ),
+        (
+            ["--elastic_training", "--hostfile", "HOSTS", "--min_elastic_nodes", "2", "--max_elastic_nodes", "1"],
+            "2 is more than the hosts of the start, which are 1",
+        ),
+        (["--launcher", "slurm", "--nproc", "2", "--max-restarts", "1"], "sbatch --requeue"),
+    ],
+)
+def test_restarts_that_cannot_be_are_refused(tmp_path: Path, words: list[str], problem: str) -> None:
+    (tmp_path / "hosts").write_text("a\nb\n")
+    with pytest.raises(ValueError, match=problem):
+        run.run(_parse([str(tmp_path / "hosts") if word == "HOSTS" else word for word in words]))
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(**run.PARSER_OPTIONS)
+    run.add_arguments(parser)
+    return argparse.Namespace(**vars(parser.parse_args(words)), passthrough=["train.py"])
+
+
+def test_how_often_a_job_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's number for elastic training; torchrun's variable, which Kubeflow sets."""
+
+    def asked(*words: str) -> int:
+        return run._build_spec(_parse([*words])).max_restarts
+
+    assert [asked(), asked("--elastic-training"), asked("--elastic-training", "--max_restarts", "0")] == [0, 100, 0]
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    assert [asked(), asked("--max-restarts", "2")] == [7, 2]
+
+
 WRITES_LINES = """
 import os, sys, time
 rank, folder = int(os.environ["RANK"]), sys.argv[1]

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -26,6 +28,7 @@ from thalweg.launch.cpu_affinity import CpuBinding
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, check_hostname, filter_hosts, read_hostfile
+from thalweg.launch.multi_node import ssh
 from thalweg.launch.multi_node.ssh import RemoteNode, remote_command
 from thalweg.launch.multi_node.static_nodes import resolve_node
 from thalweg.launch.network import interface_for, local_address_for
@@ -210,7 +213,7 @@ def test_hosts_started_by_hand_or_by_kubernetes() -> None:
         (("2", "2", "a"), "from 0 to 1"),
         (("2", "0", None), "--master-addr"),
         ((None, "1", None), "--num-nodes N"),
-        (("1:4", None, None), "not built yet"),
+        (("1:4", None, None), "--elastic-training"),
         (("two", None, None), "whole number"),
     ):
         with pytest.raises(ValueError, match=problem):
@@ -228,6 +231,7 @@ def _node_info(**changes: object) -> dict:
         "torch": "2",
         "thalweg": "1",
         "nproc": 1,
+        "max_restarts": 0,
     } | changes
 
 
@@ -238,6 +242,7 @@ def test_contradictions_name_the_option_and_both_hosts() -> None:
         (_node_info(host="b", index=1, num_nodes=3), "--num-nodes is 2 on a and 3 on b"),
         (_node_info(host="b", index=1, torch="3"), "torch's version is 2 on a and 3 on b"),
         (_node_info(host="b", index=1, target="u.py"), "the script is t.py on a and u.py on b"),
+        (_node_info(host="b", index=1, max_restarts=3), "--max-restarts is 0 on a and 3 on b"),
     ):
         assert said in (find_mismatch([_node_info(), other]) or "")
 
@@ -250,8 +255,8 @@ class FakeNodes:
         self.port, self._heartbeat_timeout = self.server.port, heartbeat_timeout
         self._joined: list[NodeRendezvous] = []
 
-    def start(self, node_rank: int, num_nodes: int, **card: object) -> Future[NodeRendezvous]:
-        """One more launcher arrives, in a thread of its own."""
+    def start(self, node_rank: int, num_nodes: int, restart: int = 0, **card: object) -> Future[NodeRendezvous]:
+        """One more launcher arrives, in a thread of its own; ``restart`` is what it takes for the start's number."""
         node = NodeSpec(
             node_rank,
             num_nodes,
@@ -261,11 +266,12 @@ class FakeNodes:
             heartbeat_timeout=self._heartbeat_timeout,
         )
         with_defaults = _node_info(**{"host": "ab"[node_rank] if node_rank < 2 else "c", **card})
-        return _in_thread(lambda: join_nodes(node, with_defaults))
+        return _in_thread(lambda: join_nodes(node, with_defaults, restart))
 
-    def start_job(self, num_nodes: int = 2) -> list[NodeRendezvous]:
+    def start_job(self, num_nodes: int = 2, **card: Any) -> list[NodeRendezvous]:
         """Launchers that have met and whose hearts beat."""
-        job = [future.result(20.0) for future in [self.start(index, num_nodes) for index in range(num_nodes)]]
+        futures = [self.start(index, num_nodes, **card) for index in range(num_nodes)]
+        job = [future.result(20.0) for future in futures]
         self._joined += job
         infos = [future.result(20.0) for future in [_in_thread(node.next_rendezvous) for node in job]]
         assert [(info.rank, info.world_size) for info in infos] == [(index, num_nodes) for index in range(num_nodes)]
@@ -354,6 +360,37 @@ def test_the_failure_of_one_host_is_the_result_of_all(fake_nodes: MakeNodes) -> 
     assert [future.result(20.0) for future in ends] == [first] * 3
 
 
+def test_the_next_start_has_host_0_s_number_and_nothing_of_the_last_one(fake_nodes: MakeNodes) -> None:
+    """Host 1 comes early, with another number (its launcher is a new one); a host of the last start is late."""
+    party = fake_nodes()
+    last = party.start_job()
+    assert party.server is not None
+    party.server.set("default_pg/0/rank0", "an address of a dead rank")
+    failed = JobResult(7, "rank 1 failed first", can_restart=True)
+    ends = [_in_thread(lambda node=node: node.finish(failed, 8.0)) for node in last]
+    assert [end.result(20.0) for end in ends] == [failed] * 2 and all(node.shutdown() for node in last)
+    early = party.start(1, 2, restart=0)
+    assert not wait([early], timeout=0.5).done, "the last start has ended, and host 0 has opened no other"
+    job = [party.start(0, 2, restart=4).result(20.0), early.result(20.0)]
+    assert [node.restart for node in job] == [4, 4]
+    assert not party.server.check(["default_pg/0/rank0"])
+    assert last[1].finish(JobResult(9, "late"), 1.0) == failed and not job[0].is_closed()
+    assert all(node.shutdown() for node in job)
+
+
+def test_a_launcher_that_comes_for_a_killed_one_waits_for_the_next_start(fake_nodes: MakeNodes) -> None:
+    """Before the others have missed the killed one; a job that does not start anew has no place for it."""
+    party = fake_nodes(heartbeat_timeout=4.0)
+    job = party.start_job(max_restarts=1)
+    assert job[1].shutdown()
+    late = party.start(1, 2, max_restarts=1)
+    assert not wait([late], timeout=0.5).done and not job[0].is_closed()
+    failed = JobResult(1, "host b is gone", can_restart=True)
+    assert _in_thread(lambda: job[0].finish(failed, 0.5)).result(20.0) == failed and job[0].shutdown()
+    job = [party.start(0, 2, restart=1, max_restarts=1).result(20.0), late.result(20.0)]
+    assert [node.restart for node in job] == [1, 1] and all(node.shutdown() for node in job)
+
+
 @pytest.mark.nightly
 def test_a_silent_host_is_named_by_the_others(fake_nodes: MakeNodes) -> None:
     job = fake_nodes(heartbeat_timeout=2.0).start_job(3)
@@ -398,6 +435,38 @@ def test_no_heartbeat_outlives_a_job_that_breaks(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="no more processes") as caught:  # whose traceback holds the handler
         local.run_local(LocalJob(LaunchSpec("script.py"), 1, CpuBinding((), 1), {}), node)
     assert caught.tb and not list_heartbeats()
+
+
+@pytest.mark.parametrize("told_to_stop", [True, False])
+def test_a_signal_while_the_last_start_is_cleared_away_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], told_to_stop: bool
+) -> None:
+    starts = []
+
+    class FailingAgent:
+        pids: ClassVar[dict[int, int]] = {}
+        exited: ClassVar[set[int]] = {0}
+
+        def __init__(self, job: LocalJob, handler: object, folder: Path) -> None:
+            starts.append((job.spec.restart, os.environ["THALWEG_RESTART_COUNT"]))
+
+        def run(self) -> SimpleNamespace:
+            return SimpleNamespace(is_failed=lambda: True, failures={0: SimpleNamespace(exitcode=4)})
+
+    def clear(pids: set[int]) -> None:
+        if told_to_stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(local, "_build_agent", FailingAgent)
+    monkeypatch.setattr(local, "_kill_sessions", clear)
+    before = signal.getsignal(signal.SIGTERM)
+    result = local.run_local(LocalJob(LaunchSpec("script.py", max_restarts=2), 1, CpuBinding((), 1), {}))
+    assert starts == [(restart, str(restart)) for restart in range(1 if told_to_stop else 3)]
+    assert result.exit_code == (143 if told_to_stop else 4) and signal.getsignal(signal.SIGTERM) is before
+    err = capfd.readouterr().err
+    assert err.count("exit code 4") == (1 if told_to_stop else 2) and result.report.count("exit code 4") == (
+        0 if told_to_stop else 1
+    )
 
 
 def test_hosts_whose_clocks_differ_by_a_day_stay_together(
@@ -449,6 +518,74 @@ def test_a_launcher_that_loses_its_line_says_where_to_look(fake_nodes: MakeNodes
 def test_the_interface_that_leads_to_an_address() -> None:
     assert interface_for("127.0.0.1") == "lo" and local_address_for("127.0.0.1") == "127.0.0.1"
     assert interface_for("no.such.host.invalid") is None
+
+
+A, B, C = (Host(name) for name in "abc")
+FAILED = JobResult(9, "rank 1 failed\n", can_restart=True)
+MISSING = ssh.MissingHostError("no agent came up", {A})
+
+
+@pytest.mark.parametrize(
+    ("min_hosts", "ends", "starts", "code", "said"),
+    [
+        # all hosts, whichever was lost; a host that is missing ends the job
+        (0, [(FAILED, {B}), (FAILED, {B})], ["0 ab a", "1 ab a"], 9, ["1 of 1"]),
+        (0, [(FAILED, set()), MISSING], ["0 ab a", "1 ab a"], None, ["1 of 1"]),
+        # what was not a failure of the job's own is not started again
+        (1, [(JobResult(143, "stopped\n"), {B})], ["0 ab a"], 143, []),
+        # the third stands in for a lost one, which is asked again at the next restart; the address was the first one's
+        (
+            1,
+            [(FAILED, {A}), (FAILED, set()), (JobResult(0, ""), set())],
+            ["0 ab a", "1 bc None", "2 ab a"],
+            0,
+            ["1 of 2, without host a: 2 of 2 hosts", "2 of 2"],
+        ),
+        # one that is missing is left out of the same start, beside those that were lost in the last
+        (
+            1,
+            [(FAILED, {B}), MISSING, (JobResult(0, ""), set())],
+            ["0 ab a", "1 ac a", "1 c None"],
+            0,
+            ["1 of 1, without host b: 2 of 2 hosts", "1 of 1, without host a, b: 1 of 2 hosts"],
+        ),
+        (2, [(FAILED, {A, C})], ["0 ab a"], 9, []),
+        (1, [MISSING], ["0 ab a"], None, []),
+    ],
+)
+def test_which_hosts_take_part_in_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    min_hosts: int,
+    ends: list[Any],
+    starts: list[str],
+    code: int | None,
+    said: list[str],
+) -> None:
+    seen, left = [], [*ends]
+
+    def run_once(job: ssh.MultiNodeJob, inbox: ssh.Inbox) -> Any:
+        seen.append(f"{job.spec.restart} {''.join(host.name for host in job.hosts)} {job.master_addr}")
+        end = left.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(ssh, "_run_once", run_once)
+    restarts = max((int(line[0]) for line in said), default=1)
+    hosts = (A, B, C) if min_hosts else (A, B)
+    spec = LaunchSpec("t.py", max_restarts=restarts)
+    job = ssh.MultiNodeJob(hosts, spec, master_addr="a", min_hosts=min_hosts, max_hosts=2)
+    if code is None:
+        with pytest.raises(ssh.MissingHostError):
+            ssh.run_multi_node(job)
+    else:
+        result = ssh.run_multi_node(job)
+        assert result.exit_code == code
+        assert ("2 hosts are needed, and 1 are left" in result.report) == (min_hosts == 2)
+    assert seen == starts and not left
+    err = capsys.readouterr().err
+    assert [line for line in err.splitlines() if "restart" in line] == [f"thalweg run: restart {line}" for line in said]
 
 
 SPEAKS_IN_PIECES = """

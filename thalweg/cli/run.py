@@ -4,6 +4,7 @@ examples:
   thalweg run --nproc 2 train.py --config ds_config.json
   thalweg run --nproc 4 -m package.train --steps 100
   thalweg run --hostfile hosts --include a:0,1@b train.py      over ssh, from one place
+  thalweg run --nproc 8 --max-restarts 3 train.py              the script loads its newest checkpoint
   thalweg run --num-nodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc 8 train.py
 
 Everything after the script belongs to the script.  The ranks see RANK, WORLD_SIZE, LOCAL_RANK,
@@ -33,6 +34,8 @@ from thalweg.launch.spec import LaunchSpec, build_local_job
 from thalweg.launch.worker import PASS_LOCAL_RANK
 from thalweg.utils.env import DEVICE_VARIABLE
 
+Limits = dict[str, int]
+SCHEDULERS = ("slurm", "mpi", "openmpi")
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
 
 
@@ -56,11 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of the rendezvous (default: a free one)")
     add("--grace", type=float, default=4.0, metavar="S",
         help="seconds between SIGTERM and SIGKILL for ranks that must end (default: 4)")
+    add("--max-restarts", "--max_restarts", type=int_at_least(0), metavar="N",
+        default=os.environ.get("PET_MAX_RESTARTS"),
+        help="start the job anew up to N times when a rank fails (default: 0; with --elastic-training 100)")
     add("--hostfile", "-H", type=Path, metavar="FILE", help="a line `host slots=N` for each host")
     add("--include", "-i", metavar="SPEC", help="hosts and slots to use, such as a:0,1@b")
     add("--exclude", "-e", metavar="SPEC", help="hosts and slots to leave out")
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all ranks")
-    add("--launcher", choices=("local", "ssh", "pdsh", "slurm", "mpi", "openmpi"), default="local",
+    add("--launcher", choices=("local", "ssh", "pdsh", *SCHEDULERS), default="local",
         help="how hosts are reached (default: ssh where a hostfile names others)")
     add("--launcher-args", "--launcher_args", default="", metavar="WORDS", help="added to srun or mpirun")
     add("--ssh", metavar="COMMAND", help="what takes a host and a command line in place of ssh")
@@ -70,20 +76,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="`import deepspeed` is Thalweg, in the script and in all that it starts; without a script, print the "
              "variables for a shell: eval \"$(thalweg run --as-deepspeed)\"")
     add("--local-rank", action="store_true", help="put --local_rank=N before the script's arguments")
+    add = parser.add_argument_group("with a hostfile, over ssh").add_argument
+    add("--elastic-training", "--elastic_training", action="store_true",
+        help="when a host is lost, start anew without it; it rejoins at a later restart")
+    add("--min-elastic-nodes", "--min_elastic_nodes", type=int_at_least(1), metavar="M",
+        help="end the job when fewer hosts are left (default: 1)")
+    add("--max-elastic-nodes", "--max_elastic_nodes", type=int_at_least(1), metavar="K",
+        help="use up to K hosts at once; the others of the hostfile stand in for lost ones (default: all)")
+    add = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)").add_argument
+    add("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
+    add("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
+    add("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
+    add("--no-ssh", "--no_ssh", action="store_true",
+        help="the hosts of the hostfile are these: --node-rank says which")
+    add = parser.add_argument_group("taken for the sake of habit").add_argument
+    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"), ("--force-multi", "--force_multi"),
+                  ("--no-ssh-check", "--no_ssh_check"), ("--bind-cores-to-rank", "--bind_cores_to_rank"),
+                  ("-q", "--quiet")):
+        add(*names, action="store_true")
+    add("--log-level", "--log_level", metavar="LEVEL")
     # fmt: on
-    manual_group = parser.add_argument_group("started by hand on each host (PET_NNODES and the like are read too)")
-    manual_group.add_argument("--num-nodes", "--num_nodes", "--nnodes", metavar="N", help="number of hosts")
-    manual_group.add_argument("--node-rank", "--node_rank", metavar="I", help="which of them this is, from 0")
-    manual_group.add_argument("--master-addr", "--master_addr", metavar="HOST", help="where the first host listens")
-    manual_group.add_argument(
-        "--no-ssh", "--no_ssh", action="store_true", help="the hosts of the hostfile are these: --node-rank says which"
-    )
-    compat_group = parser.add_argument_group("taken for the sake of habit")
-    for names in (("--standalone",), ("--no-local-rank", "--no_local_rank"),
-                  ("--force-multi", "--force_multi"), ("--no-ssh-check", "--no_ssh_check"),
-                  ("--bind-cores-to-rank", "--bind_cores_to_rank"), ("-q", "--quiet")):  # fmt: skip
-        compat_group.add_argument(*names, action="store_true")
-    compat_group.add_argument("--log-level", "--log_level", metavar="LEVEL")
 
 
 def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -114,12 +126,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     spec = _build_spec(args)
     hosts = _select_hosts(args)
-    if args.launcher in ("slurm", "mpi", "openmpi"):
+    limits = _elastic_limits(args, hosts)
+    if args.launcher in SCHEDULERS:
         _run_with_scheduler(args, spec, hosts)
     if args.no_ssh and hosts:
         result = _run_on_this_host(args, spec, _select_own(args, hosts))
     elif len(hosts) > 1 or (hosts and (not is_this_host(hosts[0].address) or args.launcher in ("ssh", "pdsh"))):
-        result = _run_over_ssh(args, spec, hosts)
+        result = _run_over_ssh(args, spec, hosts, limits)
     else:
         result = _run_on_this_host(args, spec, hosts)
     sys.stderr.write(result.report)
@@ -155,7 +168,23 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
         master_port=args.master_port,
         grace=args.grace,
         environ=_added_environ(args),
+        max_restarts=(100 if args.elastic_training else 0) if args.max_restarts is None else args.max_restarts,
     )
+
+
+def _elastic_limits(args: argparse.Namespace, hosts: tuple[Host, ...]) -> Limits:
+    """``min_hosts`` and ``max_hosts`` of a start of the job; empty where it needs all hosts."""
+    low, high = args.min_elastic_nodes, args.max_elastic_nodes
+    if not args.elastic_training:
+        if low or high:
+            raise ValueError("--min-elastic-nodes and --max-elastic-nodes go with --elastic-training: add it")
+        return {}
+    if not hosts or args.no_ssh or args.launcher in SCHEDULERS:
+        raise ValueError("--elastic-training needs --hostfile and ssh: --max-restarts N alone starts anew on all hosts")
+    most = len(hosts[:high])
+    if low and low > most:
+        raise ValueError(f"--min-elastic-nodes {low} is more than the hosts of the start, which are {most}")
+    return {"min_hosts": low or 1, "max_hosts": most}
 
 
 def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
@@ -190,19 +219,21 @@ def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[H
     return result
 
 
-def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> JobResult:
+def _run_over_ssh(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...], limits: Limits) -> JobResult:
     from thalweg.launch.multi_node.ssh import SSH_COMMAND, MultiNodeJob, run_multi_node
 
     ssh = tuple(shlex.split(args.ssh)) if args.ssh else SSH_COMMAND
     if args.ssh_port is not None:
         ssh = (*ssh, "-p", str(args.ssh_port))
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
-    return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ))
+    return run_multi_node(MultiNodeJob(hosts, spec, ssh, args.python, args.master_addr, environ, **limits))
 
 
 def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[Host, ...]) -> NoReturn:
     from thalweg.launch import schedulers
 
+    if spec.max_restarts:
+        raise ValueError("--max-restarts is not for a scheduler's ranks: it starts them anew with `sbatch --requeue`")
     num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
     words = tuple(shlex.split(args.launcher_args))

@@ -14,6 +14,8 @@ Invariants:
 - No shell anywhere, and the arguments arrive byte for byte.
 - The job ends when its first rank fails, with that rank's exit code (128 + n for signal n) and that rank's
   traceback, once.  A rank that fails because its peer went away is never called the first.
+- With ``--max-restarts`` that is the end of one start, and the next one has nothing of it: new ranks, a new or emptied
+  store.  Whoever stops the launcher stops the job, whatever it is doing.
 - When the launcher is gone, however it went, so are the ranks; processes are ended by pid or by the session
   that the launcher gave a rank, never by name.
 - What the launcher leaves on disk is one folder of mode 0700 with a random name, removed at the end.

@@ -3,6 +3,8 @@
 - Once a rank has failed, it waits 30 s for one that ignores SIGTERM, whatever time it was given.
 - It does not tell the ranks that failed from those that it ended itself.
 - It waits for other hosts in C++, deaf to signals and to a failure there; at the end 300 s and no longer.
+- It starts one host's ranks anew, among the remains of their last start.  ``local.py`` starts a whole job instead, with
+  an agent for each start; torch's variables count these.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ T = TypeVar("T")
 
 
 class Agent(LocalElasticAgent):
-    """One host's ranks: starts them, ends all when one fails, leaves ``grace`` seconds from SIGTERM to SIGKILL."""
+    """One host's ranks: starts them once, as start ``restart`` of the job, ends all when one fails, leaves ``grace``
+    seconds from SIGTERM to SIGKILL."""
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, grace: float) -> None:
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, grace: float, restart: int) -> None:
         super().__init__(spec, logs_specs, exit_barrier_timeout=_BARRIER_TIMEOUT)
-        self._grace = grace
+        self._grace, self._restart = grace, restart
         self.pids: dict[int, int] = {}
         """By local rank; each rank leads a session of its own."""
         self.exited: set[int] = set()
@@ -40,7 +43,9 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         start: Any = super()._start_workers  # torch's decorator hides its signature
+        self._remaining_restarts = worker_group.spec.max_restarts - self._restart  # for TORCHELASTIC_RESTART_COUNT
         self.pids = start(worker_group)
+        self._remaining_restarts = 0
         context: Any = self._pcontext
         close, first_rank = context.close, worker_group.workers[0].global_rank
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,20 @@ class JobResult:
     """How a job ended: its exit code and what to tell the user on standard error (empty on success).
 
     Not ``is_certain``: as seen from a host that only lost its peers; what another host says counts more.
+    ``can_restart``: a rank or a host failed; not where somebody stopped the job or its options are wrong.
+    ``lost_node``: the number of the host that is gone.
     """
 
     exit_code: int
     report: str
     is_certain: bool = True
+    can_restart: bool = False
+    lost_node: int | None = None
+
+
+def announce_restart(failed: JobResult, restart: int, max_restarts: int, hosts: str = "") -> None:
+    """Write why the job ended and that it starts anew; ``hosts`` says which are left out."""
+    sys.stderr.write(f"{failed.report}thalweg run: restart {restart} of {max_restarts}{hosts}\n")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -12,14 +13,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from thalweg.launch.failure import JobResult, collect_failures, format_report
+from thalweg.launch.failure import JobResult, announce_restart, collect_failures, format_report
 from thalweg.launch.network import interface_for
 from thalweg.launch.spec import LocalJob
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     from thalweg.launch.elastic_agent import Agent
@@ -33,11 +36,46 @@ _LOCAL_ADDR = "127.0.0.1"
 def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
     """Start the ranks of this host, wait for them, and leave nothing behind; ``node``: which host of several this is.
 
+    A job that failed is started anew, up to ``max_restarts`` times, unless a launcher elsewhere sees to that.
     Returns exit code 0 when all ranks succeeded, the first failed rank's code otherwise, and 128 + n when
     this process was told to stop by signal n.  On several hosts all return the same.
 
     Raises:
         ValueError: the port is taken, or the hosts contradict each other.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from thalweg.launch.rendezvous import STORE_TIMEOUT
+    from thalweg.utils.rendezvous import serve_store
+
+    is_driven = node is not None and node.has_launcher
+    max_restarts, restart, signals = 0 if is_driven else job.spec.max_restarts, job.spec.restart, list[int]()
+    store = serve_store(node.listener, STORE_TIMEOUT) if node and node.listener else None
+    with handle_signals(signals.append):  # those that come while no rank runs
+        while True:
+            try:
+                result, restart = _run_once(job, node, store, restart, signals)
+            except SignalException as error:
+                return stopped_result(int(error.sigval), is_certain=not is_driven)
+            if not result.can_restart or restart >= max_restarts:
+                return result
+            restart += 1
+            announce_restart(result, restart, max_restarts)
+            gc.collect()  # torch's agent is part of a cycle, and its store holds the port
+
+
+def stopped_result(number: int, where: str = "", is_certain: bool = True) -> JobResult:
+    """The end of a job by a signal; not certain where a launcher elsewhere knows whether it sent that."""
+    text = f"thalweg run: stopped by {signal.Signals(number).name}{where}, and the ranks with it\n"
+    return JobResult(128 + number, text, is_certain, can_restart=not is_certain)
+
+
+def _run_once(
+    job: LocalJob, node: NodeSpec | None, store: Store | None, restart: int, signals: list[int]
+) -> tuple[JobResult, int]:
+    """One start of the job; returns how it ended and its number, which host 0 sets for all hosts.
+
+    ``store`` is host 0's for all starts.  ``signals`` are those that came before; what comes at the end is added.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -56,9 +94,14 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
         mute_agent_log(),
         contextlib.ExitStack() as stack,
     ):
-        nodes = join_nodes(node, describe_host(job)) if node else None
+        for number in signals:
+            stop(number)
+        nodes = join_nodes(node, describe_host(job), restart, store) if node else None
         if nodes:
             stack.callback(nodes.shutdown)
+            restart = nodes.restart
+        os.environ["THALWEG_RESTART_COUNT"] = str(restart)
+        job = replace(job, spec=replace(job.spec, restart=restart))
         rendezvous = nodes or open_local_rendezvous(_LOCAL_ADDR, job.spec.master_port or 0)
         agent = _build_agent(job, rendezvous, Path(name))
         where = f" on {socket.gethostname()}" if nodes else ""
@@ -69,13 +112,12 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
                 returncodes = {rank: failure.exitcode for rank, failure in run_result.failures.items()}
                 failures = collect_failures(Path(name), returncodes, agent.exited or returncodes)
                 report = format_report(failures, nodes.num_ranks if nodes else job.nproc, where)
-                result = JobResult(failures[0].exit_code, report, is_certain=not failures[0].is_peer_loss)
+                first = failures[0]
+                result = JobResult(first.exit_code, report, is_certain=not first.is_peer_loss, can_restart=True)
                 tell_others = True
         except SignalException as error:
-            number = int(error.sigval)
-            text = f"thalweg run: stopped by {signal.Signals(number).name}{where}, and the ranks with it\n"
             tell_others = not (node and node.has_launcher)
-            result = JobResult(128 + number, text, is_certain=tell_others)
+            result = stopped_result(int(error.sigval), where, is_certain=tell_others)
         except (JobEndedError, DistError) as error:
             if nodes is None:
                 raise
@@ -83,13 +125,13 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
             result = None if silent is None else nodes.lost_result(silent)
             tell_others = silent != 0  # whose store it is
         finally:
-            stack.enter_context(handle_signals(lambda _: None))  # what is left takes seconds, and must be done
+            stack.enter_context(handle_signals(signals.append))  # what is left takes seconds, and must be done
             _kill_sessions(set(agent.pids.values()))
         if nodes and tell_others:
-            result = nodes.finish(result, wait=job.spec.grace + 3.0) or JobResult(
-                128 + signal.SIGTERM, "thalweg run: another host stopped the job without saying why\n"
-            )
-        return result or JobResult(0, "")
+            text = "thalweg run: another host stopped the job without saying why\n"
+            unknown = JobResult(128 + signal.SIGTERM, text, is_certain=False, can_restart=True)
+            result = nodes.finish(result, wait=job.spec.grace + 3.0) or unknown
+        return result or JobResult(0, ""), restart
 
 
 @contextlib.contextmanager
@@ -130,11 +172,11 @@ def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> 
         entrypoint=sys.executable,
         args=("-u", str(_WORKER), *_worker_arguments(job, folder)),
         rdzv_handler=rendezvous,
-        max_restarts=0,
+        max_restarts=job.spec.max_restarts,
         monitor_interval=0.05,
         numa_options=LaunchConfig(1, 1, job.nproc, logs_specs).numa_options,  # torch's choice for ranks on GPUs
     )
-    return Agent(spec, logs_specs, job.spec.grace)
+    return Agent(spec, logs_specs, job.spec.grace, job.spec.restart)
 
 
 def _kill_sessions(session_ids: set[int]) -> None:

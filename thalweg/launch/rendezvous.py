@@ -15,6 +15,8 @@ Ours is what that and torch's agent do not do (torch 2.13):
   hosts and their ranks (``MASTER_ADDR``, ``MASTER_PORT``).
 - **Contradictions.**  Two hosts with one number, other numbers of hosts, another script or version are one error
   everywhere, before a rank has started (:func:`join_nodes`).
+- **Starting anew.**  One store serves all starts of a job: each has its number, host 0 opens it
+  (:func:`_open_start`), and a host that comes early waits for that.
 - **One report.**  All launchers of a job end with the first failure's report (:meth:`NodeRendezvous.finish`), which is
   also what says that the job is over.
 
@@ -55,12 +57,14 @@ from thalweg.utils.rendezvous import (
 )
 
 RUN_ID = "thalweg"
-_STORE_TIMEOUT = 600.0  # seconds
+STORE_TIMEOUT = 600.0  # seconds
+_START = "thalweg-start"  # what keys of ours begin with; those of ranks do not
 _CONNECT_TIMEOUT = 60.0  # seconds for a second line to a store that has answered once
 _STARTUP_SECONDS = 60.0  # seconds from the start in which a launcher too many ends the job
 _MUST_MATCH = {  # what every host must say alike, and what sets it
     "num_nodes": "--num-nodes",
     "target": "the script",
+    "max_restarts": "--max-restarts",
     "thalweg": "thalweg's version",
     "torch": "torch's version",
 }
@@ -120,30 +124,50 @@ def bind_master(addr: str, port: int = 0, *, multi_node: bool = False) -> socket
 
 def open_local_rendezvous(addr: str, port: int) -> StaticTCPRendezvous:
     """torch's static rendezvous for a job of one host; its store listens on ``addr`` (``port`` 0: a free one)."""
-    store = serve_store(bind_master(addr, port), _STORE_TIMEOUT)
-    handler = StaticTCPRendezvous(addr, store.port, 0, 1, RUN_ID, int(_STORE_TIMEOUT))
+    store = serve_store(bind_master(addr, port), STORE_TIMEOUT)
+    handler = StaticTCPRendezvous(addr, store.port, 0, 1, RUN_ID, int(STORE_TIMEOUT))
     handler._store = store  # torch's would listen on every interface
     return handler
 
 
 def describe_host(job: LocalJob) -> Card:
     """What this host says of itself to the others."""
-    versions = {"torch": torch.__version__, "thalweg": __version__}
-    return {"host": socket.gethostname(), "nproc": job.nproc, "target": job.spec.target, **versions}
+    own = {"host": socket.gethostname(), "nproc": job.nproc, "torch": torch.__version__, "thalweg": __version__}
+    return {**own, "target": job.spec.target, "max_restarts": job.spec.max_restarts}
 
 
-def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
+def _open_start(store: Store, restart: int) -> int:
+    """Let the hosts into start ``restart``, without what the ranks of the last one left: theirs has the same names."""
+    for key in store.list_keys() if restart else ():
+        if not key.startswith(_START):
+            store.delete_key(key)
+    store.set(f"{_START}/number", str(restart))
+    return restart
+
+
+def _wait_for_start(store: Store, timeout: float) -> int:
+    """The number of the start that host 0 has opened and that has not ended."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if store.check([f"{_START}/number"]):
+            number = store.get(f"{_START}/number").decode()
+            if not store.check([f"{_START}/{number}/end/result"]):
+                return int(number)
+        time.sleep(0.05)
+    raise ValueError(f"--node-rank 0 did not come within {timeout:.0f} s: start `thalweg run` there too")
+
+
+def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None = None) -> NodeRendezvous:
     """Meet the other launchers and compare ``card`` with theirs.
+
+    Host 0 opens start ``restart`` of the job on its ``store``; the others take its number.
 
     Raises:
         ValueError: two hosts claim one place, contradict each other, one never comes or host 0 cannot be reached.
     """
     card = {**card, "index": node.node_rank, "num_nodes": node.num_nodes}
     try:
-        if node.listener is not None:
-            store: Store = serve_store(node.listener, _STORE_TIMEOUT)
-        else:
-            store = connect_store(node.addr, node.port, node.join_timeout)
+        store = store or in_thread(lambda: connect_store(node.addr, node.port, node.join_timeout)).result()
     except RuntimeError as error:
         raise ValueError(
             f"{socket.gethostname()} cannot reach {node.addr}, port {node.port}, where the first host of the job "
@@ -160,10 +184,17 @@ def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
         )
 
     try:
-        known = PrefixStore("cards", store), card, node.num_nodes, node.join_timeout
+        restart = _wait_for_start(store, node.join_timeout) if node.node_rank else _open_start(store, restart)
+        known = PrefixStore(f"{_START}/{restart}/cards", store), card, node.num_nodes, node.join_timeout
         cards = exchange_cards(*known, find_mismatch, describe_missing, notify)
     except LateArrivalError as error:
-        nodes = NodeRendezvous(node, [card], store)
+        nodes = NodeRendezvous(node, [card], store, restart)
+        # It may come for one that was killed: then the others miss that soon, and a job that starts anew has a place.
+        deadline = time.monotonic() + (3 * node.heartbeat_timeout if card["max_restarts"] else 0.0)
+        while time.monotonic() < deadline:
+            if nodes.is_closed():
+                return join_nodes(node, card)
+            time.sleep(0.1)
         if not nodes.is_under_way():  # a job that is is not stopped by a stray launcher
             nodes._end_with(JobResult(2, f"thalweg run: {error}\n"))
         raise
@@ -172,7 +203,7 @@ def join_nodes(node: NodeSpec, card: Card) -> NodeRendezvous:
             f"{card['host']} lost its line to the first host of the job, at {node.addr}, port {node.port}, before "
             "all hosts had come: see what that host says"
         ) from error
-    nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store)
+    nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store, restart)
     nodes.start_heartbeats()
     return nodes
 
@@ -198,9 +229,10 @@ def find_mismatch(cards: list[Card]) -> str | None:
 class NodeRendezvous(StaticTCPRendezvous):
     """The hosts of ``cards`` (by their numbers), for torch's agent; ends when one of them does."""
 
-    def __init__(self, node: NodeSpec, cards: list[Card], store: Store) -> None:
-        super().__init__(node.addr, node.port, node.node_rank, node.num_nodes, RUN_ID, int(_STORE_TIMEOUT))
-        self._node, self._cards, self._control_store = node, cards, store
+    def __init__(self, node: NodeSpec, cards: list[Card], store: Store, restart: int) -> None:
+        super().__init__(node.addr, node.port, node.node_rank, node.num_nodes, RUN_ID, int(STORE_TIMEOUT))
+        self._node, self._cards, self.restart = node, cards, restart
+        self._control_store = PrefixStore(f"{_START}/{restart}", store)
         self._interval = node.heartbeat_timeout / 5
         self._beats = [0] * node.num_nodes  # by host, as last read
         self._changes: dict[int, tuple[int, float]] = {}  # by host: its beats, and when we saw them change
@@ -215,7 +247,8 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
-        self._store = connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
+        store = connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
+        self._store = PrefixStore(f"{_START}/{self.restart}", store)
         return super().next_rendezvous()
 
     def start_heartbeats(self) -> None:
@@ -271,13 +304,12 @@ class NodeRendezvous(StaticTCPRendezvous):
         """The report of a host that is gone."""
         card, first = self._cards[node_rank], sum(one["nproc"] for one in self._cards[:node_rank])
         ranks = f"rank {first}" if card["nproc"] == 1 else f"ranks {first} to {first + card['nproc'] - 1}"
-        return JobResult(
-            1,
+        text = (
             f"thalweg run: host {card['host']} ({ranks}) is gone: no sign of life for "
-            f"{self._node.heartbeat_timeout:.0f} s; the ranks of the other hosts were stopped\n",
-            # Where host 0 is lost it may be this host that was cut off; the others know.
-            is_certain=node_rank != 0,
+            f"{self._node.heartbeat_timeout:.0f} s; the ranks of the other hosts were stopped\n"
         )
+        # Where host 0 is lost it may be this host that was cut off; the others know.
+        return JobResult(1, text, is_certain=node_rank != 0, can_restart=True, lost_node=node_rank)
 
     def finish(self, result: JobResult | None, wait: float) -> JobResult | None:
         """Tell the others that the job has failed; returns the job's one result, None where nobody knows it.
@@ -310,5 +342,5 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def _end_with(self, result: JobResult) -> JobResult:
         """Make ``result`` the job's unless there is one, and end the job; returns the job's."""
-        text = json.dumps([result.exit_code, result.report])
+        text = json.dumps([result.exit_code, result.report, True, result.can_restart, result.lost_node])
         return JobResult(*json.loads(self._control_store.compare_set("end/result", "", text)))

@@ -22,7 +22,8 @@ class LaunchSpec:
 
     ``kind`` says how ``target`` is started: a script file, a module as `python -m` would, or a program that is not
     Python.  ``master_port`` None takes a free one.  ``grace`` is the time in seconds that ranks which must end have
-    between SIGTERM and SIGKILL.  ``environ`` is added to the ranks' environment.
+    between SIGTERM and SIGKILL.  ``environ`` is added to the ranks' environment.  The job starts anew up to
+    ``max_restarts`` times when a rank fails; ``restart`` is the number of this start, 0 for the first.
     """
 
     target: str
@@ -37,6 +38,8 @@ class LaunchSpec:
     master_port: int | None = None
     grace: float = 4.0
     environ: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    restart: int = 0
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> LaunchSpec:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import astuple
 from io import FileIO
 from typing import Any
 
@@ -35,7 +36,7 @@ def run_node(job_message: dict[str, Any], inbox: FileIO) -> int:
     try:
         job = build_local_job(LaunchSpec.from_json(job_message["spec"]))
         if node_rank == 0:
-            addr = _choose_listen_address(job_message["listen"])
+            addr = job_message["listen"] if num_nodes == 1 else _choose_listen_address(job_message["listen"])
             listener = bind_master(addr, job.spec.master_port or 0)
             port = listener.getsockname()[1]
     except (ValueError, OSError) as error:
@@ -54,7 +55,7 @@ def run_node(job_message: dict[str, Any], inbox: FileIO) -> int:
     except ValueError as error:
         result = JobResult(2, f"thalweg run: {error}\n")
     finished.set()
-    _send(ended=result.exit_code, report=result.report, is_certain=result.is_certain)
+    _send(ended=astuple(result))
     return result.exit_code
 
 

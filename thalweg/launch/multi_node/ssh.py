@@ -8,6 +8,7 @@
              whole lines
     end      the agents agree among themselves on one report (``launch/rendezvous.py``); it is shown once
 
+A job that failed starts anew with new agents, and an elastic one without the hosts that were lost.
 The launcher's end is the agents' end (their line breaks), and a host whose line breaks ends the job.  ssh
 processes are this launcher's children, ended by pid.
 """
@@ -31,9 +32,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from thalweg.launch.failure import JobResult
+from thalweg.launch.failure import JobResult, announce_restart
 from thalweg.launch.hostfile import Host, is_this_host
-from thalweg.launch.local import handle_signals
+from thalweg.launch.local import handle_signals, stopped_result
 from thalweg.launch.multi_node.remote_node import MARK
 from thalweg.launch.network import local_address_for
 from thalweg.launch.spec import LaunchSpec
@@ -53,7 +54,11 @@ _REPORT_TIMEOUT = 4.0  # seconds for the last reports, beyond the ranks' own gra
 @dataclass(frozen=True)
 class MultiNodeJob:
     """``hosts`` in the order of their ranks; ``ssh`` reaches a host that is not this one; ``python`` runs
-    there (None: the path of this one); ``environ`` is set on all."""
+    there (None: the path of this one); ``environ`` is set on all.
+
+    ``min_hosts`` 0: each start of the job has all hosts.  Else it has up to ``max_hosts``, the first of those that
+    are there, and there is none with fewer than ``min_hosts``.
+    """
 
     hosts: tuple[Host, ...]
     spec: LaunchSpec
@@ -62,9 +67,19 @@ class MultiNodeJob:
     master_addr: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     connect_timeout: float = 120.0  # seconds until every agent must have reported in
+    min_hosts: int = 0
+    max_hosts: int | None = None
 
 
 Inbox = queue.Queue[tuple["RemoteNode | None", dict[str, Any]]]
+
+
+class MissingHostError(ValueError):
+    """No agent came up on ``hosts``."""
+
+    def __init__(self, text: str, hosts: set[Host]) -> None:
+        super().__init__(text)
+        self.hosts = hosts
 
 
 def remote_command(python: str, bootstrap: Path = _BOOTSTRAP) -> str:
@@ -178,32 +193,58 @@ class RemoteNode:
 
 
 def run_multi_node(job: MultiNodeJob) -> JobResult:
-    """Run the job; returns when nothing of it is left here.
+    """Run the job, anew up to ``max_restarts`` times where it failed; returns when nothing of it is left here.
 
     Raises:
         ValueError: a host cannot be reached or cannot run its part; the message names it and the cure.
     """
     inbox: Inbox = queue.Queue()
+    restart, num_hosts, left_out = 0, len(job.hosts[: job.max_hosts]), set[Host]()
+    with handle_signals(lambda number: inbox.put((None, {"signal": number}))):
+        while True:
+            hosts = tuple(host for host in job.hosts if host not in left_out)[:num_hosts]
+            addr = job.master_addr if hosts[0] == job.hosts[0] else None
+            start = replace(job, hosts=hosts, spec=replace(job.spec, restart=restart), master_addr=addr)
+            try:
+                result, lost = _run_once(start, inbox)
+                if not result.can_restart or restart == job.spec.max_restarts:
+                    return result
+                restart, left_out = restart + 1, lost if job.min_hosts else set()
+            except MissingHostError as error:
+                if not job.min_hosts or restart == 0:
+                    raise
+                result, left_out = JobResult(2, f"thalweg run: {error}\n"), left_out | error.hosts
+            num_left, without = len(job.hosts) - len(left_out), ""
+            if num_left < job.min_hosts:
+                text = f"thalweg run: no restart: {job.min_hosts} hosts are needed, and {num_left} are left\n"
+                return replace(result, report=result.report + text)
+            if left_out:
+                names = ", ".join(host.name for host in job.hosts if host in left_out)
+                without = f", without host {names}: {min(num_left, num_hosts)} of {num_hosts} hosts"
+            announce_restart(result, restart, job.spec.max_restarts, without)
+
+
+def _run_once(job: MultiNodeJob, inbox: Inbox) -> tuple[JobResult, set[Host]]:
+    """One start of the job; returns how it ended and the hosts that were lost."""
     nodes: list[RemoteNode] = []
     output_lock, close_timeout = threading.Lock(), 1.0
-    with handle_signals(lambda number: inbox.put((None, {"signal": number}))):
-        try:
-            for node_rank, host in enumerate(job.hosts):
-                node = RemoteNode(host, _bootstrap_command(job, host), inbox, output_lock)
-                nodes.append(node)
-                node.send(_job_message(job, node_rank, host))
-            stop_signal, address = _wait_ready(job, nodes, inbox)
-            if stop_signal:
-                return JobResult(128 + stop_signal, f"thalweg run: stopped by {signal.Signals(stop_signal).name}\n")
-            for node in nodes:
-                node.send({"meet": address})
-            result = _wait_finished(job, nodes, inbox)
-            close_timeout = 0.5 if result.exit_code else 10.0
-            return result
-        finally:
-            deadline = time.monotonic() + close_timeout
-            for node in nodes:
-                node.close(max(0.0, deadline - time.monotonic()))
+    try:
+        for node_rank, host in enumerate(job.hosts):
+            node = RemoteNode(host, _bootstrap_command(job, host), inbox, output_lock)
+            nodes.append(node)
+            node.send(_job_message(job, node_rank, host))
+        stop_signal, address = _wait_ready(job, nodes, inbox)
+        if stop_signal:
+            return stopped_result(stop_signal), set()
+        for node in nodes:
+            node.send({"meet": address})
+        result, lost = _wait_finished(job, nodes, inbox)
+        close_timeout = 0.5 if result.exit_code else 10.0
+        return result, lost
+    finally:
+        deadline = time.monotonic() + close_timeout
+        for node in nodes:
+            node.close(max(0.0, deadline - time.monotonic()))
 
 
 def _bootstrap_command(job: MultiNodeJob, host: Host) -> list[str]:
@@ -238,20 +279,24 @@ def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tup
             node, message = inbox.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
             names = [node.host.name for node in pending]
-            raise ValueError(
+            raise MissingHostError(
                 f"{', '.join(names)} did not report in within {job.connect_timeout:.0f} s: try "
-                f"`{shlex.join(job.ssh)} {names[0]} true`"
+                f"`{shlex.join(job.ssh)} {names[0]} true`",
+                {node.host for node in pending},
             ) from None
         if node is None:
             return message["signal"], address
+        if node not in nodes:  # of the last start
+            continue
         if "error" in message:
             raise ValueError(f"host {node.host.name}: {message['error']}")
         if "gone" in message:
-            raise ValueError(
+            raise MissingHostError(
                 f"host {node.host.name}: no agent came up ({node.failure_reason(message['gone'])}): "
                 f"`{shlex.join(job.ssh)} {node.host.name} true` must work without a password, and "
                 f"{job.python or sys.executable} must be there with thalweg at the same path; --python and --ssh "
-                "choose others"
+                "choose others",
+                {node.host},
             )
         pending.remove(node)
         if node is nodes[0]:
@@ -259,13 +304,13 @@ def _wait_ready(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tup
     return 0, address
 
 
-def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> JobResult:
-    """Wait for the end of every agent, or until the first failure is some time ago.
+def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> tuple[JobResult, set[Host]]:
+    """Wait for the end of every agent, or until the first failure is some time ago; returns the result and lost hosts.
 
     A certain result is the job's: the launcher then stops the hosts that the agents' own word has not reached.
     Of others, such as that of a host that was cut off and takes all others for lost, only the last resort is made.
     """
-    running, failed = list(nodes), []
+    running, failed, lost = list(nodes), list[JobResult](), set[Host]()
     deadline, next_keepalive = math.inf, 0.0
     while running and (now := time.monotonic()) < deadline:
         if now > next_keepalive:
@@ -277,8 +322,7 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> 
         except queue.Empty:
             continue
         if node is None:
-            text = f"thalweg run: stopped by {signal.Signals(message['signal']).name}, and the ranks with it\n"
-            ended = JobResult(128 + message["signal"], text)
+            ended = stopped_result(message["signal"])
         elif node not in running:
             continue
         else:
@@ -286,13 +330,17 @@ def _wait_finished(job: MultiNodeJob, nodes: list[RemoteNode], inbox: Inbox) -> 
             if "gone" in message:
                 reason = node.failure_reason(message["gone"])
                 text = f"thalweg run: host {node.host.name} is gone: SSH connection lost ({reason})\n"
-                ended = JobResult(1, text, is_certain=False)
+                ended = JobResult(1, text, is_certain=False, can_restart=True, lost_node=nodes.index(node))
             else:
-                ended = JobResult(message["ended"], message["report"], message["is_certain"])
+                ended = JobResult(*message["ended"])
+        if ended.lost_node is not None and (ended.is_certain or "gone" in message):
+            lost.add(nodes[ended.lost_node].host)
         if ended.exit_code:
             failed.append(ended)
             deadline = min(deadline, now + job.spec.grace + _REPORT_TIMEOUT)
         if ended.exit_code and ended.is_certain:
             for node in nodes:
                 node.send({"stop": message.get("signal", signal.SIGTERM)})
-    return min(failed, key=lambda ended: not ended.is_certain, default=JobResult(0, ""))
+    result = min(failed, key=lambda ended: not ended.is_certain, default=JobResult(0, ""))
+    can_restart = result.can_restart and all(ended.can_restart for ended in failed if ended.is_certain)
+    return replace(result, can_restart=can_restart), lost | {node.host for node in running}  # these fell silent

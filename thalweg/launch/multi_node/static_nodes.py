@@ -77,7 +77,7 @@ def parse_num_nodes(name: str, text: str | None) -> int:
         return 1
     low, colon, high = text.partition(":")
     if colon and low != high:
-        raise ValueError(f"{name} {text}: a number of hosts that changes is not built yet; give one number")
+        raise ValueError(f"{name} {text}: give one number; with --hostfile and --elastic-training hosts come and go")
     number = _parse_int(name, low)
     if number < 1:
         raise ValueError(f"{name} {text} must be at least 1")
