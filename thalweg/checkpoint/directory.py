@@ -211,11 +211,10 @@ def make_directories(io: FileSystem, directory: Path) -> None:
 
 
 def start_save(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[Path, int]:
-    """Prepare a save: clean up after dead ones, check the tag, make the temporary directory.
+    """Prepare a save into a ``directory`` that is there: clean up after dead ones, check the tag, make the temporary.
 
     Returns the temporary directory and the sequence number of the commit to come.
     """
-    make_directories(io, directory)
     remove_stale(io, directory)
     public = directory / tag
     with _directory_lock(io, directory):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
 from thalweg.checkpoint.directory import MANIFEST
+from thalweg.compat.deepspeed.live_engines import live_engines
 from thalweg.utils.atomic_file import publish_file
 from thalweg.zero.whole_parameter import WholeParameter
 from thalweg.zero.whole_tensors import load_full_state_dict
@@ -31,6 +32,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             "a checkpoint does not say which parameters were frozen: leave them out where it is made, with "
             "engine.save_checkpoint(DIR, exclude_frozen_parameters=True)"
         )
+    for engine in live_engines():
+        engine.wait_for_checkpoint()
     with Checkpoint.open(checkpoint_dir, tag) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names(_PREFIX)}
         tensors |= {alias: tensors[name] for alias, name in checkpoint.manifest.aliases.items() if name in tensors}
