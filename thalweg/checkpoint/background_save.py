@@ -81,8 +81,8 @@ class BackgroundSave:
             self._error = error
             _log.error("%s; the checkpoints before it are intact", error)
         finally:
-            assert self._memory is not None
-            self._memory.release()
+            if self._memory is not None:
+                self._memory.release()
 
     def join(self) -> None:
         """Return when none is under way."""

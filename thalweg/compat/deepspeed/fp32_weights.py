@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
 from thalweg.checkpoint.directory import MANIFEST
-from thalweg.compat.deepspeed.live_engines import live_engines
+from thalweg.compat.deepspeed.live_engines import wait_for_checkpoints
 from thalweg.utils.atomic_file import publish_file
 from thalweg.zero.whole_parameter import WholeParameter
 from thalweg.zero.whole_tensors import load_full_state_dict
@@ -32,8 +32,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             "a checkpoint does not say which parameters were frozen: leave them out where it is made, with "
             "engine.save_checkpoint(DIR, exclude_frozen_parameters=True)"
         )
-    for engine in live_engines():
-        engine.wait_for_checkpoint()
+    wait_for_checkpoints()
     with Checkpoint.open(checkpoint_dir, tag) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names(_PREFIX)}
         tensors |= {alias: tensors[name] for alias, name in checkpoint.manifest.aliases.items() if name in tensors}
@@ -75,6 +74,7 @@ def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> s
 
     Thalweg's folders have safetensors: the first rank's file is made of them, whole and in fp32, when it is asked for.
     """
+    wait_for_checkpoints()
     path = Path(base_folder) / f"mp_rank_{mp_rank_str}_model_states.pt"
     if int(mp_rank_str) == 0 and (path.parent / MANIFEST).is_file() and not path.exists():
         states = {"module": get_fp32_state_dict_from_zero_checkpoint(path.parents[1], path.parent.name)}
