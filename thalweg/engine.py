@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from thalweg.checkpoint.background_save import join_saves
 from thalweg.checkpoint.training_state import TrainingState
 from thalweg.comm import CommsLog
 from thalweg.config import Config, load, resolve
@@ -666,7 +667,7 @@ class Engine(nn.Module):
             _log.info("communication\n%s", self.log_communication())
         for listener in self._window.listeners:
             listener.close()
-        self._training_state.background.join()
+        join_saves()
         if self.device.type == "cpu":
             trim_malloc()
         self.wait_for_checkpoint()

@@ -1,4 +1,4 @@
-"""R1, R9, R10, R11 of ``checkpoint.asynchronous``: a thread writes what was true at the call, while training goes on."""
+"""R9 to R11 of ``checkpoint.asynchronous``: a thread writes what was true at the call, while training goes on."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.checkpoint_support import NoFsyncFileSystem, digest, fail_at, list_names
 from thalweg.checkpoint import Checkpoint, CheckpointError, FileSystem
-from thalweg.checkpoint.background_save import BackgroundSave
+from thalweg.checkpoint.background_save import BackgroundSave, join_saves
+from thalweg.rlhf.checkpoint import commit
 
 REUSE_RANKS = True
 
 ROWS = 16
-DATA = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(i)), "y": torch.tensor([float(i)])} for i in range(96)]
+DATA = [
+    {"x": torch.randn(6, generator=torch.Generator().manual_seed(i)), "y": torch.tensor([float(i)])} for i in range(96)
+]
 
 
 class HeldFileSystem(NoFsyncFileSystem):
@@ -254,7 +257,7 @@ def failing_saves(rank: int, world: int, folder: str, victim: int) -> list[str]:
                 continue
             use_disk(NoFsyncFileSystem())
             train_gpt(engine, rank, number)
-            engine._training_state.background.join()
+            join_saves()
             logged = [record.getMessage() for record in records]
             assert len(logged) == 1 and "No space left" in logged[0], logged
             with pytest.raises(CheckpointError) as caught:
@@ -355,6 +358,31 @@ def test_a_folder_for_each_checkpoint_is_complete_before_an_older_one_may_go(tmp
     assert run_ranks(save_as_deepspeed, 2, str(tmp_path)) == [[True, True, False]] * 2
 
 
+def two_engines(rank: int, world: int, folder: str) -> list[str]:
+    """Saves of two engines into one folder, and of an RLHF run, on a slow disk."""
+    engines = {"actor": gpt_engine(3), "critic": gpt_engine(1)}
+    for name, engine in engines.items():
+        use_disk(slow := SlowFileSystem())
+        slow.delay = 0.3
+        train_gpt(engine, rank, 0)
+        engine.save_checkpoint(f"{folder}/both", tag=name)
+    use_disk(slow := SlowFileSystem())
+    slow.delay = 0.3
+    commit(f"{folder}/run", 1, engines, {})
+    committed = sorted(name for name in engines if Path(folder, "run", name, "step1").is_dir())
+    for name, engine in engines.items():
+        engine.close()
+        with Checkpoint.open(f"{folder}/both", name) as checkpoint:
+            checkpoint.verify()
+    return committed
+
+
+def test_two_engines_of_a_process_do_not_take_each_others_save_for_left_over(tmp_path):
+    """And a manifest of RLHF names what is committed."""
+    assert run_ranks(two_engines, 2, str(tmp_path)) == [["actor", "critic"]] * 2
+    assert list_names(tmp_path / "both") == {"actor", "critic", "latest"}
+
+
 PROGRAM = """
 import sys
 import torch
@@ -363,7 +391,8 @@ import thalweg.checkpoint.save
 from tests.dist.test_checkpoint_async import SlowFileSystem
 
 thalweg.checkpoint.save.FileSystem = SlowFileSystem
-config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "checkpoint": {"asynchronous": True}}
+ASYNC = {"asynchronous": True}
+config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "checkpoint": ASYNC}
 engine = thalweg.initialize(model=torch.nn.Linear(1024, 1024), config=config)[0]
 path = engine.save_checkpoint(sys.argv[1])
 assert not path.exists()
@@ -374,7 +403,7 @@ raise SystemExit("a program that fails")
 
 @pytest.mark.waits
 def test_an_interpreter_that_ends_waits_for_the_save(tmp_path):
-    """Also one that fails, has no process group any more, and did not close its engine; its file is written directly."""
+    """Also one that fails, without a process group by then, whose engine is open; the file is written directly."""
     ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "saved")], capture_output=True, text=True)
     assert ended.returncode == 1 and "a program that fails" in ended.stderr, ended.stderr
     with Checkpoint.open(tmp_path / "saved") as checkpoint:

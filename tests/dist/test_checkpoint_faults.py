@@ -325,7 +325,11 @@ def engine_killed(rank: int, world: int, folder: str, name: str, victim: int, po
 
 @pytest.mark.parametrize(
     ("name", "victim", "points"),
-    [("NVMe", 0, 4), ("asynchronous at stage 2", 0, 3), *(nightly(name, victim, None) for name in ENGINES for victim in (0, 1))],
+    [
+        ("NVMe", 0, 4),
+        ("asynchronous at stage 2", 0, 3),
+        *(nightly(name, victim, None) for name in ENGINES for victim in (0, 1)),
+    ],
 )
 def test_row36_an_engine_killed_in_its_own_save_resumes_from_the_last_one_or_this_one(tmp_path, name, victim, points):
     """PAIN_POINTS 36 on a whole engine: what loads is, to the bit, the step before or the one being saved."""

@@ -6,7 +6,8 @@
     thread                               | write, hash, fsync, commit |
     training                             | steps ...
 
-One at a time, so there is one copy of the state at most.  The ranks' threads meet in a process group of their own, as
+One at a time in a process, which has one copy of the state at most; so what ``directory.py`` finds of a save of its own
+process is left over.  The ranks' threads meet in a process group of their own, as
 collectives of training come in no order that theirs could keep.  The thread is no daemon: an interpreter that ends
 waits for it.
 """
@@ -29,13 +30,20 @@ from thalweg.storage_io.evictable_memory import EvictableMemory
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
+_THREAD_NAME = "thalweg-checkpoint"
+
+
+def join_saves() -> None:
+    """Return when no thread of this process writes a checkpoint."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD_NAME:
+            thread.join()
 
 
 class BackgroundSave:
-    """The save of an engine that is under way, if any, and the failure of the last one until somebody is told."""
+    """What an engine's asynchronous saves share, and the failure of the last one until somebody is told."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._ranks: RankGroup | None = None
         self._memory: EvictableMemory | None = None  # stays, as fresh pages take three times as long as the copying
@@ -69,10 +77,7 @@ class BackgroundSave:
             if ranks.world_size > 1:
                 members = dist.get_process_group_ranks(ranks.group)
                 self._ranks = replace(ranks, group=new_subgroup(members, ranks.group, backend="gloo"))
-        self._thread = threading.Thread(
-            target=self._run, args=(write, self._ranks), name="thalweg-checkpoint", daemon=False
-        )
-        self._thread.start()
+        threading.Thread(target=self._run, args=(write, self._ranks), name=_THREAD_NAME, daemon=False).start()
 
     def _run(self, write: Callable[[RankGroup], Any], ranks: RankGroup) -> None:
         try:
@@ -84,19 +89,13 @@ class BackgroundSave:
             if self._memory is not None:
                 self._memory.release()
 
-    def join(self) -> None:
-        """Return when none is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
     def wait(self) -> None:
-        """Return when none is under way.
+        """Return when no save is under way.
 
         Raises:
-            CheckpointError: it failed, here and on every other rank.
+            CheckpointError: this engine's last one failed, here and on every other rank.
         """
-        self.join()
+        join_saves()
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -345,7 +345,7 @@ def _hostname() -> str:
 
 
 def _owner_alive(io: FileSystem, path: Path) -> bool:
-    """Whether another living process owns a temporary; this process saves one thing at a time."""
+    """Whether another living process owns a temporary; this process saves one thing at a time (background_save.py)."""
     match = re.fullmatch(r"\.[a-z]+-([A-Za-z0-9_]+)-(\d+)-(\d+)-[0-9a-f]+", path.name)
     if match is None:
         return False

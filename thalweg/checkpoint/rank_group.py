@@ -1,4 +1,4 @@
-"""Ranks that act together: one primitive, ``RankGroup.together``.
+"""Ranks that act together: one primitive, ``RankGroup.all_or_raise``.
 
 Each rank runs its part; the outcomes meet; if one failed, all raise the same error.
 So a collective save or load has no branch in which some ranks go on and others wait.

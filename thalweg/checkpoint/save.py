@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import thalweg
 from thalweg.checkpoint import directory
-from thalweg.checkpoint.background_save import BackgroundSave
+from thalweg.checkpoint.background_save import BackgroundSave, join_saves
 from thalweg.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnserializableStateError
 from thalweg.checkpoint.filesystem import FileSystem
 from thalweg.checkpoint.format.chunks import TensorChunk, covers_exactly, local_chunks, local_tensor, split_chunk
@@ -104,6 +104,7 @@ def save_snapshot(
     under way there is waited for first, and raises here if it failed.
     Raises ``CheckpointError``, the same on all ranks; what was committed before is intact.
     """
+    join_saves()
     if background is not None:
         background.wait()
     io = io or FileSystem()
@@ -170,7 +171,7 @@ def save_snapshot(
             path = checkpoint_dir / name
             written = ranks.all_or_raise(operation, lambda: _write_shards(io, path, shards, ranks, release))
             public = Path(ranks.all_or_raise(operation, commit)[0])
-        except CheckpointError:
+        except Exception:
             if temporary:
                 directory.discard_save(io, temporary[0])
             raise

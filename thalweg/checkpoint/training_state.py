@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from thalweg.checkpoint.background_save import BackgroundSave
+from thalweg.checkpoint.background_save import BackgroundSave, join_saves
 from thalweg.checkpoint.export_hf import save_16bit
 from thalweg.checkpoint.load import open_verified
 from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restore_module
@@ -88,7 +88,7 @@ class TrainingState:
         module_only: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; see ``Engine.load_checkpoint``."""
-        self.background.join()
+        join_saves()
         components, group = self.components, self.components.meshes.world_group
         checkpoint = open_verified(directory, tag, resume=self.config.checkpoint.resume, group=group)
         if checkpoint is None:
