@@ -50,9 +50,9 @@ class HeldFileSystem(NoFsyncFileSystem):
 
 
 class SlowFileSystem(FileSystem):
-    """A disk that takes 2 s to make its first file durable."""
+    """A disk that takes 0.3 s to make its first file durable."""
 
-    delay = 2.0
+    delay = 0.3
 
     def fsync(self, handle: int) -> None:
         time.sleep(self.delay)
@@ -105,7 +105,7 @@ def contents(folder: str) -> tuple[str, str]:
 
 def saves_of_one_run(rank: int, world: int, folder: str, stages: list[int], copies: bool) -> dict[int, Any]:
     """At each stage: what the synchronous and the asynchronous save of step 3 hold, two steps after the latter was
-    called; the losses of these steps, and those of new engines that load one or the other."""
+    called; the losses of these steps, and those of a new engine that loads the latter."""
     found = {}
     if not copies:
         BackgroundSave.copy_to_host = lambda self, shards: None  # type: ignore[method-assign]
@@ -130,11 +130,10 @@ def saves_of_one_run(rank: int, world: int, folder: str, stages: list[int], copi
         assert path.is_dir()
         engine.close()
         dist.barrier()
-        for each in folders:
-            again = noisy_engine(rank, 7, stage)
-            assert again.load_checkpoint(each)[1] == {"epoch": 1} or not copies
-            losses.append(train(again, 2))
-            again.close()
+        again = noisy_engine(rank, 7, stage)
+        assert again.load_checkpoint(folders[1])[1] == {"epoch": 1}
+        losses.append(train(again, 2))
+        again.close()
         found[stage] = [contents(each) for each in folders], losses
     return found
 
@@ -144,14 +143,14 @@ def test_an_asynchronous_save_holds_what_was_true_at_the_call(tmp_path):
     for found in run_ranks(saves_of_one_run, 2, str(tmp_path), [0, 1, 2, 3], True):
         for stage, ((synchronous, asynchronous), losses) in found.items():
             assert asynchronous == synchronous, stage
-            assert losses[0] == losses[1] == losses[2], stage
+            assert losses[0] == losses[1], stage
 
 
 def test_without_the_copy_later_steps_show_in_it(tmp_path):
     """The control of the test above."""
     for found in run_ranks(saves_of_one_run, 2, str(tmp_path), [2], False):
         ((synchronous, asynchronous), losses) = found[2]
-        assert asynchronous != synchronous and losses[0] == losses[1] != losses[2]
+        assert asynchronous != synchronous and losses[0] != losses[1]
 
 
 def gpt_engine(stage: int = 2, **more: Any) -> thalweg.Engine:
@@ -173,34 +172,34 @@ def train_gpt(engine: Any, rank: int, step: int) -> None:
     engine.step()
 
 
-def steps_meanwhile(rank: int, world: int, folder: str, shared: str, stage: int) -> tuple[bool, float, float]:
-    """Whether the save was still under way after five steps, and the seconds that a call takes: the asynchronous one,
-    and the same and a wait."""
+def steps_meanwhile(rank: int, world: int, folder: str, shared: str, stage: int) -> tuple[bool, float]:
+    """Whether the save was under way still after five steps, and the seconds that its call took."""
     os.environ["THALWEG_SHARED_MEMORY"] = shared
     use_disk(NoFsyncFileSystem())
     engine = gpt_engine(stage)
     train_gpt(engine, rank, 0)
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
-    use_disk(SlowFileSystem())
+    use_disk(held := HeldFileSystem())
     started = time.monotonic()
     path = engine.save_checkpoint(folder, tag="slow")
     seconds = time.monotonic() - started
     for step in range(1, 6):
         train_gpt(engine, rank, step)
     under_way = not path.exists()
+    threading.Timer(max(0.0, 2 - (time.monotonic() - started)), held.release.set).start()
     engine.wait_for_checkpoint()
     assert path.exists()
     engine.close()
-    return under_way, seconds, time.monotonic() - started
+    return under_way, seconds
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize(("shared", "stage"), [("1", 3), ("0", 0), nightly("0", 3), nightly("1", 0)])
 def test_steps_go_on_while_a_disk_is_slow(tmp_path, shared, stage):
-    """A disk on which a save takes 2 s or more: the call and five steps do not wait for it."""
-    for under_way, seconds, whole in run_ranks(steps_meanwhile, 2, str(tmp_path), shared, stage):
-        assert under_way and seconds < 1 and whole >= 2
+    """A disk that writes nothing for 2 s, nor before five steps are made: the call takes less than half of that."""
+    for under_way, seconds in run_ranks(steps_meanwhile, 2, str(tmp_path), shared, stage):
+        assert under_way and seconds < 1
 
 
 def many_saves(rank: int, world: int, folder: str, shared: str, saves: int) -> int:
@@ -362,12 +361,10 @@ def two_engines(rank: int, world: int, folder: str) -> list[str]:
     """Saves of two engines into one folder, and of an RLHF run, on a slow disk."""
     engines = {"actor": gpt_engine(3), "critic": gpt_engine(1)}
     for name, engine in engines.items():
-        use_disk(slow := SlowFileSystem())
-        slow.delay = 0.3
+        use_disk(SlowFileSystem())
         train_gpt(engine, rank, 0)
         engine.save_checkpoint(f"{folder}/both", tag=name)
-    use_disk(slow := SlowFileSystem())
-    slow.delay = 0.3
+    use_disk(SlowFileSystem())
     commit(f"{folder}/run", 1, engines, {})
     committed = sorted(name for name in engines if Path(folder, "run", name, "step1").is_dir())
     for name, engine in engines.items():
@@ -384,11 +381,14 @@ def test_two_engines_of_a_process_do_not_take_each_others_save_for_left_over(tmp
 
 
 PROGRAM = """
-import sys
+import sys, time
 import torch
 import thalweg
 import thalweg.checkpoint.save
-from tests.dist.test_checkpoint_async import SlowFileSystem
+
+class SlowFileSystem(thalweg.checkpoint.FileSystem):
+    def fsync(self, handle):
+        time.sleep(0.5)
 
 thalweg.checkpoint.save.FileSystem = SlowFileSystem
 ASYNC = {"asynchronous": True}
