@@ -100,13 +100,11 @@ def save_snapshot(
     ``keep_latest_k`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
     counts incarnations of the job: a save below the newest committed epoch is refused.
     ``save_latest``: whether the pointer comes to name it, so that a load without a tag takes it.
-    ``background``: return when the state is copied, and leave the writing to its thread; a save that is
-    under way there is waited for first, and raises here if it failed.
+    ``background``: return when the state is copied, and leave the writing, and its errors, to a thread of it.
+    A save of this process that is under way is waited for first.
     Raises ``CheckpointError``, the same on all ranks; what was committed before is intact.
     """
     join_saves()
-    if background is not None:
-        background.wait()
     io = io or FileSystem()
     checkpoint_dir = Path(checkpoint_dir)
     ranks = RankGroup.from_group(group)

@@ -16,9 +16,3 @@ def add_engine(engine: Any) -> None:
 def live_engines() -> list[Any]:
     """Those that there are, the newest first."""
     return [engine for ref in reversed(_engines) if (engine := ref()) is not None]
-
-
-def wait_for_checkpoints() -> None:
-    """Return when their asynchronous saves are committed, which DeepSpeed's functions of files are to find."""
-    for engine in live_engines():
-        engine.wait_for_checkpoint()
