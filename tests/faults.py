@@ -268,6 +268,21 @@ FAULTS = {
             "::test_row36_killed_at_every_operation_the_previous_or_the_new_one_loads[same tag]",
         ),
     ),
+    "an asynchronous save that copies nothing": Fault(
+        "thalweg.checkpoint.background_save",
+        "BackgroundSave.copy_to_host",
+        lambda original: lambda self, shards: None,
+        ("tests/dist/test_checkpoint_async.py::test_an_asynchronous_save_holds_what_was_true_at_the_call",),
+    ),
+    "a save that does not wait for the one under way": Fault(
+        "thalweg.checkpoint.background_save",
+        "join_saves",
+        lambda original: lambda: None,
+        (
+            "tests/dist/test_checkpoint_async.py"
+            "::test_two_engines_of_a_process_do_not_take_each_others_save_for_left_over",
+        ),
+    ),
     "moments left behind by a resume (row 1)": Fault(
         "thalweg.checkpoint.reader",
         "Checkpoint.read_into",

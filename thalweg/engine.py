@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from thalweg.checkpoint.background_save import join_saves
 from thalweg.checkpoint.training_state import TrainingState
 from thalweg.comm import CommsLog
 from thalweg.config import Config, load, resolve
@@ -593,6 +594,11 @@ class Engine(nn.Module):
         """Write and commit a checkpoint under ``save_dir/tag`` (``global_step<N>``); collective.
 
         ``client_state``: any tree of JSON values and tensors, returned by ``load_checkpoint``.
+        With ``checkpoint.asynchronous`` this rank's part of the state is copied, and a thread goes on with the copy;
+        the path is there once it has committed.  One save is under way at most: another waits for it first.
+
+        Raises:
+            CheckpointError: this save failed, or the one before it that was under way; the same on all ranks.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint() needs a folder, not {save_dir!r}")
@@ -600,6 +606,14 @@ class Engine(nn.Module):
         return self._training_state.save(
             save_dir, tag, client_state, save_latest=save_latest, include_frozen=not exclude_frozen_parameters
         )
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no asynchronous save is under way: the last one is committed.
+
+        Raises:
+            CheckpointError: it failed, on every rank; what was committed before is intact.
+        """
+        self._training_state.background.wait()
 
     def load_checkpoint(
         self,
@@ -643,14 +657,20 @@ class Engine(nn.Module):
         return True
 
     def close(self) -> None:
-        """Leave shared memory, close the writers, drop gradients; the model stays usable for its state."""
+        """Leave shared memory, close the writers, drop gradients; the model stays usable for its state.
+
+        Raises:
+            CheckpointError: an asynchronous save has failed, and nobody was told yet.
+        """
         self.zero_grad()
         if self._config.comms_logger.enabled:
             _log.info("communication\n%s", self.log_communication())
         for listener in self._window.listeners:
             listener.close()
+        join_saves()
         if self.device.type == "cpu":
             trim_malloc()
+        self.wait_for_checkpoint()
 
     destroy = close
 

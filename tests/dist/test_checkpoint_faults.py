@@ -32,6 +32,7 @@ from thalweg.checkpoint import (
     open_verified,
     save_snapshot,
 )
+from thalweg.checkpoint.background_save import BackgroundSave
 
 REUSE_RANKS = True
 
@@ -46,8 +47,19 @@ def snapshot(rank: int, world: int, seed: int) -> Snapshot:
     )
 
 
-def save_one(rank: int, world: int, folder: str, tag: str, seed: int, io: FileSystem | None = None) -> None:
-    save_snapshot(folder, tag, snapshot(rank, world, seed), step=seed, io=io or NoFsyncFileSystem())
+def save_one(
+    rank: int,
+    world: int,
+    folder: str,
+    tag: str,
+    seed: int,
+    io: FileSystem | None = None,
+    background: BackgroundSave | None = None,
+) -> None:
+    what = snapshot(rank, world, seed)
+    save_snapshot(folder, tag, what, step=seed, io=io or NoFsyncFileSystem(), background=background)
+    if background is not None:
+        background.wait()
 
 
 def load_damaged(rank: int, world: int, folder: str) -> tuple[str, str, float, bool]:
@@ -164,7 +176,7 @@ def test_one_ranks_failing_disk_fails_the_save_everywhere_and_loses_nothing(tmp_
     assert all(f"rank {victim}" in text and os.strerror(code) in text for text in failed)
 
 
-def killed_at_every_operation(rank: int, world: int, folder: str, victim: int) -> list[int]:
+def killed_at_every_operation(rank: int, world: int, folder: str, victim: int, asynchronous: bool) -> list[int]:
     """Fork two gloo ranks for each k; the victim dies at its k-th operation; look at what is left.
 
     Runs in one fresh process without threads, so that forking from it is cheap and safe.
@@ -175,7 +187,7 @@ def killed_at_every_operation(rank: int, world: int, folder: str, victim: int) -
     for k in range(1000):
         base = root / f"{k}"
         shutil.copytree(root / "first", base)
-        statuses = run_pair(base, 2, victim, k)
+        statuses = run_pair(base, 2, victim, k, asynchronous)
         checkpoint = open_verified(base, resume="must")
         assert checkpoint is not None
         found.append(checkpoint.state["seed"])
@@ -190,11 +202,12 @@ def killed_at_every_operation(rank: int, world: int, folder: str, victim: int) -
     raise AssertionError("the save never survived")
 
 
-def run_pair(base: Path, seed: int, victim: int | None, k: int) -> list[int]:
+def run_pair(base: Path, seed: int, victim: int | None, k: int, asynchronous: bool = False) -> list[int]:
     """Wait statuses of two forked ranks that save together."""
 
     def save(rank: int) -> None:
-        save_one(rank, 2, str(base), "t", seed, kill_at(k) if rank == victim else NoFsyncFileSystem())
+        io = kill_at(k) if rank == victim else NoFsyncFileSystem()
+        save_one(rank, 2, str(base), "t", seed, io, BackgroundSave() if asynchronous else None)
 
     return fork_pair(base.with_suffix(f".store{seed}"), save)
 
@@ -218,10 +231,10 @@ def fork_pair(store: Path, action: Callable[[int], None]) -> list[int]:
     return [os.waitpid(pid, 0)[1] for pid in children]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_row36_a_rank_killed_at_every_operation_of_a_save(tmp_path, victim):
+@pytest.mark.parametrize(("victim", "asynchronous"), [(0, False), (1, False), (1, True), nightly(0, True)])
+def test_row36_a_rank_killed_at_every_operation_of_a_save(tmp_path, victim, asynchronous):
     """PAIN_POINTS 36, R1 at 2 ranks: the same tag saved again; the old or the new one loads, whole."""
-    found = run_ranks(killed_at_every_operation, 1, str(tmp_path), victim, init=False)[0]
+    found = run_ranks(killed_at_every_operation, 1, str(tmp_path), victim, asynchronous, init=False)[0]
     assert found[0] == 1 and found[-1] == 2
     assert found == sorted(found)
     assert len(found) > (20 if victim == 0 else 5)
@@ -254,16 +267,19 @@ ENGINES = {
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
     "NVMe": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+    **{f"asynchronous at stage {stage}": {"stage": stage} for stage in (1, 2, 3)},
 }
 
 
-def train_and_save(rank: int, folder: Path, zero: dict, io: FileSystem) -> None:
+def train_and_save(rank: int, folder: Path, name: str, io: FileSystem) -> None:
     """An engine's two saves: the first on a healthy disk, the second, a step later, on ``io``."""
+    zero = ENGINES[name]
     offload = {key: {**value, "nvme_path": f"{folder}-swap"} for key, value in zero.items() if key != "stage"}
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {**zero, **offload},
+        "checkpoint": {"asynchronous": name.startswith("asynchronous")},
         "cpu_kernels": "torch",
         "log_level": "error",
     }
@@ -275,11 +291,12 @@ def train_and_save(rank: int, folder: Path, zero: dict, io: FileSystem) -> None:
         engine.step()
         thalweg.checkpoint.save.FileSystem = lambda disk=disk: disk  # type: ignore[misc]
         engine.save_checkpoint(folder, client_state={"step": step})
+    engine.wait_for_checkpoint()
     (folder / f"rank{rank}.operations").write_text(str(len(getattr(io, "calls", ()))))
     engine.close()
 
 
-def engine_killed(rank: int, world: int, folder: str, zero: dict, victim: int, points: int | None) -> list[int]:
+def engine_killed(rank: int, world: int, folder: str, name: str, victim: int, points: int | None) -> list[int]:
     """The step that a resuming job finds after a kill at each of ``points`` operations (None: at each of all).
 
     Runs in one fresh process without threads, as ``killed_at_every_operation``.
@@ -290,7 +307,7 @@ def engine_killed(rank: int, world: int, folder: str, zero: dict, victim: int, p
         base.mkdir()
         Path(f"{base}-swap").mkdir()
         disks = [kill_at(k) if r == victim else NoFsyncFileSystem() for r in range(2)]
-        return fork_pair(base.with_suffix(".store"), lambda r: train_and_save(r, base, zero, disks[r]))
+        return fork_pair(base.with_suffix(".store"), lambda r: train_and_save(r, base, name, disks[r]))
 
     assert run(root / "whole", -1) == [0, 0]
     expected = [digest(Checkpoint.open(root / "whole", f"global_step{step}")) for step in (1, 2)]
@@ -308,10 +325,14 @@ def engine_killed(rank: int, world: int, folder: str, zero: dict, victim: int, p
 
 @pytest.mark.parametrize(
     ("name", "victim", "points"),
-    [("NVMe", 0, 4), *(nightly(name, victim, None) for name in ENGINES for victim in (0, 1))],
+    [
+        ("NVMe", 0, 4),
+        ("asynchronous at stage 2", 0, 3),
+        *(nightly(name, victim, None) for name in ENGINES for victim in (0, 1)),
+    ],
 )
 def test_row36_an_engine_killed_in_its_own_save_resumes_from_the_last_one_or_this_one(tmp_path, name, victim, points):
     """PAIN_POINTS 36 on a whole engine: what loads is, to the bit, the step before or the one being saved."""
-    found = run_ranks(engine_killed, 1, str(tmp_path), ENGINES[name], victim, points, init=False, timeout=600)[0]
+    found = run_ranks(engine_killed, 1, str(tmp_path), name, victim, points, init=False, timeout=600)[0]
     assert found[0] == 1 and found == sorted(found)
     assert victim or found[-1] == 2  # rank 0 commits before its last operation

@@ -44,8 +44,7 @@ def test_no_option_has_two_fates() -> None:
 
 # Work that is still to come: a run that survives what happens to it, and the search before a run.
 RELIABILITY = (
-    "autotuning", "health", "checkpoint.writer.decoupled", "checkpoint.asynchronous",
-    "checkpoint.use_node_local_storage",
+    "autotuning", "health", "checkpoint.use_node_local_storage",
 )  # fmt: skip
 
 

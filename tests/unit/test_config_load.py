@@ -304,6 +304,14 @@ def test_what_was_renamed_is_told() -> None:
     assert "bfloat16 is read as bf16" in load({"bfloat16": {"enabled": True}}).describe()
 
 
+def test_deepspeeds_decoupled_writer_is_an_asynchronous_save() -> None:
+    for decoupled in (True, False):
+        config = load({"checkpoint": {"writer": {"type": "fast", "decoupled": decoupled}}})
+        assert config.checkpoint.asynchronous is decoupled
+    both = {"checkpoint": {"asynchronous": True, "writer": {"decoupled": True}}}
+    assert list(problems(both)) == ["checkpoint.writer.decoupled"]
+
+
 # ---- sources ----
 
 

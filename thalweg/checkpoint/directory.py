@@ -211,11 +211,10 @@ def make_directories(io: FileSystem, directory: Path) -> None:
 
 
 def start_save(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[Path, int]:
-    """Prepare a save: clean up after dead ones, check the tag, make the temporary directory.
+    """Prepare a save into a ``directory`` that is there: clean up after dead ones, check the tag, make the temporary.
 
     Returns the temporary directory and the sequence number of the commit to come.
     """
-    make_directories(io, directory)
     remove_stale(io, directory)
     public = directory / tag
     with _directory_lock(io, directory):
@@ -346,7 +345,7 @@ def _hostname() -> str:
 
 
 def _owner_alive(io: FileSystem, path: Path) -> bool:
-    """Whether another living process owns a temporary; this process saves one thing at a time."""
+    """Whether another living process owns a temporary; this process saves one thing at a time (background_save.py)."""
     match = re.fullmatch(r"\.[a-z]+-([A-Za-z0-9_]+)-(\d+)-(\d+)-[0-9a-f]+", path.name)
     if match is None:
         return False

@@ -1,4 +1,4 @@
-"""Ranks that act together: one primitive, ``RankGroup.together``.
+"""Ranks that act together: one primitive, ``RankGroup.all_or_raise``.
 
 Each rank runs its part; the outcomes meet; if one failed, all raise the same error.
 So a collective save or load has no branch in which some ranks go on and others wait.
@@ -22,7 +22,8 @@ from thalweg.parallel_dims import control_group
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The processes of one save or load: ``rank`` of ``world_size`` in ``group`` (None: this process alone)."""
+    """The processes of one save or load: ``rank`` of ``world_size`` in ``group``, which takes tensors of the host
+    (None: this process alone)."""
 
     rank: int
     world_size: int
@@ -38,22 +39,21 @@ class RankGroup:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process group of this checkpoint; pass its own group"
             )
-        return cls(rank, world_size, group if group is not None else dist.group.WORLD)
+        return cls(rank, world_size, control_group(group) if world_size > 1 else group)
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (JSON-able), by rank."""
         if self.world_size == 1:
             return [value]
-        group = control_group(self.group)
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([payload.numel()], dtype=torch.int64)
         lengths = [torch.empty_like(length) for _ in range(self.world_size)]
-        dist.all_gather(lengths, length, group=group)
+        dist.all_gather(lengths, length, group=self.group)
         sizes = [int(n) for n in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded, group=group)
+        dist.all_gather(gathered, padded, group=self.group)
         return [json.loads(g[:n].numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
 
     def all_or_raise(self, operation: str, fn: Callable[[], Any]) -> list[Any]:

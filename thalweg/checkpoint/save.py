@@ -7,10 +7,13 @@ ranks that hold it, chosen so that the ranks write about equally much.  Replicas
 plain tensors are therefore written once, and sharded ones where they lie: no rank ever
 gathers anything.
 
-The phases, each a ``Ranks.together`` (so one rank's failure is every rank's error):
-plan and temporary directory; shards written, hashed and fsynced; digests met, manifest
+The phases, each an ``all_or_raise`` (so one rank's failure is every rank's error): plan;
+temporary directory; shards written, hashed and fsynced; digests met, manifest
 written and published by rank 0 (``directory.py`` has the order).  Until the last phase
 nothing has a public name.  After it, tidying up may fail without failing the save.
+
+With a ``BackgroundSave`` each rank copies the pieces that it writes once the plan is made, and
+returns; all that follows is done by a thread, in a process group of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import thalweg
 from thalweg.checkpoint import directory
+from thalweg.checkpoint.background_save import BackgroundSave, join_saves
 from thalweg.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnserializableStateError
 from thalweg.checkpoint.filesystem import FileSystem
 from thalweg.checkpoint.format.chunks import TensorChunk, covers_exactly, local_chunks, local_tensor, split_chunk
@@ -88,6 +92,7 @@ def save_snapshot(
     keep_latest_k: int | None = None,
     epoch: int = 0,
     save_latest: bool = True,
+    background: BackgroundSave | None = None,
 ) -> Path:
     """Write and commit ``snapshot`` as ``checkpoint_dir/tag``; collective over ``group``; returns that path.
 
@@ -95,41 +100,53 @@ def save_snapshot(
     ``keep_latest_k`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
     counts incarnations of the job: a save below the newest committed epoch is refused.
     ``save_latest``: whether the pointer comes to name it, so that a load without a tag takes it.
+    ``background``: return when the state is copied, and leave the writing, and its errors, to a thread of it.
+    A save of this process that is under way is waited for first.
     Raises ``CheckpointError``, the same on all ranks; what was committed before is intact.
     """
+    join_saves()
     io = io or FileSystem()
     checkpoint_dir = Path(checkpoint_dir)
     ranks = RankGroup.from_group(group)
     tag = str(tag)
     encoded: list[tuple[dict[str, torch.Tensor], Any]] = []
-    temporary: list[Path] = []
 
-    def prepare() -> dict[str, Any]:
+    def describe() -> dict[str, Any]:
         directory.check_tag(tag)
         if keep_latest_k is not None and (type(keep_latest_k) is not int or keep_latest_k < 1):
             raise CheckpointMismatchError(f"keep is {keep_latest_k!r}: use None to keep all, or a number from 1 on")
         tensors, state, per_rank = _encode_snapshot(snapshot, ranks.rank)
         encoded.append((tensors, state))
-        inventory: dict[str, Any] = {
+        if ranks.rank == 0:
+            directory.make_directories(io, checkpoint_dir)
+        return {
             "tag": tag,
             "tensors": list(_describe_tensors(tensors)),
             "aliases": dict(snapshot.aliases),
             "unsynced": sorted(snapshot.rank_local),
             "state": per_rank,
         }
-        if ranks.rank == 0:
-            temporary_dir, inventory["sequence"] = directory.start_save(io, checkpoint_dir, tag, epoch)
-            temporary.append(temporary_dir)
-            inventory["temporary"] = temporary_dir.name
-        return inventory
 
     operation = f"saving checkpoint {tag!r} to {checkpoint_dir}"
-    try:
-        inventories = ranks.all_or_raise(operation, prepare)
-        path = checkpoint_dir / inventories[0]["temporary"]
-        plan, records = _plan_writes(inventories)
-        tensors, state = encoded[0]
-        written = ranks.all_or_raise(operation, lambda: _write_shards(io, path, plan, tensors, ranks, snapshot.release))
+    inventories = ranks.all_or_raise(operation, describe)
+    plan, records = _plan_writes(inventories)
+    tensors, state = encoded.pop()
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    for item in plan:
+        if item.writer == ranks.rank:
+            shards.setdefault(item.file, {})[item.key] = _read_local_chunk(item, tensors[item.name])
+
+    release = snapshot.release  # the thread is to hold the copies alone
+
+    def write(ranks: RankGroup) -> Path:
+        temporary: list[Path] = []
+
+        def start() -> list[Any]:
+            if ranks.rank != 0:
+                return []
+            temporary_dir, sequence = directory.start_save(io, checkpoint_dir, tag, epoch)
+            temporary.append(temporary_dir)
+            return [temporary_dir.name, sequence]
 
         def commit() -> str:
             if ranks.rank != 0:
@@ -140,22 +157,32 @@ def save_snapshot(
                 step=int(step),
                 epoch=epoch,
                 world=ranks.world_size,
-                sequence=inventories[0]["sequence"],
+                sequence=sequence,
                 created=created,
                 writer=f"thalweg {thalweg.__version__}",
             )
             manifest = _build_manifest(head, state, inventories, plan, records, written)
             return str(directory.commit(io, checkpoint_dir, path, manifest, save_latest=save_latest))
 
-        public = Path(ranks.all_or_raise(operation, commit)[0])
-    except CheckpointError:
-        if temporary:
-            directory.discard_save(io, temporary[0])
-        raise
-    final_paths = ranks.all_or_raise(
-        operation, lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else ""
-    )
-    return Path(final_paths[0])
+        try:
+            name, sequence = ranks.all_or_raise(operation, start)[0]
+            path = checkpoint_dir / name
+            written = ranks.all_or_raise(operation, lambda: _write_shards(io, path, shards, ranks, release))
+            public = Path(ranks.all_or_raise(operation, commit)[0])
+        except Exception:
+            if temporary:
+                directory.discard_save(io, temporary[0])
+            raise
+        final_paths = ranks.all_or_raise(
+            operation, lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else ""
+        )
+        return Path(final_paths[0])
+
+    if background is None:
+        return write(ranks)
+    ranks.all_or_raise(operation, lambda: background.copy_to_host(shards))
+    background.start(write, ranks)
+    return checkpoint_dir / tag
 
 
 def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int | None, public: Path) -> str:
@@ -268,29 +295,24 @@ def _assign_writers(
 def _write_shards(
     io: FileSystem,
     path: Path,
-    plan: list[_WriteItem],
-    tensors: Mapping[str, torch.Tensor],
+    shards: dict[str, dict[str, torch.Tensor]],
     ranks: RankGroup,
     release: Callable[[torch.Tensor], None],
 ) -> dict[str, Any]:
-    """Write this rank's shards; returns their records and digests as JSON."""
+    """Write this rank's shards, letting go of each piece; returns their records and digests as JSON."""
     if ranks.rank != 0 and not io.exists(path):
         raise CheckpointError(
             f"{path} was made by rank 0 but is not seen from here; the checkpoint directory must be on a "
             "file system that all hosts share"
         )
-    files: dict[str, dict[str, _WriteItem]] = {}
-    for piece in plan:
-        if piece.writer == ranks.rank:
-            files.setdefault(piece.file, {})[piece.key] = piece
     results = {}
-    for file, pieces in files.items():
+    for file, pieces in shards.items():
         entries = sort_for_alignment(
-            TensorEntry(p.key, DTYPE_NAMES[tensors[p.name].dtype], p.chunk.size) for p in pieces.values()
+            TensorEntry(key, DTYPE_NAMES[values.dtype], tuple(values.shape)) for key, values in pieces.items()
         )
         with closing(ShardWriter(io, path / file, entries)) as writer:
             for entry in entries:
-                values = _read_local_chunk(pieces[entry.key], tensors[pieces[entry.key].name])
+                values = pieces.pop(entry.key)
                 writer.write(entry.key, values)
                 release(values)
             record, digests = writer.finish()

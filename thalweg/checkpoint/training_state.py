@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from thalweg.checkpoint.background_save import BackgroundSave, join_saves
 from thalweg.checkpoint.export_hf import save_16bit
 from thalweg.checkpoint.load import open_verified
 from thalweg.checkpoint.model_state import build_snapshot, model_tensors, restore_module
@@ -21,6 +22,7 @@ from thalweg.checkpoint.save import save_snapshot
 from thalweg.config import Config
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
+from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import full_state_dict, load_full_state_dict
 
 _log = get_logger(__name__)
@@ -33,6 +35,13 @@ class TrainingState:
 
     def __init__(self, components: Components, config: Config, loader: Any, counters: Any) -> None:
         self.components, self.config, self.loader, self.counters = components, config, loader, counters
+        self.background = BackgroundSave()
+        self._is_asynchronous = config.checkpoint.asynchronous and not prefers_low_memory(config)
+        if config.checkpoint.asynchronous and not self._is_asynchronous:
+            _log.warning(
+                "checkpoint.asynchronous: what lies on NVMe is not copied into memory, so save_checkpoint() returns "
+                "when the checkpoint is committed"
+            )
 
     def save(
         self,
@@ -44,6 +53,7 @@ class TrainingState:
         include_frozen: bool,
     ) -> Path:
         """Commit a checkpoint; see ``Engine.save_checkpoint``."""
+        self.background.wait()
         components, keep_latest_k = self.components, self.config.checkpoint.keep
         tag = self._agree_on_tag(str(tag or f"global_step{self.counters.global_steps}"))
         self._finalize()
@@ -62,6 +72,7 @@ class TrainingState:
             group=components.meshes.world_group,
             keep_latest_k=None if keep_latest_k == "all" else keep_latest_k,
             save_latest=save_latest,
+            background=self.background if self._is_asynchronous else None,
         )
         components.sharded.reset_compression()
         return path
@@ -77,6 +88,7 @@ class TrainingState:
         module_only: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; see ``Engine.load_checkpoint``."""
+        join_saves()
         components, group = self.components, self.components.meshes.world_group
         checkpoint = open_verified(directory, tag, resume=self.config.checkpoint.resume, group=group)
         if checkpoint is None:

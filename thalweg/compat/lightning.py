@@ -150,6 +150,7 @@ class ThalwegStrategy(_Strategy):
         """A folder at ``filepath``; collective."""
         folder = Path(self.broadcast(str(filepath)))
         self._require_engine().save_checkpoint(folder, tag=self.strategy_name)
+        self._require_engine().wait_for_checkpoint()  # Lightning removes an older folder as soon as this returns
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, folder / _LOOPS_FILE, storage_options)
         self.barrier()

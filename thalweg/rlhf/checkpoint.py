@@ -30,6 +30,8 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
     directory, tag = Path(directory), f"step{step}"
     for name, engine in engines.items():
         engine.save_checkpoint(directory / name, tag=tag, save_latest=False)
+    for engine in engines.values():
+        engine.wait_for_checkpoint()
     group = next(iter(engines.values())).meshes.world_group  # ranks that generate alone have none
     dist.barrier(group)  # an engine's save returns on a rank when its own part is there
     if dist.get_rank() == 0:

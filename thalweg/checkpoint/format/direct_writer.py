@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from thalweg.checkpoint.filesystem import FileSystem
@@ -73,11 +74,12 @@ class DirectWriter:
     def _write_buffer(self, length: int) -> None:
         self._wait_pending()
         assert self._handle is not None
-        data, offset = self._buffers[0][:length], self._num_written
-        if self._executor is None:
-            self._io.pwrite(self._handle, data, offset)
-        else:
-            self._pending = self._executor.submit(self._io.pwrite, self._handle, data, offset)
+        offset = self._num_written
+        write = partial(self._io.pwrite, self._handle, self._buffers[0][:length], offset)
+        try:
+            self._pending = write() if self._executor is None else self._executor.submit(write)
+        except RuntimeError:  # no pool takes work once the interpreter has begun to end, and waits for a save
+            write()
         self._buffers.reverse()
         self._num_buffered, self._num_written = 0, offset + length
 

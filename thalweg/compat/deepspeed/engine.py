@@ -62,7 +62,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, components: Components, config: Config, loader: Any = None) -> None:
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
-        self._compiled = False
+        self._compiled, self._last_save_dir = False, ""
         self._data_iterator: Iterator[Any] | None = None
         self.is_whole_in_eval = False  # ranks that share sequences in training have their own in evaluation
         components.loss_normalizer.user_divides = False
@@ -91,9 +91,16 @@ class DeepSpeedEngine(Engine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Write and commit a checkpoint, beside it the ``zero_to_fp32.py`` that is run in its folder; collective."""
+        """Write and commit a checkpoint, beside it the ``zero_to_fp32.py`` that is run in its folder; collective.
+
+        Into another folder than the last it is never asynchronous: who has a folder for each checkpoint (Trainer,
+        accelerate) removes the older ones when this returns.
+        """
         try:
             path = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            if str(save_dir) != self._last_save_dir:
+                self.wait_for_checkpoint()
+                self._last_save_dir = str(save_dir)
         except ValueError as error:
             raise error if isinstance(error, CheckpointError) else DeepSpeedUsageError(error) from None
         if dist.get_rank() == 0:

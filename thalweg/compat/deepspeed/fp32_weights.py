@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from thalweg.checkpoint import Checkpoint
+from thalweg.checkpoint.background_save import join_saves
 from thalweg.checkpoint.directory import MANIFEST
 from thalweg.utils.atomic_file import publish_file
 from thalweg.zero.whole_parameter import WholeParameter
@@ -31,6 +32,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             "a checkpoint does not say which parameters were frozen: leave them out where it is made, with "
             "engine.save_checkpoint(DIR, exclude_frozen_parameters=True)"
         )
+    join_saves()  # an asynchronous one of this program's may be what is asked for
     with Checkpoint.open(checkpoint_dir, tag) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names(_PREFIX)}
         tensors |= {alias: tensors[name] for alias, name in checkpoint.manifest.aliases.items() if name in tensors}
@@ -72,6 +74,7 @@ def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> s
 
     Thalweg's folders have safetensors: the first rank's file is made of them, whole and in fp32, when it is asked for.
     """
+    join_saves()
     path = Path(base_folder) / f"mp_rank_{mp_rank_str}_model_states.pt"
     if int(mp_rank_str) == 0 and (path.parent / MANIFEST).is_file() and not path.exists():
         states = {"module": get_fp32_state_dict_from_zero_checkpoint(path.parents[1], path.parent.name)}

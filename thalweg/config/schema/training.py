@@ -228,7 +228,6 @@ _WRITER = block(
     io_multiplier=1,
     show_statistics=False,
     data_parallel=None,
-    decoupled=later(False, "set it to false; saving then waits for the disk"),
 )
 _WRITERS = block(
     {"writer": (_WRITER | None, ignored(None, "there is one writer"))},
@@ -243,7 +242,7 @@ class CheckpointConfig(_WRITERS):
     tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capitalize)] = "Warn"
     keep: Literal["all"] | PositiveInt = "all"
     resume: Literal["auto", "must", "never"] = "auto"
-    asynchronous: bool = later(False, "set it to false; saving then waits for the disk")
+    asynchronous: bool = False
     use_node_local_storage: bool = later(False, "set it to false and save to a shared folder")
 
 
