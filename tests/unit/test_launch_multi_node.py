@@ -48,6 +48,13 @@ T = TypeVar("T")
 TWO = (Host("a", 4), Host("user@b", 2))
 
 
+def test_another_host_finds_the_package_and_no_room_of_it_by_itself() -> None:
+    job = ssh.MultiNodeJob(TWO, LaunchSpec("train.py"))
+    root = Path(ssh._job_message(job, 0, TWO[0])["root"])
+    assert (root / "thalweg" / "__init__.py").is_file()
+    assert not (root / "compression").exists(), "Python 3.14 has a module of that name"
+
+
 def test_hostfiles(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# mine\n\na slots=4\nuser@b   slots=2 max_slots=2 # two\n10.0.0.7\nidle slots=0\nfe80::1%eth0\n")

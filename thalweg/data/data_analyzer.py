@@ -20,6 +20,7 @@ processes.  ``analysis.json`` says what was analysed; another dataset in the sam
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +147,11 @@ class DataAnalyzer:
         mine = range(self.worker_id, len(self._parts), self.num_workers)
         missing = [part for part in mine if not self._parts.is_done(part)]
         processes = self.num_threads if self.num_threads > 1 else 0
-        for _ in DataLoader(self._parts, batch_size=None, sampler=missing, num_workers=processes):
+        # Forked: metrics may be any functions, and what Python 3.14 starts instead takes those alone that it can import.
+        context = "fork" if processes and sys.platform == "linux" else None
+        for _ in DataLoader(
+            self._parts, batch_size=None, sampler=missing, num_workers=processes, multiprocessing_context=context
+        ):
             pass
 
     def run_reduce(self) -> None:

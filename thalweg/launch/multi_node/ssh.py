@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import thalweg
 from thalweg.launch.failure import JobResult, announce_restart
 from thalweg.launch.hostfile import Host, is_this_host
 from thalweg.launch.local import handle_signals, stopped_result
@@ -44,7 +45,7 @@ SSH_COMMAND = (
     "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
-_PACKAGE_PARENT = Path(__file__).parents[2]
+_PACKAGE_PARENT = Path(str(thalweg.__file__)).parents[1]  # on the path of other hosts, and nothing below it
 _KEEPALIVE_INTERVAL = 5.0
 _LINE_TIMEOUT = 0.2  # seconds for the rest of a line: a question and a progress bar have none
 _CHUNK_BYTES = 1 << 16
