@@ -322,10 +322,11 @@ def parallelize(
 
 def _make_gradients_dense(model: nn.Module) -> None:
     """Let embeddings with ``sparse=True`` make dense gradients, of the same values: sparse ones are not reduced."""
-    modules = dict(model.named_modules())
-    sparse = [name for name, one in modules.items() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
-    for name in sparse:
-        modules[name].sparse = False
+    sparse: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            module.sparse = False
+            sparse.append(name)
     if sparse:
         _log.warning(
             "Gradients of %s will be dense, with the same values: the engine does not reduce sparse ones. An optimizer "

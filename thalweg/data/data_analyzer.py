@@ -147,7 +147,7 @@ class DataAnalyzer:
         mine = range(self.worker_id, len(self._parts), self.num_workers)
         missing = [part for part in mine if not self._parts.is_done(part)]
         processes = self.num_threads if self.num_threads > 1 else 0
-        # Forked: metrics are any functions, and what Python 3.14 starts by default takes those alone that it can import.
+        # Forked: metrics are any functions; what Python 3.14 starts by default takes those alone that it can import.
         context = "fork" if processes and sys.platform == "linux" else None
         for _ in DataLoader(
             self._parts, batch_size=None, sampler=missing, num_workers=processes, multiprocessing_context=context

@@ -45,8 +45,8 @@ _PLAIN: dict[str, Any] = {
     "datetime.timedelta": datetime.timedelta,
     **{f"pathlib{at}.{name}": lambda *parts: pathlib.PurePosixPath(*parts)
        for at in ("", "._local") for name in ("PosixPath", "PurePosixPath")},
-    **{f"numpy.{core}.multiarray.{name}": getattr(numpy._core.multiarray, name)
-       for core in ("core", "_core") for name in ("scalar", "_reconstruct")},
+    **{f"numpy.{core}.multiarray.{name}": value.__reduce__()[0] for core in ("core", "_core")
+       for name, value in (("scalar", numpy.float32()), ("_reconstruct", numpy.empty(0)))},
     "numpy.dtype": numpy.dtype,
     "numpy.ndarray": numpy.ndarray,
 }  # fmt: skip
