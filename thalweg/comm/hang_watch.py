@@ -6,10 +6,14 @@ store, through a connection of its own, what it sees: where the rank is in the u
 long nothing of this has changed, and a beat, which stops with the process.  The first of the ranks that have waited
 for ``hang_seconds`` compares what all have told and says it in the log.  Nothing is ended: the process group's timeout
 does that, and the log has by then said why.
+
+On an accelerator the host is past a collective when it has queued it: a rank that waits where it reads from the device
+is not known to wait for others.  Ranks that begin different collectives are told so by ``CollectiveOrder``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -35,6 +39,7 @@ _WAITING = (
     os.path.join(_LIBRARIES[1], "comm", ""),
     os.path.join(_LIBRARIES[1], "zero", "fsdp2", "async_reduce.py"),
 )
+_numbers = itertools.count()  # of a process' watches, which all ranks begin in the same order
 _NO_NAMES = ("wrapper", "wait", "_wait_with_backoff")
 
 
@@ -48,7 +53,7 @@ class HangWatch:
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._hang_seconds, self._interval = hang_seconds, heartbeat_seconds or hang_seconds / _LOOKS
         # Its own connection: the main thread may wait in the other one.
-        self._store = dist.PrefixStore("hang_watch", group.get_group_store().clone())  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        self._store = dist.PrefixStore(f"hang_watch/{next(_numbers)}", group.get_group_store().clone())  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         self._main_thread = threading.main_thread().ident
         self._num_steps, self._beat, self._since = 0, 0, time.monotonic()
         self._seen: tuple[Any, ...] = ()
