@@ -39,10 +39,10 @@ The same script and `ds_config.json` under DeepSpeed 0.19.8 and under Thalweg (`
 gloo ranks of one thread, accumulation 2. A step is the whole of an optimiser step in Trainer's loop; its clock and its
 processor time are rank 0's, medians without the first five.
 
-The goal, 1.2, is for 30 steps of `small`: on a quiet machine with AVX-512 missed at stage 1 alone, by little. An earlier run, on a
-processor with AVX2 alone beside other work, had 1.03, 1.04, 1.23, 0.99, 1.69 and 1.59 in the order of the table. `wide`, with more
-parameters for its tokens, was added after that was seen: one turn of 12 steps, at stages 1 and 2, beside other work, which
-does not stand for the goal.
+The goal, 1.2, is for 30 steps of `small`: on a quiet machine with AVX-512 missed at stage 1 alone, by little. An
+earlier run, on a processor with AVX2 alone beside other work, had 1.03, 1.04, 1.23, 0.99, 1.69 and 1.59 in the order
+of the table. `wide`, with more parameters for its tokens, was added after that was seen: one turn of 12 steps, at
+stages 1 and 2, beside other work, which does not stand for the goal.
 """
 ARGUMENTS = {
     "gradient_accumulation_steps": 2,
