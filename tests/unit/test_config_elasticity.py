@@ -83,6 +83,11 @@ def test_what_is_wrong_is_said() -> None:
     assert "elasticity.micro_batch_sizes = null" in problems(64, micro_batch_sizes=None)
     assert "elasticity.max_train_batch_size = null" in problems(64, max_train_batch_size=None)
     assert "at least 17, the largest micro-batch" in problems(64, max_train_batch_size=16)
+    hosts = problems(64, max_train_batch_size=40, version=0.2, num_gpus_per_node=4)
+    assert "at least 68, the largest micro-batch of each of the 4 ranks of a host" in hosts
+    assert "goes with no number from min_gpus to max_gpus" in problems(64, min_gpus=9, max_gpus=3)
+    alone = problems(33, {"tensor_parallel": {"autotp_size": 2}}, version=0.2)
+    assert alone.startswith("1 problem") and "a multiple of tensor_parallel.autotp_size = 2" in alone
     assert "elasticity.version = 0.3" in problems(64, version=0.3)
     assert "elasticity.micro_batch_sizes[1]" in problems(64, micro_batch_sizes=[1, -1])
     given_too = problems(64, {"train_batch_size": 64})

@@ -109,7 +109,8 @@ class HangWatch:
             states[rank] = state = json.loads(self._store.get(str(rank)))
             if self._peers.get(rank, (None,))[0] != state["beat"]:
                 self._peers[rank] = (state["beat"], time.monotonic())
-        silent = {rank for rank, (_, when) in self._peers.items() if time.monotonic() - when > 0.4 * self._hang_seconds}
+        longest = max(0.4 * self._hang_seconds, 1.6 * self._interval)  # without a beat
+        silent = {rank for rank, (_, when) in self._peers.items() if time.monotonic() - when > longest}
         speaker = next(rank for rank, state in states.items() if state["waits_in"] and rank not in silent)
         if self._reported or not is_hang or speaker != self._rank:
             return

@@ -56,8 +56,8 @@ def resolve_dp_size(config: Section, world_size: int) -> tuple[int, ConfigProble
 def resolve_batch_sizes(config: Any, world_size: int) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
     """The values of the three and of ``data_parallel_size``, how each was found, and what contradicts."""
     dp_size, dp_problem = resolve_dp_size(config, world_size)
-    if config.elasticity.enabled is True:  # not "auto"
-        return _resolve_elastic(config, dp_size, world_size // dp_size, [dp_problem] if dp_problem else [])
+    if config.elasticity.enabled is True and not dp_problem:  # not "auto"
+        return _resolve_elastic(config, dp_size, world_size // dp_size)
     total, micro, steps = (_as_int(get_by_path(config, path)) for path in (TOTAL, MICRO, STEPS))
     reasons: dict[str, str] = {}
     problems = [dp_problem] if dp_problem else []
@@ -124,8 +124,6 @@ def find_elastic_sizes(
 
     if not micros:
         return problem("micro_batch_sizes", "the sizes of which a rank may take any, since elasticity is enabled")
-    if limit < max(micros):
-        return problem("max_train_batch_size", f"a number of samples, at least {max(micros)}, the largest micro-batch")
     if not 0.1 <= given.version <= 0.2:
         return problem("version", "0.1 or 0.2")
     degree = max(degree, given.model_parallel_size)
@@ -135,6 +133,9 @@ def find_elastic_sizes(
     if ranks_of_host % degree:
         return problem("num_gpus_per_node", f"a multiple of the {degree} ranks that share a model")
     replicas = ranks_of_host // degree  # that come and go together
+    if limit < (needed := replicas * max(micros)):
+        each = f" of each of the {replicas} ranks of a host" if replicas > 1 else ""
+        return problem("max_train_batch_size", f"a number of samples, at least {needed}, the largest micro-batch{each}")
     least, most = max(1, given.min_gpus // ranks_of_host), given.max_gpus // ranks_of_host
     batch, hosts = find_elastic_batch(limit // replicas, micros, least, most, given.prefer_larger_batch)
     batch, fitting = batch * replicas, [number * replicas for number in hosts]
@@ -145,7 +146,8 @@ def find_elastic_sizes(
         own = [limit // (micro * dp_size) * micro * dp_size for micro in micros if micro * dp_size <= limit]
         if not by_host or not own:
             nearest = [*[n for n in fitting if n < dp_size][-1:], *[n for n in fitting if n > dp_size][:1]]
-            text = f"a batch for {dp_size} data-parallel ranks: {batch} goes with {' or '.join(map(str, nearest))}"
+            others = " or ".join(map(str, nearest)) or "no number from min_gpus to max_gpus"
+            text = f"a batch for {dp_size} data-parallel ranks: {batch} goes with {others}"
             return batch, fitting, None, [ConfigProblem("elasticity.enabled", True, text)]
         batch = max(own) if given.prefer_larger_batch else min(own)
         fitting = [dp_size]
@@ -154,21 +156,21 @@ def find_elastic_sizes(
 
 
 def _resolve_elastic(
-    config: Any, dp_size: int, degree: int, problems: list[ConfigProblem]
+    config: Any, dp_size: int, degree: int
 ) -> tuple[dict[str, int], dict[str, str], list[ConfigProblem]]:
-    batch, fitting, micro, more = find_elastic_sizes(config.elasticity, dp_size, degree)
+    batch, fitting, micro, problems = find_elastic_sizes(config.elasticity, dp_size, degree)
     micro = micro or 1
     values = {TOTAL: batch, MICRO: micro, STEPS: batch // (micro * dp_size)}
-    if not config.elasticity.ignore_non_elastic_batch_info and not (problems or more):
+    if not config.elasticity.ignore_non_elastic_batch_info and not problems:
         given = {path: _as_int(get_by_path(config, path)) for path in values}
-        more = [
+        problems = [
             ConfigProblem(path, value, f"{values[path]}, which elasticity finds, or nothing; "
                           "elasticity.ignore_non_elastic_batch_info leaves it out of account")
             for path, value in given.items() if value not in (None, values[path])
         ]  # fmt: skip
     others = f"the same with {len(fitting)} numbers of ranks" if len(fitting) > 1 else "of this number of ranks alone"
     reasons = {TOTAL: f"elasticity: {others}", MICRO: "elasticity", STEPS: "elasticity"}
-    return {**values, "data_parallel_size": dp_size}, reasons, problems + more
+    return {**values, "data_parallel_size": dp_size}, reasons, problems
 
 
 def _mismatch_problem(
