@@ -97,14 +97,14 @@ def format_machine(info: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """Return the short commit of the checkout, with "+changes" when tracked files differ from it."""
+    """Return the short commit of the checkout, with "+changes" when tracked files other than results differ from it."""
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     name = git("rev-parse", "--short=12", "HEAD") or "unknown"
-    return f"{name}+changes" if git("status", "--porcelain", "--untracked-files=no") else name
+    return f"{name}+changes" if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results") else name
 
 
 def make_result(bench: str, rows: Iterable[Row], **extra: Any) -> dict[str, Any]:
