@@ -74,18 +74,20 @@ def summarize_config(config: Section, provenance: Provenance) -> str:
 def _list_ignored(config: Section, provenance: Provenance) -> dict[str, str]:
     """The options without effect that the user has set, and why each has none."""
     reasons = ignored_options(type(config))
-    return {p: reasons[p] for p in reasons if any(is_under(user_path, p) for user_path in provenance.user_set)}
+    return {p: reasons[p] for p in reasons if p in provenance.user_touched}
 
 
 def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]]:
     rows, ignored = [], _list_ignored(config, provenance)
+    free_form = ("optimizer.params", "scheduler.params")
+    wanted = {*ALWAYS_SHOWN, *free_form, *provenance.user_touched}
     for path, field in list_options(type(config)):
-        value = get_by_path(config, path)
-        if isinstance(value, Section) or (value is None and get_section_type(field.annotation)):
+        if path not in wanted:
             continue
-        if path in ("optimizer.params", "scheduler.params"):
+        value = get_by_path(config, path)
+        if path in free_form:
             rows += [(f"{path}.{name}", item) for name, item in (value or {}).items()]
-        elif path in ALWAYS_SHOWN or any(is_under(user_path, path) for user_path in provenance.user_set):
+        elif not isinstance(value, Section) and not (value is None and get_section_type(field.annotation)):
             rows.append((path, value))
     shown = (row for row in rows if not any(is_under(row[0], path) for path in ignored))
     return sorted(shown, key=lambda row: "." in row[0])
@@ -94,7 +96,7 @@ def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]
 def _origin(path: str, provenance: Provenance, derived: dict[str, str]) -> str:
     if path in derived:
         return f"  # {derived[path]}"
-    if any(is_under(user_path, path) for user_path in provenance.user_set):
+    if path in provenance.user_touched:
         return ""
     return f"  # {_DEFAULT_REASONS.get(path, 'default')}"
 

@@ -77,7 +77,8 @@ def default_state_dtype(param: Tensor) -> torch.dtype:
 
 def zeros_state_like(param: Tensor) -> Tensor:
     """Return zeros with the layout of ``param`` in :func:`default_state_dtype`."""
-    return torch.zeros_like(param, dtype=default_state_dtype(param), requires_grad=False)
+    zeros = torch.zeros_like(to_local(param), dtype=default_state_dtype(param), requires_grad=False)
+    return as_dtensor_like(zeros, param)
 
 
 @contextmanager

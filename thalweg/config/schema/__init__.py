@@ -18,6 +18,7 @@ seen in review.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
@@ -52,6 +53,12 @@ class Provenance:
     user_set: frozenset[str] = frozenset()
     derived: tuple[tuple[str, str], ...] = ()
     renamed: tuple[str, ...] = ()
+
+    @cached_property
+    def user_touched(self) -> frozenset[str]:
+        """The paths that the user gave, and every block around one."""
+        ends = ((path, [i for i, letter in enumerate(path) if letter in ".["]) for path in self.user_set)
+        return self.user_set.union(*([path[:i] for i in at] for path, at in ends))
 
 
 class Config(UNREAD_BLOCKS):
