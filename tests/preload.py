@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from importlib import import_module
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
@@ -9,13 +10,11 @@ import torch
 import torch._dynamo
 import torch.distributed.pipelining
 
-# What an engine imports when it is first asked for it.
-import thalweg.engine
-import thalweg.infer.engine.engine
-import thalweg.plan.preflight
-import thalweg.plan.runtime  # noqa: F401
 from thalweg.ops.onebit import get_onebit_code
 
+# What an engine imports when it is first asked for it.
+for name in ("engine", "infer.engine.engine", "infer.loader.load", "plan.preflight", "plan.runtime"):
+    import_module(f"thalweg.{name}")
 torch.set_num_threads(1)
 get_onebit_code(torch.device("cpu"))  # generates its kernels, in 0.4 s
 with contextlib.suppress(ImportError):  # absent in the smallest installations
@@ -27,6 +26,9 @@ with contextlib.suppress(ImportError):  # absent in the smallest installations
         *("BertModel", "BloomModel", "FalconModel", "get_scheduler"),
     ):
         getattr(transformers, name, None)
+with contextlib.suppress(ImportError):
+    for name in ("peft", "thalweg.rlhf.policy"):  # the first takes 1.3 s
+        import_module(name)
 # What is there now stays: a rank's collector need not look at it, nor touch (and so copy) its pages.
 gc.collect()
 gc.freeze()

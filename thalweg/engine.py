@@ -257,6 +257,9 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and optimizer.advances(self.lr_scheduler):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         optimizer.zero_grad()
+        reason, optimizer.guard.rewind_reason = optimizer.guard.rewind_reason, ""
+        if reason:
+            self._training_state.rewind(reason)
 
     def _require_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:

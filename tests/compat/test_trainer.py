@@ -168,7 +168,7 @@ def _compare(folder: Path, stage: int, sections: dict[str, Any], options: dict[s
 
 
 @pytest.mark.parametrize(
-    ("stage", "world"), [nightly(1, 2), nightly(2, 2), (3, 2), nightly(1, 1), (2, 1), nightly(3, 1)]
+    ("stage", "world"), [nightly(1, 2), nightly(2, 2), (3, 2), nightly(1, 1), nightly(2, 1), nightly(3, 1)]
 )
 def test_config_optimizer(stage: int, world: int, tmp_path: Path) -> None:
     """The config's optimizer, Hugging Face's schedule."""
@@ -200,7 +200,8 @@ def _train(rank: int, world: int, folder: str, stage: int | None, options: dict[
     return _losses(trainer)
 
 
-@pytest.mark.parametrize("stage", [2, nightly(3)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
 def test_label_smoothing(stage: int, tmp_path: Path) -> None:
     """Trainer shifts the labels of models whose class it knows by name."""
     options = {"label_smoothing_factor": 0.2, "max_steps": 6}

@@ -160,10 +160,11 @@ def run_engine(
     return TrainOutcome(losses, parameters, gradients or [])
 
 
+@torch.no_grad()
 def full_tensor(parameter: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
     """The logical value of a parameter, gathered, in the host's memory; ``rounded``: programs see it quantised."""
-    value = get_shard(parameter).detach()
-    value = value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+    value: Any = get_shard(parameter)
+    value = (value.full_tensor() if hasattr(value, "full_tensor") else value.detach()).clone()
     if isinstance(parameter, WholeParameter) and not parameter.is_written and not rounded:
         assert torch.equal(parameter.detach(), value.to(parameter.dtype)), "a program sees what is not trained"
     return value.cpu()

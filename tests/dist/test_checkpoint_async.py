@@ -226,7 +226,7 @@ def kept_steps(saves: int) -> list[int]:
     return found[-2:]
 
 
-@pytest.mark.parametrize(("shared", "saves"), [("1", 8), ("0", 8), nightly("1", 250), nightly("0", 250)])
+@pytest.mark.parametrize(("shared", "saves"), [("1", 8), nightly("0", 8), nightly("1", 250), nightly("0", 250)])
 def test_saves_one_after_another_never_wait_for_a_step_that_waits_for_them(tmp_path, shared, saves):
     """R9: no deadlock; ``keep`` holds; no thread is left."""
     assert run_ranks(many_saves, 2, str(tmp_path), shared, saves, timeout=300) == [0, 0]

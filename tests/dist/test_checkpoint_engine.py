@@ -54,6 +54,7 @@ def steps(engine, rank: int, world: int, first: int, count: int) -> list[float]:
     return losses
 
 
+@torch.no_grad()
 def fingerprint(engine) -> dict[str, str]:
     found = {}
     names = {parameter: name for name, parameter in named_shards(engine.module)}
@@ -61,8 +62,7 @@ def fingerprint(engine) -> dict[str, str]:
     for parameter, state in engine.optimizer.state.items():
         entries += [(f"{names[parameter]} {k}", v) for k, v in state.items() if isinstance(v, torch.Tensor)]
     for name, tensor in entries:
-        whole = tensor.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         found[name] = hashlib.sha256(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
     return {**found, "lr": repr(engine.get_lr()), "steps": repr(engine.global_steps)}
 

@@ -834,6 +834,7 @@ def _measured(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_a_device_that_nobody_knows_is_measured():
     """W8: and never taken for another."""
     (found,) = run_ranks(_measured, 1, device="simulated")

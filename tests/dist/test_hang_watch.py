@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 HANG = 1.2
 
@@ -65,7 +66,7 @@ def _train(rank: int, world: int, stage: int, case: str, seconds: float) -> list
     return heard.lines
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [nightly(0), 3])
 def test_the_rank_that_is_waited_for_is_named_with_its_place(stage: int) -> None:
     lines = run_ranks(_train, 3, stage, "one is late", 2.3 * HANG)
     (report,) = [line for line in lines[0] if "have waited" in line]

@@ -671,7 +671,8 @@ def _workers(world: int, hosts: str, stage: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [(name, (2, APART, 0), (3, APART, 1)) for name in HYPER]
+    [("OneBitAdam", (2, APART, 0), (3, APART, 1)), ("ZeroOneAdam", (2, APART, 0), (3, APART, 1))]
+    + [nightly("OneBitLamb", (2, APART, 0), (3, APART, 1))]
     + [
         nightly(name, before, after)
         for name in HYPER
@@ -791,6 +792,7 @@ def _auto_freeze(rank: int, world: int) -> tuple[int, int]:
     return tuple(frozen)
 
 
+@pytest.mark.nightly
 def test_auto_freezes_when_the_variance_stands_still() -> None:
     """1 / (1 - b2) is 20 steps: not before the norm of 20 steps ago is known, and never while gradients shrink."""
     for steady, shrinking in run_ranks(_auto_freeze, 2):

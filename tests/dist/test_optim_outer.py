@@ -234,7 +234,7 @@ def _load_elsewhere(rank: int, world: int, site_size: int, more: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("world", "site_size", "more"),
-    [(1, 1, {}), (2, 2, {"outer_optimizer": None, "stage": 2}), (3, 1, {}), nightly(4, 2, {"stage": 1})],
+    [(1, 1, {}), (2, 2, {"outer_optimizer": None, "stage": 2}), nightly(3, 1, {}), nightly(4, 2, {"stage": 1})],
 )
 def test_other_sites_go_on_with_the_mean_of_what_these_had(world: int, site_size: int, more: dict[str, Any]) -> None:
     """Also a job that has no outer optimizer at all."""

@@ -127,6 +127,7 @@ def test_ppo_s_models_have_options_of_their_own(base: dict[str, Any], tmp_path: 
     assert _events(tmp_path / "tensorboard" / "actor", "tensors") == texts
 
 
+@pytest.mark.nightly
 def test_rollouts_are_joined_before_an_update(base: dict[str, Any], tmp_path: Path) -> None:
     """Two batches of one prompt are a batch of two; one of them alone, and two updates in place of one, are not."""
     more = {"reward_function": "tests.rlhf_support:score_vowels", "num_train_steps": 2, "num_generations": 2}

@@ -185,7 +185,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, list
 
 @pytest.mark.parametrize(
     ("victim", "parts"),
-    [(0, [0.45, 0.8, 1.0]), (1, [0.6]), nightly(0, None), nightly(1, None)],
+    [(0, [0.45, 0.8, 1.0]), nightly(1, [0.6]), nightly(0, None), nightly(1, None)],
 )
 def test_r26_a_rank_killed_in_a_commit_leaves_both_engines_at_one_step(
     tmp_path: Path, whole: Any, victim: int, parts: list[float] | None

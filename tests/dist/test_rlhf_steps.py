@@ -167,6 +167,7 @@ def _gaps(folder: Path, other: Path) -> tuple[float, float]:
     return gap, weights
 
 
+@pytest.mark.nightly
 def test_tensor_ranks_train_on_one_rank_s_responses(base: dict[str, Any], tmp_path: Path) -> None:
     """Two ranks that divide each layer, of which the second's reward function says nonsense, are one."""
     options = base | {

@@ -75,6 +75,7 @@ for script in sys.argv[1:]:
 """
 
 
+@pytest.mark.nightly
 def test_an_example_shows_its_own_command():
     scripts = sorted((ROOT / "examples").glob("train_*.py"))
     done = subprocess.run([sys.executable, "-c", HELP, *map(str, scripts)], capture_output=True, text=True, timeout=120)

@@ -92,24 +92,6 @@ def test_import_alone_loads_no_torch_and_says_nothing() -> None:
     assert _run("import sys, thalweg; assert 'torch' not in sys.modules; dir(thalweg)") == ""
 
 
-def test_using_a_public_name_prints_nothing_and_creates_no_context() -> None:
-    code = """
-import os, torch
-def threads():
-    return os.path.isdir("/proc/self/task") and len(os.listdir("/proc/self/task")), torch.get_num_threads()
-before = threads()
-import thalweg
-for name in thalweg.__all__:
-    getattr(thalweg, name)
-assert before == threads(), f"threads {before} -> {threads()}"
-assert not torch.cuda.is_initialized()
-assert not torch.distributed.is_initialized()
-import logging
-assert not logging.getLogger().handlers and not logging.getLogger("thalweg").handlers
-"""
-    assert _run(code) == ""
-
-
 def test_a_process_that_imported_it_forks_safely() -> None:
     code = """
 import os, torch, thalweg
@@ -123,11 +105,15 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert _run(code) == ""
 
 
-def test_torch_is_left_as_it_was() -> None:
-    """No name of torch's is exchanged by using Thalweg's (row 13)."""
+def test_using_public_names_prints_nothing_creates_no_context_and_leaves_torch_as_it_was() -> None:
+    """No name of torch's is exchanged by using Thalweg's (row 13); no thread, process group or logger is made."""
     code = """
+import logging, os
 import torch, torch.distributed as dist, torch.nn.functional as F, torch.utils.checkpoint
 import torch.distributed.fsdp, torch.distributed.tensor
+def threads():
+    return os.path.isdir("/proc/self/task") and len(os.listdir("/proc/self/task")), torch.get_num_threads()
+threads_before = threads()
 spaces = (torch, torch.nn, torch.nn.Module, torch.nn.Linear, torch.nn.Parameter, torch.Tensor, F, dist,
           torch.optim, torch.utils.checkpoint, torch.distributed.fsdp, torch.autograd.Function)
 before = [dict(vars(space)) for space in spaces]
@@ -137,6 +123,10 @@ for name in thalweg.__all__:
 for space, old in zip(spaces, before):
     changed = [k for k, v in old.items() if vars(space).get(k) is not v and not k.startswith("__")]
     assert not changed, (space, changed)
+assert threads_before == threads(), f"threads {threads_before} -> {threads()}"
+assert not torch.cuda.is_initialized()
+assert not dist.is_initialized()
+assert not logging.getLogger().handlers and not logging.getLogger("thalweg").handlers
 """
     assert _run(code) == ""
 

@@ -193,6 +193,7 @@ def test_what_is_suggested_in_the_last_resort_fits_as_well(vocabulary: int) -> N
     assert again.fits is True and again.tokens_per_step == first.tokens_per_step
 
 
+@pytest.mark.nightly
 def test_a_given_batch_has_fewer_rows_where_fewer_are_suggested() -> None:
     """The preflight knows the first batch of a job and nothing else."""
     shape = {"vocab_size": 512, "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 128}

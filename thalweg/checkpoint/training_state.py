@@ -20,6 +20,7 @@ from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_na
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.save import save_snapshot
 from thalweg.config import Config
+from thalweg.optim.step_guard import TrainingDivergedError
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
 from thalweg.zero.storage.nvme import prefers_low_memory
@@ -27,6 +28,7 @@ from thalweg.zero.whole_tensors import full_state_dict, load_full_state_dict
 
 _log = get_logger(__name__)
 _KEY = "engine"
+_REWINDS_EACH = 3  # to the last checkpoint, and then to the one before
 
 
 class TrainingState:
@@ -36,6 +38,8 @@ class TrainingState:
     def __init__(self, components: Components, config: Config, loader: Any, counters: Any) -> None:
         self.components, self.config, self.loader, self.counters = components, config, loader, counters
         self.background = BackgroundSave()
+        self._known: list[tuple[str | Path, str]] = []  # folder and tag of what was saved or loaded, the newest last
+        self._num_rewinds = 0  # since something was saved
         self._is_asynchronous = config.checkpoint.asynchronous and not prefers_low_memory(config)
         if config.checkpoint.asynchronous and not self._is_asynchronous:
             _log.warning(
@@ -75,6 +79,7 @@ class TrainingState:
             background=self.background if self._is_asynchronous else None,
         )
         components.sharded.reset_compression()
+        self._known, self._num_rewinds = [*self._known[-1:], (directory, tag)], 0
         return path
 
     def load(
@@ -86,8 +91,9 @@ class TrainingState:
         load_optimizer: bool,
         load_lr_scheduler: bool,
         module_only: bool,
+        load_position: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint; see ``Engine.load_checkpoint``."""
+        """Load a checkpoint; see ``Engine.load_checkpoint``.  ``load_position``: go on at its place in the data."""
         join_saves()
         components, group = self.components, self.components.meshes.world_group
         checkpoint = open_verified(directory, tag, resume=self.config.checkpoint.resume, group=group)
@@ -112,8 +118,30 @@ class TrainingState:
                 components.optimizer.adopt_state()
             components.sharded.publish_params()
             if not module_only:
-                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
+                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler, load_position)
+                self._known.append((directory, checkpoint.tag))
             return str(checkpoint.path), state.get("client_state", {})
+
+    def rewind(self, reason: str) -> None:
+        """Go back to the last checkpoint, for want of success to the one before, and on with the data that come next.
+
+        Raises:
+            TrainingDivergedError: there is none, or that did not help three times each.
+        """
+        self.background.wait()
+        known, attempt = self._known[-2:], self._num_rewinds // _REWINDS_EACH
+        if attempt >= len(known):
+            tried = (
+                f"{self._num_rewinds} times back at a checkpoint did not help" if known else "no checkpoint was saved"
+            )
+            raise TrainingDivergedError(
+                f"{reason}; {tried}. Lower the learning rate, set gradient_clipping, or look at the data"
+            )
+        (directory, tag), num_rewinds = known[-1 - attempt], self._num_rewinds + 1
+        what: dict[str, Any] = {"strict": True, "load_optimizer": True, "load_lr_scheduler": True, "module_only": False}
+        path, _ = self.load(directory, tag, **what, load_position=False)
+        self._known, self._num_rewinds = known, num_rewinds
+        _log.warning("%s; back at step %d (%s)", reason, self.counters.global_steps, path)
 
     def save_16bit(self, directory: str | Path, *, include_frozen: bool = True) -> None:
         """Write the weights in 16 bits in the Hugging Face layout."""
@@ -175,10 +203,11 @@ class TrainingState:
             "skipped_steps": self.components.optimizer.skipped_steps if self.components.optimizer else 0,
             "scaler": self.components.scaler.state_dict(),
             "lr_scheduler": _get_state_dict(self.components.lr_scheduler),
+            "grad_norms": self.components.optimizer.guard.state_dict() if self.components.optimizer else [],
             "loader": _get_state_dict(self.loader),
         }
 
-    def _load_state_dict(self, state: dict[str, Any], load_lr_scheduler: bool) -> None:
+    def _load_state_dict(self, state: dict[str, Any], load_lr_scheduler: bool, load_position: bool) -> None:
         components = self.components
         self.counters.global_steps = state.get("global_steps", self.counters.global_steps)
         self.counters.global_samples = state.get("global_samples", self.counters.global_samples)
@@ -186,12 +215,13 @@ class TrainingState:
         components.window.num_steps = self.counters.global_steps
         if components.optimizer is not None:
             components.optimizer.skipped_steps = state.get("skipped_steps", 0)
+            components.optimizer.guard.load_state_dict(state.get("grad_norms", ()))
         if state.get("scaler"):
             components.scaler.load_state_dict(state["scaler"])
             components.sharded.set_loss_scale(components.scaler.scale)
         if load_lr_scheduler and components.lr_scheduler is not None and state.get("lr_scheduler"):
             components.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        if state.get("loader") and hasattr(self.loader, "load_state_dict"):
+        if load_position and state.get("loader") and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state["loader"])
 
     def _agree_on_tag(self, tag: str) -> str:

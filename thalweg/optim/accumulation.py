@@ -46,11 +46,12 @@ from thalweg.utils.trees import iter_tensors
 class StepResult:
     """What became of a window: ``grad_norm`` before clipping (nan if not finite), and whether it was ``skipped``.
 
-    ``norm``: 0-dim.  From an accelerator it is on its way when this is made, and who reads it first waits for it.
+    ``rejected``: the gradient is finite, and yet nothing was updated.  ``norm``: 0-dim, of the ``step``-th window.
+    From an accelerator it is on its way when this is made, and who reads it first waits for it.
     """
 
-    def __init__(self, norm: Tensor) -> None:
-        self._norm, self._arrival = norm, None
+    def __init__(self, norm: Tensor, step: int = 0) -> None:
+        self._norm, self._arrival, self.step, self.rejected = norm, None, step, False
         if norm.device.type != "cpu":
             self._norm = pin(torch.empty_like(norm, device="cpu")).copy_(norm, non_blocking=True)
             self._arrival = torch.accelerator.current_stream(norm.device).record_event()
@@ -64,9 +65,14 @@ class StepResult:
         return norm if math.isfinite(norm) else math.nan
 
     @property
-    def skipped(self) -> bool:
-        """Whether nothing was updated, as a gradient was not finite."""
+    def overflowed(self) -> bool:
+        """Whether a gradient was not finite."""
         return math.isnan(self.grad_norm)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated."""
+        return self.rejected or self.overflowed
 
 
 class StepListener(Protocol):

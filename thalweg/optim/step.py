@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thalweg.config.schema.training import Health
 from thalweg.optim import foreach
 from thalweg.optim.accumulation import AccumulationWindow, StepResult
 from thalweg.optim.algorithms.muon_params import group_members
@@ -35,9 +36,13 @@ from thalweg.optim.dtensor_local import tells_schedulers, to_local
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.norms import PartialNorm, RowNorms, clip_factor, compute_row_norms, global_grad_norm
 from thalweg.optim.site_sync import SiteSync, adopt_site_rows
+from thalweg.optim.step_guard import StepGuard
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
+from thalweg.utils.log import get_logger
 from thalweg.zero.shard import ShardedModel
-from thalweg.zero.whole_parameter import StateByParam, get_shard
+from thalweg.zero.whole_parameter import StateByParam, get_shard, named_shards
+
+_log = get_logger(__name__)
 
 
 class InMemoryStep:
@@ -119,7 +124,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     """A façade over ``inner``; ``param_groups`` and ``state`` are its own.
 
     ``strategy`` says how ``inner`` steps where its tensors are not simply in memory; ``pipeline_peers``: the
-    ranks that update other layers; ``site_sync``: what crosses between sites that reduce by themselves.
+    ranks that update other layers; ``site_sync``: what crosses between sites that reduce by themselves; ``guard``:
+    what happens to a step whose gradients are not finite or a spike.
     Attributes: ``overflow`` (whether the last update was skipped), ``skipped_steps`` and
     ``num_updates`` (calls that updated), ``grad_norm`` (of the last update, before clipping;
     nan if not finite).  To read them waits for an update that an accelerator has not finished.
@@ -137,10 +143,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         strategy: InMemoryStep | None = None,
         pipeline_peers: TiedWeights | None = None,
         site_sync: SiteSync | None = None,
+        guard: StepGuard | None = None,
     ) -> None:
         # Not Optimizer.__init__: this is a view of an optimizer, not a second one.
         self.inner, self.scaler, self.window = inner, scaler, window
         self.max_norm, self._site_sync = max_norm, site_sync
+        self.guard = guard or StepGuard(Health())
         self._result: StepResult | None = None
         self._num_skipped = self._num_updates = 0
         # What became of the last step is not known here yet; and what to take back if it was skipped.
@@ -283,7 +291,12 @@ class EngineOptimizer(torch.optim.Optimizer):
     @tells_schedulers
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Close the window and update, or skip if a gradient anywhere is not finite; collective."""
+        """Close the window and update, or skip if a gradient anywhere is not finite; collective.
+
+        Raises:
+            TrainingDivergedError: the gradients of this step (on an accelerator perhaps of the one before) are not
+                finite or a spike, and the config's ``health`` says to stop.
+        """
         loss = None
         # A schedule may hang on either; a step that skips, or updates from a disk, never calls the inner one's.
         self._opt_called = vars(self.inner)["_opt_called"] = True
@@ -291,26 +304,39 @@ class EngineOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.settle()
+        self.guard.raise_if_stopped()
         self._sharded.finalize_grads()
         factor = self.window.final_factor()
         if self._site_sync is not None:
             factor = self._site_sync.reduce_grads(factor)
         norm = self._global_norm() * factor
-        self._result = self._unsettled = result = StepResult(norm)
+        self._result = self._unsettled = result = StepResult(norm, self.window.num_steps + 1)
         if self._updates_unseen(norm.device):
             clipped = clip_factor(norm, self.max_norm) if self.max_norm > 0 else 1.0
             self._strategy.apply_on_device(norm, factor * clipped)
         else:
+            result.rejected = self.guard.rejects(result)
+            if result.overflowed and self.guard.explains:
+                self._log_non_finite()
             if not result.skipped:
                 clipped = clip_factor(result.grad_norm, self.max_norm) if self.max_norm > 0 else 1.0
                 self._strategy.apply(float(factor) * clipped)
             self.settle()
         self.window.end_step(result)
+        self.guard.raise_if_stopped()
         return loss
+
+    def _log_non_finite(self) -> None:
+        """Name this rank's parameters whose gradients are not finite."""
+        grads = {name: p.grad for name, p in named_shards(self._sharded.module) if p.grad is not None}
+        names = [name for name, grad in grads.items() if not to_local(grad).isfinite().all()]
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            _log.error("not finite on this rank: the gradients of %s%s", ", ".join(names[:4]), more)
 
     def _updates_unseen(self, device: torch.device) -> bool:
         """Whether the update goes by a verdict that the host has not read: all of it is on one accelerator."""
-        if device.type == "cpu" or not getattr(self.inner, "takes_found_inf", False):
+        if device.type == "cpu" or self.guard.judges_updates or not getattr(self.inner, "takes_found_inf", False):
             return False
         return all(p.device == device for group in self.inner.param_groups for p in group["params"])
 
@@ -326,8 +352,9 @@ class EngineOptimizer(torch.optim.Optimizer):
                 take_back()
         else:
             self._num_updates += 1
+        self.guard.settle(result)
         if self.scaler.dynamic:
-            self.scaler.update(result.skipped)
+            self.scaler.update(result.overflowed)
             self._sharded.set_loss_scale(self.scaler.scale)
 
     def advances(self, scheduler: Any) -> bool:

@@ -250,13 +250,16 @@ class Health(Section):
     """What a run does about silence, non-finite values and spikes.
 
     ``hang_seconds``: ranks that have waited so long for others say in the log for whom, and where that one is; each
-    looks every ``heartbeat_seconds`` (a quarter of it).
+    looks every ``heartbeat_seconds`` (a quarter of it).  ``non_finite``: what a gradient that is not finite leads to,
+    beside an update that is not made.  ``spike``: the same for a gradient whose norm is over 10 times the median of the
+    last 100 steps; all but "ignore" and "warn" wait on accelerators for each step's norm.  "rewind" goes back to the
+    last checkpoint that was saved or loaded, and on with the data that come next.
     """
 
     heartbeat_seconds: PositiveFloat | None = None
     hang_seconds: PositiveFloat | None = None
-    non_finite: Literal["skip", "rewind", "stop"] = later("skip", 'set it to "skip"')
-    spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = later("ignore", 'set it to "ignore"')
+    non_finite: Literal["skip", "rewind", "stop"] = "skip"
+    spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
 
 
 class Memory(Section):

@@ -39,6 +39,7 @@ from thalweg.optim.offload.step_in_backward import (
 )
 from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer, InMemoryStep
+from thalweg.optim.step_guard import StepGuard
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import BufferRing
@@ -63,8 +64,10 @@ def may_step_in_backward(config: Config, *, on_cpu: bool) -> bool:
 
     Nothing later in a step (clipping) can then change them; nor, in place on the host, is it likely that they must be
     taken back (as with a loss scale); nor has an outer optimizer to see what they begin with, or a site to hear of the
-    others' gradients.
+    others' gradients.  What stops or goes back at a bad gradient has updated nothing by it.
     """
+    if config.health.non_finite != "skip" or config.health.spike not in ("ignore", "warn"):
+        return False
     if config.gradient_clipping > 0 or config.outer_optimizer is not None or config.gradient_compression is not None:
         return False
     # On the host beside a GPU they would be waited for, unit by unit, and could not be taken back.
@@ -91,7 +94,7 @@ def build_engine_optimizer(
     if swap is not None:
         window.add_listener(StepCallbacks(on_close=swap.close))
     groups: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers}
-    groups["site_sync"] = site_sync
+    groups |= {"site_sync": site_sync, "guard": StepGuard(config.health, scales_loss=scaler.dynamic)}
     return EngineOptimizer(
         inner, sharded, window, scaler, max_norm=config.gradient_clipping, strategy=strategy, **groups
     )
