@@ -42,10 +42,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, where workers take one after another."""
+    """The longest files first, where workers take one after another; before all others those that share ranks."""
     if hasattr(config, "workerinput"):
         seconds = durations.load()["shared"]
-        items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), durations.MARGIN_SECONDS))
+
+        def key(item: pytest.Item) -> tuple[bool, float]:
+            own_ranks = not getattr(getattr(item, "module", None), "REUSE_RANKS", False)
+            return own_ranks, -seconds.get(_file_of(item.nodeid), durations.MARGIN_SECONDS)
+
+        items.sort(key=key)
 
 
 def pytest_collection_finish() -> None:

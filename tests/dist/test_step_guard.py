@@ -15,8 +15,9 @@ from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
+from thalweg.config import ConfigError, load
 from thalweg.optim.accumulation import StepResult
-from thalweg.optim.step_guard import StepGuard, TrainingDivergedError
+from thalweg.optim.step import StepGuard, TrainingDivergedError
 from thalweg.zero.whole_parameter import named_shards
 
 REUSE_RANKS = True
@@ -265,3 +266,11 @@ def _on_device(rank: int, world: int) -> list[Any]:
 def test_an_accelerator_skips_a_spike_and_goes_back() -> None:
     for found in run_ranks(_on_device, 2, device="sim"):
         assert found == [False, True, 2, True]
+
+
+@pytest.mark.parametrize(("health", "names"), [({"spike": "skip"}, "spike"), ({"non_finite": "stop"}, "non_finite")])
+def test_sites_with_gradients_of_their_own_cannot_come_to_one_verdict(health: dict[str, str], names: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "outer_optimizer": {"sync_every": 4}}
+    with pytest.raises(ConfigError, match=rf"health\.{names}.*a site knows its own gradients alone"):
+        load(config | {"health": health}, world_size=2)
+    load(config | {"health": {"spike": "warn"}}, world_size=2)

@@ -319,6 +319,8 @@ BROKEN: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"outer_optimizer": {}, "fp16": {"enabled": True}}, "fp16.enabled"),
     ({"outer_optimizer": {}, "token_weighted_loss": True}, "token_weighted_loss"),
+    ({"outer_optimizer": {}, "health": {"non_finite": "stop"}}, "health.non_finite"),
+    ({"outer_optimizer": {}, "health": {"spike": "rewind"}}, "health.spike"),
     ({"outer_optimizer": {}, "gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
     ({"outer_optimizer": {}, "optimizer": {"type": "Adafactor"}}, "optimizer.type"),
     (

@@ -20,7 +20,7 @@ from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_na
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.save import save_snapshot
 from thalweg.config import Config
-from thalweg.optim.step_guard import TrainingDivergedError
+from thalweg.optim.step import TrainingDivergedError
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
 from thalweg.zero.storage.nvme import prefers_low_memory

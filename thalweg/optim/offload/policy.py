@@ -38,8 +38,7 @@ from thalweg.optim.offload.step_in_backward import (
     trainable_params,
 )
 from thalweg.optim.site_sync import SiteSync
-from thalweg.optim.step import EngineOptimizer, InMemoryStep
-from thalweg.optim.step_guard import StepGuard
+from thalweg.optim.step import EngineOptimizer, InMemoryStep, StepGuard
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import BufferRing
