@@ -42,15 +42,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, where workers take one after another; before all others those that share ranks."""
+    """The longest files first, where workers take one after another."""
     if hasattr(config, "workerinput"):
         seconds = durations.load()["shared"]
-
-        def key(item: pytest.Item) -> tuple[bool, float]:
-            own_ranks = not getattr(getattr(item, "module", None), "REUSE_RANKS", False)
-            return own_ranks, -seconds.get(_file_of(item.nodeid), durations.MARGIN_SECONDS)
-
-        items.sort(key=key)
+        items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), durations.MARGIN_SECONDS))
 
 
 def pytest_collection_finish() -> None:

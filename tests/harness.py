@@ -348,10 +348,10 @@ class _Pools:
             pool.close()
         return results
 
-    def close(self, keep: int = 0) -> None:
-        """End the ranks that wait, of worlds larger than ``keep``."""
-        for key in [key for key in self._waiting if key[0] > keep]:
-            self._waiting.pop(key).close()
+    def close(self) -> None:
+        """End all waiting ranks."""
+        while self._waiting:
+            self._waiting.popitem()[1].close()
 
 
 _pools = _Pools()
@@ -360,9 +360,8 @@ multiprocessing.util.Finalize(None, _pools.close, exitpriority=100)
 
 
 def enter_module(reuse_ranks: bool) -> None:
-    """A test module begins; ``reuse_ranks`` is what ``run_ranks`` does by default.  Ranks of the module before end, but
-    for two that it would start anew."""
-    _pools.close(keep=2 if reuse_ranks else 0)
+    """A test module begins: ranks of the one before end, and ``reuse_ranks`` is what ``run_ranks`` does by default."""
+    _pools.close()
     _pools.reuse_by_default = reuse_ranks
 
 

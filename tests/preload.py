@@ -26,9 +26,6 @@ with contextlib.suppress(ImportError):  # absent in the smallest installations
         *("BertModel", "BloomModel", "FalconModel", "get_scheduler"),
     ):
         getattr(transformers, name, None)
-with contextlib.suppress(ImportError):
-    for name in ("peft", "thalweg.rlhf.policy"):  # the first takes 1.3 s
-        import_module(name)
 # What is there now stays: a rank's collector need not look at it, nor touch (and so copy) its pages.
 gc.collect()
 gc.freeze()
