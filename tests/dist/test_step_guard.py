@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -57,6 +59,29 @@ def read(engine: Any) -> list[torch.Tensor]:
     states = [engine.optimizer.state[shard] for shard in shards]
     moments = [full_tensor(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq") if key in state]
     return [*(full_tensor(shard) for shard in shards), *moments]
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What the package logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thalweg").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("thalweg").removeHandler(handler)
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """Rank 0's, until all ranks are done with it."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        torch.distributed.broadcast_object_list(names)
+        yield names[0]
+        torch.distributed.barrier()
 
 
 def _inject(rank: int, world: int, dtype: str, stage: int, count: int, seed: int, blind: bool) -> list[str]:
@@ -123,18 +148,14 @@ def test_negative_control_a_verdict_that_sees_nothing() -> None:
 
 def _stop(rank: int, world: int, stage: int) -> tuple[bool, str, int, bool, list[str]]:
     engine = start(stage, health={"non_finite": "stop"})
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thalweg").addHandler(handler)
     take(engine, rank, world, 0)
     before, said = read(engine), ""
-    try:
-        take(engine, rank, world, 1, float("nan"))
-        engine.step()  # an accelerator says so with the next step
-    except TrainingDivergedError as error:
-        said = str(error)
-    logging.getLogger("thalweg").removeHandler(handler)
+    with listening() as lines:
+        try:
+            take(engine, rank, world, 1, float("nan"))
+            engine.step()  # an accelerator says so with the next step
+        except TrainingDivergedError as error:
+            said = str(error)
     kept = bitwise_equal(before, read(engine))
     return kept, said, engine.global_steps, take(engine, rank, world, 2), lines
 
@@ -155,14 +176,10 @@ def _spike(rank: int, world: int, policy: str, at: int) -> tuple[bool, bool, lis
     engine = start(2, health={"spike": policy})
     for batch in range(at):
         assert take(engine, rank, world, batch)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thalweg").addHandler(handler)
     before = read(engine)
-    updated = take(engine, rank, world, at, SPIKE)
+    with listening() as lines:
+        updated = take(engine, rank, world, at, SPIKE)
     changed = not bitwise_equal(before, read(engine))
-    logging.getLogger("thalweg").removeHandler(handler)
     return updated, changed, [line for line in lines if "spike" in line]
 
 
@@ -179,10 +196,9 @@ def test_a_spike_is_what_the_config_says(policy: str, at: int, updates: bool, sa
 def _rewind(rank: int, world: int, stage: int) -> list[str]:
     failures: list[str] = []
     saved: list[tuple[list[torch.Tensor], int]] = []
-    engine = start(stage, health={"spike": "rewind", "non_finite": "rewind"})
-    with tempfile.TemporaryDirectory() as own:
-        names = [own]
-        torch.distributed.broadcast_object_list(names)
+    # A run that takes up no earlier run goes back within itself all the same.
+    engine = start(stage, health={"spike": "rewind", "non_finite": "rewind"}, checkpoint={"resume": "never"})
+    with shared_folder() as folder:
         try:  # nothing to go back to
             take(engine, rank, world, 0, float("nan"))
             take(engine, rank, world, 0)
@@ -192,7 +208,7 @@ def _rewind(rank: int, world: int, stage: int) -> list[str]:
         for batch in range(LONG):
             take(engine, rank, world, batch)
             if batch in (LONG - 3, LONG - 1):
-                engine.save_checkpoint(names[0])
+                engine.save_checkpoint(folder)
                 saved.append((read(engine), engine.global_steps))
         for attempt in range(6):
             engine.backward(engine(*(part[rank::world].to(engine.device) for part in make_batch(99 + attempt, 4))))
@@ -209,7 +225,6 @@ def _rewind(rank: int, world: int, stage: int) -> list[str]:
             failures.append("went back a seventh time")
         except TrainingDivergedError as error:
             failures += [] if "6 times back at a checkpoint did not help" in str(error) else [str(error)]
-        torch.distributed.barrier()
     return failures
 
 
@@ -224,15 +239,12 @@ def _resumed(rank: int, world: int, forget: bool) -> bool:
     engine = start(1, health={"spike": "skip"})
     for batch in range(LONG):
         take(engine, rank, world, batch)
-    with tempfile.TemporaryDirectory() as own:
-        names = [own]
-        torch.distributed.broadcast_object_list(names)
-        engine.save_checkpoint(names[0])
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
         engine = start(1, health={"spike": "skip"})
         if forget:
             StepGuard.load_state_dict = lambda guard, norms: None  # type: ignore[method-assign]
-        engine.load_checkpoint(names[0])
-        torch.distributed.barrier()
+        engine.load_checkpoint(folder)
     return take(engine, rank, world, LONG, SPIKE)
 
 
@@ -249,18 +261,15 @@ def _on_device(rank: int, world: int) -> list[Any]:
     before = read(engine)
     found = [take(engine, rank, world, LONG, SPIKE), bitwise_equal(before, read(engine))]
     engine = start(1, health={"non_finite": "rewind"})
-    with tempfile.TemporaryDirectory() as own:
-        names = [own]
-        torch.distributed.broadcast_object_list(names)
+    with shared_folder() as folder:
         for batch in range(2):
             take(engine, rank, world, batch)
-        engine.save_checkpoint(names[0])
+        engine.save_checkpoint(folder)
         saved = read(engine)
         take(engine, rank, world, 2)
         take(engine, rank, world, 3, float("nan"))
         take(engine, rank, world, 4)
         found += [engine.global_steps, bitwise_equal(saved, read(engine))]
-        torch.distributed.barrier()
     return found
 
 

@@ -43,18 +43,18 @@ def test_no_option_has_two_fates() -> None:
 
 
 # Work that is still to come: checkpoints that lie apart, and the search before a run.
-RELIABILITY = ("autotuning", "checkpoint.use_node_local_storage")
+STILL_TO_COME = ("autotuning", "checkpoint.use_node_local_storage")
 
 
 def _later_elsewhere() -> set[str]:
-    """Options that are still to come, by the committed list, and not of reliability."""
+    """Options that are still to come, by the committed list, beside those named above."""
     rows = (line.split(" | ") for line in render_listing().splitlines() if not line.startswith("#"))
     later = {row[0] for row in rows if row[-1] == "later"}
     assert len(later) > 20, "the list has another form"
-    return {path for path in later if not any(is_under(path, block) for block in RELIABILITY)}
+    return {path for path in later if not any(is_under(path, block) for block in STILL_TO_COME)}
 
 
-def test_what_is_still_to_come_is_of_reliability_alone() -> None:
+def test_nothing_else_is_still_to_come() -> None:
     assert not _later_elsewhere()
 
 

@@ -91,12 +91,13 @@ class TrainingState:
         load_optimizer: bool,
         load_lr_scheduler: bool,
         module_only: bool,
-        load_position: bool = True,
+        rewinds: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint; see ``Engine.load_checkpoint``.  ``load_position``: go on at its place in the data."""
+        """Load a checkpoint; see ``Engine.load_checkpoint``.  ``rewinds``: the run goes back, and on in its data."""
         join_saves()
         components, group = self.components, self.components.meshes.world_group
-        checkpoint = open_verified(directory, tag, resume=self.config.checkpoint.resume, group=group)
+        resume = "must" if rewinds else self.config.checkpoint.resume
+        checkpoint = open_verified(directory, tag, resume=resume, group=group)
         if checkpoint is None:
             return None, None
         with checkpoint:
@@ -118,8 +119,8 @@ class TrainingState:
                 components.optimizer.adopt_state()
             components.sharded.publish_params()
             if not module_only:
-                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler, load_position)
-                self._known.append((directory, checkpoint.tag))
+                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler, load_position=not rewinds)
+                self._known += [] if rewinds else [(directory, checkpoint.tag)]
             return str(checkpoint.path), state.get("client_state", {})
 
     def rewind(self, reason: str) -> None:
@@ -137,10 +138,10 @@ class TrainingState:
             raise TrainingDivergedError(
                 f"{reason}; {tried}. Lower the learning rate, set gradient_clipping, or look at the data"
             )
-        (directory, tag), num_rewinds = known[-1 - attempt], self._num_rewinds + 1
+        self._num_rewinds += 1
+        directory, tag = known[-1 - attempt]
         what: dict[str, Any] = {"strict": True, "load_optimizer": True, "load_lr_scheduler": True, "module_only": False}
-        path, _ = self.load(directory, tag, **what, load_position=False)
-        self._known, self._num_rewinds = known, num_rewinds
+        path, _ = self.load(directory, tag, **what, rewinds=True)
         _log.warning("%s; back at step %d (%s)", reason, self.counters.global_steps, path)
 
     def save_16bit(self, directory: str | Path, *, include_frozen: bool = True) -> None:

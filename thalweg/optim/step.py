@@ -20,7 +20,6 @@ somebody asks, or when the next update or scaled backward pass begins; the norm 
 from __future__ import annotations
 
 import copy
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -150,15 +149,10 @@ class StepGuard:
 
     def __init__(self, health: Health, *, scales_loss: bool = False) -> None:
         self._non_finite = "skip" if scales_loss else health.non_finite
-        self._spike = health.spike
+        self._spike, self.rejects_spikes = health.spike, health.rejects_spikes
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         # Set by ``settle``: why the run is to end, and why it is to go back to a checkpoint.
         self.stop_reason = self.rewind_reason = ""
-
-    @property
-    def judges_updates(self) -> bool:
-        """Whether an update is made only after the host has read its norm."""
-        return self._spike in ("skip", "rewind", "stop")
 
     @property
     def explains(self) -> bool:
@@ -167,7 +161,7 @@ class StepGuard:
 
     def rejects(self, result: StepResult) -> bool:
         """Whether the update of this step is not to be made although its gradient is finite."""
-        return self.judges_updates and not result.overflowed and self._ratio(result.grad_norm) > _FACTOR
+        return self.rejects_spikes and not result.overflowed and self._ratio(result.grad_norm) > _FACTOR
 
     def settle(self, result: StepResult) -> None:
         """Take what became of a step."""
@@ -214,7 +208,7 @@ class StepGuard:
 
     def load_state_dict(self, norms: Iterable[float]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._norms = deque((norm for norm in norms if math.isfinite(norm)), _WINDOW)
+        self._norms = deque(norms, _WINDOW)
         self.stop_reason = self.rewind_reason = ""
 
 
@@ -434,7 +428,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _updates_unseen(self, device: torch.device) -> bool:
         """Whether the update goes by a verdict that the host has not read: all of it is on one accelerator."""
-        if device.type == "cpu" or self.guard.judges_updates or not getattr(self.inner, "takes_found_inf", False):
+        if device.type == "cpu" or self.guard.rejects_spikes or not getattr(self.inner, "takes_found_inf", False):
             return False
         return all(p.device == device for group in self.inner.param_groups for p in group["params"])
 

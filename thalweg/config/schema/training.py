@@ -261,6 +261,11 @@ class Health(Section):
     non_finite: Literal["skip", "rewind", "stop"] = "skip"
     spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
 
+    @property
+    def rejects_spikes(self) -> bool:
+        """Whether an update is made only after the host has read its norm."""
+        return self.spike not in ("ignore", "warn")
+
 
 class Memory(Section):
     """The limits by which the plan refuses a job that cannot fit; a size is bytes or a text such as 80GiB."""

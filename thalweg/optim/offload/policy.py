@@ -65,7 +65,7 @@ def may_step_in_backward(config: Config, *, on_cpu: bool) -> bool:
     taken back (as with a loss scale); nor has an outer optimizer to see what they begin with, or a site to hear of the
     others' gradients.  What stops or goes back at a bad gradient has updated nothing by it.
     """
-    if config.health.non_finite != "skip" or config.health.spike not in ("ignore", "warn"):
+    if config.health.non_finite != "skip" or config.health.rejects_spikes:
         return False
     if config.gradient_clipping > 0 or config.outer_optimizer is not None or config.gradient_compression is not None:
         return False
