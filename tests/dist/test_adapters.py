@@ -101,9 +101,10 @@ def _train(
 
 @pytest.mark.parametrize(
     ("weight_format", "place"),
-    [("nf4", "stage 3"), ("nf4", "host"), *(nightly("int8", p) for p in PLACES), nightly("nf4", "nvme"),
-     nightly("nf4", "stage 2")],
-)  # fmt: skip
+    [("nf4", "stage 3")]
+    + [nightly("int8", place) for place in PLACES]
+    + [nightly("nf4", place) for place in ("host", "nvme", "stage 2")],
+)
 def test_row45_adapters_on_a_sharded_base_in_few_bits_train_as_in_one_process(
     weight_format: str, place: str, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 REUSE_RANKS = True
 STEPS = 4
@@ -97,7 +98,7 @@ def _every_level(rank: int, world: int, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [nightly(0), 2])
 def test_a_level_trains_as_the_blocks_that_it_is_read_as(stage: int) -> None:
     half, brain, full = torch.float16, torch.bfloat16, torch.float32
     for found in run_ranks(_every_level, 2, stage):

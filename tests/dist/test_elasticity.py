@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from tests.harness import run_ranks
+from tests.marks import nightly
 
 BATCH, STEPS, STOP = 12, 6, 3
 ELASTICITY = {"enabled": True, "max_train_batch_size": 13, "micro_batch_sizes": [2, 3]}
@@ -55,7 +56,7 @@ def _train(rank: int, world: int, folder: str, steps: int, elastic: bool = True)
     return losses, numbers
 
 
-@pytest.mark.parametrize("worlds", [(2, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("worlds", [nightly((2, 1)), (1, 3)], ids=str)
 def test_a_run_goes_on_with_the_same_batch_at_another_number_of_ranks(worlds: tuple[int, int], tmp_path: Any) -> None:
     whole, numbers = run_ranks(_train, 2, str(tmp_path / "whole"), STEPS)[0]
     assert numbers == [BATCH, 3, STEPS]

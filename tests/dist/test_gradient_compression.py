@@ -217,7 +217,7 @@ def follow(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("world", "stage", "hosts"),
-    [(2, 0, APART), nightly(2, 1, APART), (2, 2, APART)]
+    [nightly(2, 0, APART), nightly(2, 1, APART), (2, 2, APART)]
     + [nightly(world, stage, APART) for world in (3, 4) for stage in (0, 1, 2)]
     + [nightly(4, stage, IN_PAIRS) for stage in (0, 1, 2)],
 )

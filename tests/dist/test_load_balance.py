@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.dist.moe_models import build_model, compute_loss, make_batch
 from tests.harness import run_ranks
+from tests.marks import nightly
 from thalweg.nn.moe.layer import GatePolicy, route
 from thalweg.parallel_dims import control_group
 
@@ -90,7 +91,7 @@ def _own(rank: int, world: int, ep: int, coeff: float | None, folder: str) -> di
     return found
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [nightly(1), 2])
 def test_our_own_layer_comes_into_balance(ep: int, tmp_path: Path) -> None:
     """By the paper's rule over all ranks and micro-batches; without it the load stays (the control)."""
     for found in run_ranks(_own, 2, ep, COEFF, str(tmp_path)):

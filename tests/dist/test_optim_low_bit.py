@@ -115,7 +115,7 @@ def _load(rank: int, world: int, folder: str, kind: str, stage: int) -> Any:
     return state, losses
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", [nightly("bf16"), "int8"])
 def test_a_checkpoint_of_any_layout_loads_into_any_other(kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved, after = run_ranks(_save, 2, folder, kind, 3)[0]

@@ -263,6 +263,8 @@ def adopted(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+REUSE_RANKS = True
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = {
     "parity": (parity, (), (1, 2, 3, 4)),
     "same_gradients": (same_gradients, (), (3,)),
@@ -274,20 +276,22 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = 
 }
 
 
-def all_cases(rank: int, world: int) -> dict[str, Any]:
-    return {name: fn(rank, world, *args) for name, (fn, args, worlds) in CASES.items() if world in worlds}
+def one_case(rank: int, world: int, name: str) -> Any:
+    fn, args, worlds = CASES[name]
+    assert world in worlds
+    return fn(rank, world, *args)
 
 
 @cache
-def results(world: int) -> list[dict[str, Any]]:
-    """What the cases found on each rank: one set of processes for all of them, as starting it costs most."""
-    return run_ranks(all_cases, world)
+def results(world: int, name: str) -> list[Any]:
+    """What a case found on each rank."""
+    return run_ranks(one_case, world, name)
 
 
 @pytest.mark.parametrize("world", [nightly(1), nightly(2), nightly(3), nightly(4)])
 def test_sharded_equals_whole(world: int) -> None:
-    for result in results(world):
-        for name, (distance, control, odd) in result["parity"].items():
+    for result in results(world, "parity"):
+        for name, (distance, control, odd) in result.items():
             limit = 1e-5 if name in ("Rprop", "Lion") else 1e-6  # these two step by the sign of a gradient
             assert distance < limit, f"{name} at {world} ranks is off by {distance}"
             assert control > 10 * limit or name in ("Rprop", "Adadelta"), f"{name}: a wrong rate passes ({control})"
@@ -297,29 +301,29 @@ def test_sharded_equals_whole(world: int) -> None:
 @pytest.mark.nightly
 def test_same_gradients_same_bits() -> None:
     """Up to the last bits of the fused kernels' scalar tails, and of sums."""
-    for result in results(3):
-        for name, distance in result["same_gradients"].items():
+    for result in results(3, "same_gradients"):
+        for name, distance in result.items():
             summed = name in ("Adafactor", "Lamb", "Adam", "AdamW", "Adagrad")
             assert distance <= (1e-6 if summed else 0.0), f"{name}: {distance}"
 
 
 def test_state_dict_continues_bit_for_bit() -> None:
-    for result in results(3):
-        for name, (distance, control) in result["round_trip"].items():
+    for result in results(3, "round_trip"):
+        for name, (distance, control) in result.items():
             assert distance == 0.0, f"{name} differs by {distance} after a reload"
             assert control > 1e-6, f"{name}: losing the state is not noticed"
 
 
 @pytest.mark.nightly
 def test_other_layouts() -> None:
-    for result in results(4):
-        for name, distance in result["two_axes"].items():
+    for result in results(4, "two_axes"):
+        for name, distance in result.items():
             assert distance < 1e-6, f"{name} is off by {distance}"
 
 
 def test_adopted_torch_optimizers() -> None:
-    for result in results(3):
-        for name, distance in result["adopted"].items():
+    for result in results(3, "adopted"):
+        for name, distance in result.items():
             assert distance < 1e-6, f"{name} is off by {distance}"
 
 
@@ -327,7 +331,7 @@ def test_adopted_torch_optimizers() -> None:
 @pytest.mark.parametrize("case", ["muon_shards", "muon_copies"])
 def test_muon_computes_each_matrix_once(world: int, case: str) -> None:
     """Also where rank 0 alone lacks a gradient: nobody waits for ever."""
-    found = [result[case] for result in results(world)]
+    found = results(world, case)
     assert all(distance == 0.0 and same for distance, _, same in found), found
     assert sum(count for _, count, _ in found) == 3 * 7
     if world > 1:

@@ -87,7 +87,7 @@ def _stop_and_go_on(rank: int, world: int, stage: int, folder: str) -> tuple[boo
     return exact, same, any((a != b).any() for a, b in zip(whole, plain, strict=True))
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 3), (1, 0)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), nightly(1, 0)])
 def test_the_config_and_a_run_that_stopped(world: int, stage: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert run_ranks(_stop_and_go_on, world, stage, folder) == [(True, True, True)] * world

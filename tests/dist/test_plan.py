@@ -151,6 +151,7 @@ def _between_hosts(rank, world_size, cases):
     return found
 
 
+@pytest.mark.nightly
 def test_what_crosses_between_hosts_is_what_the_ledger_counts():
     import thalweg
     from thalweg.plan.spec.cluster import Cluster

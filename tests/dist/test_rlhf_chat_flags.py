@@ -103,6 +103,7 @@ def _events(folder: Path, kind: str = "scalars") -> set[str]:
     return set(events.Tags()[kind])
 
 
+@pytest.mark.nightly
 def test_ppo_s_models_have_options_of_their_own(base: dict[str, Any], tmp_path: Path) -> None:
     options = base | PPO | {"output_dir": str(tmp_path), "unsupervised_dataset_name": base["data_path"]}
     options |= {"reward_model_name_or_path": base["model_name_or_path"]}

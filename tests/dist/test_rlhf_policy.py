@@ -295,7 +295,7 @@ def test_rollouts_one_step_ahead_have_the_samples_of_older_weights_and_go_on_wit
     [
         (1, 1, [{"ahead": 1}]),
         nightly(2, 2, [{"ahead": 0}, {"ahead": 1}, {"ahead": 1, "dies": True}]),
-        (1, 2, [{"ahead": 1, "tp": 2}]),
+        nightly(1, 2, [{"ahead": 1, "tp": 2}]),
         nightly(3, 2, [{"ahead": 0, "tp": 2}, {"ahead": 1, "tp": 2, "dies": True}]),
         nightly(1, 4, [{"ahead": 1, "tp": 2}]),
     ],

@@ -88,7 +88,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("algorithm", "deaths"),
-    [("ppo", [(2, "sft"), (3, "ppo")]), nightly("grpo", [(3, "grpo")]), nightly("dpo", [(2, "dpo")])],
+    [nightly("ppo", [(2, "sft"), (3, "ppo")]), nightly("grpo", [(3, "grpo")]), ("dpo", [(2, "dpo")])],
 )
 def test_a_run_that_died_goes_on_to_the_same_end(
     algorithm: str, deaths: list[tuple[int, str]], base: dict[str, Any], tmp_path: Path

@@ -163,7 +163,7 @@ TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_pro
 @pytest.mark.parametrize(
     ("stage", "kind", "fields"),
     [
-        (3, "gpt2", {"use_rslora": True, "fan_in_fan_out": True}),
+        nightly(3, "gpt2", {"use_rslora": True, "fan_in_fan_out": True}),
         (3, "llama", {"use_dora": True}),
         nightly(1, "llama", {}),
         nightly(0, "gpt2", {"fan_in_fan_out": True}),

@@ -134,7 +134,7 @@ def _inject(rank: int, world: int, dtype: str, stage: int, count: int, seed: int
 
 @pytest.mark.parametrize(
     ("dtype", "stage", "count"),
-    [("bf16", 2, 8), ("fp32", 3, 8), ("fp16", 1, 8)]
+    [("fp32", 3, 8), ("fp16", 1, 8)]
     + [nightly(dtype, stage, 84) for dtype in DTYPES for stage in range(4)],  # a thousand and eight
 )
 def test_r16_nothing_that_is_not_finite_reaches_the_weights(dtype: str, stage: int, count: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.marks import nightly
 from thalweg.activation_checkpointing import (
     ActivationCheckpointPolicy,
     apply_activation_checkpointing,
@@ -324,7 +325,7 @@ def test_other_instances_of_the_class_stay_plain() -> None:
     assert runs_of(other, list(other.blocks)) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("policy", [FULL, ActivationCheckpointPolicy("selective")], ids=str)
+@pytest.mark.parametrize("policy", [FULL, nightly(ActivationCheckpointPolicy("selective"))], ids=str)
 def test_compiled_after(policy: ActivationCheckpointPolicy) -> None:
     torch._dynamo.reset()
     want = train(small(layers=2))

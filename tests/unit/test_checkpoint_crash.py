@@ -71,7 +71,7 @@ def test_row36_killed_at_every_operation_the_previous_or_the_new_one_loads(tmp_p
     assert seen == {old, new}
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, nightly(errno.EIO)])
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("variant", ["keep one", *(nightly(name) for name in SAVES if name != "keep one")])
 def test_a_failing_disk_at_every_operation_leaves_the_old_checkpoint(tmp_path, variant, forever, code):

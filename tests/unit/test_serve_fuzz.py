@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.marks import nightly
 from tests.serve_fuzz import BAD_BODIES, bad_body, bad_bytes
 from tests.serve_support import ServerThread, run_toy_server
 from thalweg.serve.http.guard import HardenedProtocol
@@ -263,7 +264,7 @@ def whole_answer(sock: socket.socket) -> bytes:
         return head + file.read(int(length))
 
 
-@pytest.mark.parametrize("method", ["PUT", "GET"])
+@pytest.mark.parametrize("method", ["PUT", nightly("GET")])
 def test_a_body_that_nobody_reads_holds_no_connection(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HardenedProtocol, "unread_body_seconds", 1.0)
     with run_toy_server() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:

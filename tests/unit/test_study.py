@@ -679,6 +679,7 @@ def _run_cell(function: Any, argument: str, variables: dict[str, str], answers: 
         answers.put([type(model).__name__ for model in study_training._never_freed])
 
 
+@pytest.mark.nightly
 def test_ranks_train_on_batches_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A cell keeps DDP until its process ends: freed before, its reducer might deadlock with gloo's threads.
     kept: list[str] = []
