@@ -33,12 +33,17 @@ class CrudeQuantizer(BlockQuantizer):
 
 def use_crude_quantizers() -> None:
     """Put the control in the place of every quantizer."""
-    from thalweg.zero import collectives
+    from thalweg.comm.collectives import quantized
     from thalweg.zero.storage import cross_host_sync
 
-    collectives.GRADIENT_QUANTIZER = CrudeQuantizer(4)
-    collectives.WEIGHT_QUANTIZER = cross_host_sync.WEIGHT_QUANTIZER = CrudeQuantizer(8)
-    cross_host_sync.DELTA_QUANTIZER = CrudeQuantizer(4)
+    names = ("WEIGHT_QUANTIZER", "GRADIENT_QUANTIZER", "INTRA_HOST_GRADIENT_QUANTIZER", "DELTA_QUANTIZER")
+    replaced = set()
+    for module in (quantized, cross_host_sync):
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, CrudeQuantizer(getattr(module, name).bits))
+                replaced.add(name)
+    assert replaced == set(names), f"not where the control looks for them: {set(names) - replaced}"
 
 
 def load_text() -> torch.Tensor:

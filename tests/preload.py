@@ -9,6 +9,7 @@ import pytest  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed.pipelining
+import torch.distributed.tensor.debug
 
 from thalweg.ops.onebit import get_onebit_code
 
