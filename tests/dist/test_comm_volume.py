@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness import run_ranks
+from tests.marks import nightly
+from thalweg.comm.collectives.wire import AllReduceSum
+from thalweg.comm.comms_logger import CollectiveCall
 from thalweg.nn.transformer import GPT, GPTConfig
 
 LAYERS, WIDTH, ROWS, LENGTH = 4, 32, 4, 16
@@ -106,3 +110,32 @@ def test_each_axis_sends_what_the_textbook_says() -> None:
     by_stage = [sum(found[f"stage {stage}"][0] for found in ranks) for stage in range(4)]
     assert by_stage[0] == by_stage[1] == by_stage[2]
     assert by_stage[3] == pytest.approx(1.5 * by_stage[0], rel=0.03)  # all but the root, which is kept
+
+
+def _sums(rank: int, world: int, dtype: torch.dtype) -> list[tuple[bool, bool, int]]:
+    """For each size: whether it is the sum in rank order, whether what lies beside is untouched, bytes sent."""
+    found = []
+    for numel in (1, 2, 5, 6, 60, 1001):
+        generator = torch.Generator().manual_seed(numel)
+        every = [torch.randn(numel, generator=generator).to(dtype) for _ in range(world)]
+        expected = every[0].clone()
+        for other in every[1:]:
+            expected += other
+        memory = torch.full((numel + 8,), 7.0, dtype=dtype)
+        given = memory[4:-4].copy_(every[rank])
+        call = CollectiveCall()
+        AllReduceSum(dist.group.WORLD)(given, call, 0.5)
+        beside = torch.cat([memory[:4], memory[-4:]])
+        found.append((torch.equal(given, expected * 0.5), bool((beside == 7.0).all()), call.inter_bytes))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("world", [2, 3, nightly(4)])
+def test_a_sum_between_hosts_lies_where_its_parts_lay(world: int, dtype: torch.dtype) -> None:
+    """Also of numbers that the ranks do not divide; what travels is what a ring sends, and the few left over."""
+    for found in run_ranks(_sums, world, dtype):
+        assert all(same and beside for same, beside, _ in found), found
+        for (_, _, sent), numel in zip(found, (1, 2, 5, 6, 60, 1001), strict=True):
+            rows = 2 * (numel // world) + numel % world
+            assert sent == rows * dtype.itemsize * (world - 1), (numel, sent)

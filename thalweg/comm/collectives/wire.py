@@ -76,22 +76,34 @@ class AllReduceSum:
     def __init__(self, group: dist.ProcessGroup, topology: HostTopology | None = None) -> None:
         self.group, self.topology = group, topology or _one_rank_per_host(group)
 
-    def __call__(self, tensor: Tensor, call: CollectiveCall) -> None:
-        """Replace ``tensor`` (1-D) by the sum: all-to-all, local sum, all-gather; gloo's fast parts."""
-        world_size = len(self.topology.host_ids)
-        length = -(-tensor.numel() // world_size)
-        for sent in (self.topology.all_to_all_bytes, self.topology.ring_bytes):
-            call.add_bytes(*sent(length * tensor.itemsize))
+    def __call__(self, tensor: Tensor, call: CollectiveCall, scale: float = 1.0) -> None:
+        """Replace ``tensor`` (1-D) by ``scale`` times the sum: all-to-all, local sum, all-gather; gloo's fast parts.
+
+        Each pass over a model's gradients costs what a tenth of a step does, so they travel from where they lie and
+        come back there; the few that do not divide by the ranks go to all of them.
+        """
+        world_size, exchanges = len(self.topology.host_ids), (self.topology.all_to_all_bytes, self.topology.ring_bytes)
         if tensor.device.type != "cpu":
+            for sent in exchanges:
+                call.add_bytes(*sent(-(-tensor.numel() // world_size) * tensor.itemsize))
             dist.all_reduce(tensor, group=self.group)
+            if scale != 1.0:
+                tensor.mul_(scale)
             return
-        sent = tensor.new_zeros(world_size * length)
-        sent[: tensor.numel()].copy_(tensor)
-        received = all_to_all_rows(sent.view(world_size, length), self.group)
-        local_sum = torch.empty_like(received[0])
-        sum_rows(received.unbind(0), local_sum)
-        all_gather_flat(sent, local_sum, self.group)
-        tensor.copy_(sent[: tensor.numel()])
+        length = tensor.numel() // world_size
+        body, tail = tensor[: length * world_size], tensor[length * world_size :]
+        for sent in exchanges:
+            call.add_bytes(*sent(length * tensor.itemsize))
+        if length:
+            received = all_to_all_rows(body.view(world_size, length), self.group)
+            local_sum = torch.empty_like(received[0])
+            sum_rows(received.unbind(0), local_sum, scale)
+            all_gather_flat(body, local_sum, self.group)
+        if tail.numel():
+            call.add_bytes(*self.topology.ring_bytes(tail.nbytes))
+            rows = tail.new_empty(world_size, tail.numel())
+            all_gather_flat(rows.view(-1), tail, self.group)
+            sum_rows(rows.unbind(0), tail, scale)
 
 
 class SiteExchange:
@@ -262,7 +274,8 @@ class WireAllReduce(ReplicatedReducer):
         with self._ledger.timed(
             "all_reduce", self._name, "wire", full_bytes=output.nbytes, world_size=world_size
         ) as call:
+            scale = self.mean_scale(world_size)
             if world_size > 1:
-                self._all_reduce_sum(output, call)
-            if (scale := self.mean_scale(world_size)) != 1.0:
+                self._all_reduce_sum(output, call, scale)
+            elif scale != 1.0:
                 output.mul_(scale)
