@@ -177,6 +177,27 @@ def take_turn(tree: Path, case: str, model: str) -> dict[str, float]:
     return {"clock": max(one["clock"] for one in ranks), "cpu": sum(one["cpu"] for one in ranks)}
 
 
+def keep_others(data: dict[str, Any]) -> dict[str, Any]:
+    """Add the cases that the results have of the same commit and that were not measured again."""
+    path = ROOT / "results" / "commits.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if old.get("commit") != data["commit"]:
+        return data
+    measured = {row["case"] for row in data["rows"]}
+    rows = [*data["rows"], *(row for row in old["rows"] if row["case"] not in measured)]
+    rows.sort(key=lambda row: CASES.index(row["case"]))
+    return data | {"rows": rows, "turns": old["turns"] | data["turns"]}
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    counts = {case: len(turns) for name, turns in data["turns"].items() for case in [name.rpartition(",")[0]]}
+    usual = statistics.mode(counts.values())
+    unlike = "".join(f", of {case} {count}" for case, count in counts.items() if count != usual)
+    text = f"# This commit and {data['rows'][0]['peer']}, in turns\n\n{data['date']}, commit {data['commit']}, "
+    return text + f"{format_machine(data['machine'])}; {usual} turns each{unlike}.\n\n{rows_table(data['rows'])}\n"
+
+
 def main() -> int:
     """Parse, measure in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -210,9 +231,10 @@ def main() -> int:
             rows.append(compare(case, other, f"{metric}_ms_min", 1e3 * min(ours), 1e3 * min(theirs)))
             medians = 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs)
             rows.append(compare(case, other, f"{metric}_ms_median", *medians))
-    data = make_result("commits", rows, turns={f"{case}, {who}": values for (case, who), values in taken.items()})
-    text = f"# This commit and {other}, in turns\n\n{data['date']}, commit {data['commit']}, "
-    text += f"{format_machine(data['machine'])}; {args.rounds} turns each.\n\n{rows_table(rows)}\n"
+    data = keep_others(
+        make_result("commits", rows, turns={f"{c}, {who}": values for (c, who), values in taken.items()})
+    )
+    text = render(data)
     if args.write:
         write_result("commits", data, text)
     print(json.dumps(data) if args.json else text)
