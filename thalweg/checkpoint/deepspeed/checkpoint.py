@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from thalweg.checkpoint.deepspeed.checkpoint_folder import is_deepspeed_folder, read_deepspeed_folder
+from thalweg.checkpoint.deepspeed.checkpoint_folder import FolderReader, is_deepspeed_folder
 from thalweg.checkpoint.deepspeed.flat_tensors import ForeignContents, LogicalTensor, flat_range_chunks, flat_start
 from thalweg.checkpoint.deepspeed.torch_file import load_tensors
 from thalweg.checkpoint.directory import LATEST, MANIFEST, find_versions, list_checkpoints, read_latest
@@ -43,7 +43,7 @@ class ForeignCheckpoint(Checkpoint):
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> ForeignCheckpoint:
         """Open the one directory ``path``, or raise ``CorruptCheckpointError``."""
         io = io or FileSystem()
-        return cls(path, read_deepspeed_folder(io, path), io)
+        return cls(path, FolderReader(io, path).read(), io)
 
     @property
     def state(self) -> Any:

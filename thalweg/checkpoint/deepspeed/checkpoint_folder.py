@@ -63,11 +63,6 @@ def is_deepspeed_folder(io: FileSystem, path: Path) -> bool:
     return any(_MODEL_FILE.fullmatch(name) or _OPTIM_FILE.fullmatch(name) for name in list_if_there(io, path))
 
 
-def read_deepspeed_folder(io: FileSystem, path: Path) -> ForeignContents:
-    """What a folder of DeepSpeed's holds; its tensors are mapped, not read."""
-    return _FolderReader(io, path).read()
-
-
 @dataclass
 class _Part:
     """The files of one ``mp_rank``: the model's tree, each rank's where there are several, and the optimiser's."""
@@ -77,8 +72,8 @@ class _Part:
     optims: list[dict[str, Any]]
 
 
-class _FolderReader:
-    """One folder on its way to ``ForeignContents``."""
+class FolderReader:
+    """One folder on its way to ``ForeignContents``; its tensors are mapped, not read."""
 
     def __init__(self, io: FileSystem, path: Path) -> None:
         self.io, self.path = io, path
@@ -94,11 +89,21 @@ class _FolderReader:
         self._refuse_tensor_parallelism()
         parts = [self._read_part(mp_rank) for mp_rank in self._mp_ranks()]
         common = parts[0].model
-        layers = self._read_layers()
+        # The tensors of a pipeline's layers, under the names that a PipelineModule has for them.
+        layers = {
+            f"layers.{int(match.group(1))}.{key}": value
+            for name in self.names
+            if (match := _LAYER_FILE.fullmatch(name))
+            for key, value in self._load(name).items()
+        }
         self.canonical = self._name_layers(parts, layers) if layers else {}
         for name in [name for name in self.names if _EXPERT_FILE.fullmatch(name)]:
             self.expert_values |= self._load(name)
-        self._refuse_autoep()
+        if other := next((name for name in self.expert_values if not _EXPERT_NAME.fullmatch(name)), None):
+            raise CheckpointMismatchError(
+                f"{self.path} holds experts that AutoEP took out of a Hugging Face model ({other}): join them with "
+                "DeepSpeed's ds_to_universal.py, and load the folder that it writes"
+            )
         is_universal = self.io.exists(self.path / UNIVERSAL_FOLDER)
         for part in parts:
             if is_universal:
@@ -154,14 +159,6 @@ class _FolderReader:
                 f"{self.path} was saved under tensor parallelism ({len(mp_ranks)} files for each tensor): merge "
                 "it with DeepSpeed's ds_to_universal.py and its parameters' patterns, or save it with a "
                 "tensor-parallel size of 1"
-            )
-
-    def _refuse_autoep(self) -> None:
-        other = next((name for name in self.expert_values if not _EXPERT_NAME.fullmatch(name)), None)
-        if other is not None:
-            raise CheckpointMismatchError(
-                f"{self.path} holds experts that AutoEP took out of a Hugging Face model ({other}): join them with "
-                "DeepSpeed's ds_to_universal.py, and load the folder that it writes"
             )
 
     def _read_part(self, mp_rank: int) -> _Part:
@@ -228,7 +225,7 @@ class _FolderReader:
         self.contents.aliases |= {f"model/{alias}": f"model/{name}" for alias, name in shared.items()}
         for name, fragments in (part.model.get("frozen_param_fragments") or {}).items():
             shape = tuple(part.model["frozen_param_shapes"][name])
-            shares = [[model["frozen_param_fragments"][name]] for model in part.models]
+            shares = [model["frozen_param_fragments"][name] for model in part.models]
             cut = [Fragment(0, fragments.numel(), fragments)] if fragments.numel() else []
             if is_stage3:
                 cut = next(cut_parameter_shares({name: shape}, shares))[2]
@@ -237,17 +234,6 @@ class _FolderReader:
         for name, value in module.items():
             if name not in shared and not (is_stage3 and buffers is not None and name not in buffers):
                 self._add_stored(f"model/{self._place(name)[0]}", value)
-
-    # A pipeline's layers.
-
-    def _read_layers(self) -> dict[str, torch.Tensor]:
-        """The tensors of a pipeline's layers, under the names that a ``PipelineModule`` has for them."""
-        return {
-            f"layers.{int(match.group(1))}.{key}": value
-            for name in self.names
-            if (match := _LAYER_FILE.fullmatch(name))
-            for key, value in self._load(name).items()
-        }
 
     def _name_layers(self, parts: list[_Part], layers: dict[str, torch.Tensor]) -> dict[str, str]:
         """By DeepSpeed's name of each parameter that of ours; tied layers beyond the first become aliases."""
@@ -284,12 +270,8 @@ class _FolderReader:
             for number, shares in enumerate(teams):
                 for key in shares[0].vectors:
                     parts = [share.vectors.get(key, shares[0].vectors[key]) for share in shares]
-                    cut = (
-                        cut_parameter_shares(members, [[v] for v in parts])
-                        if is_stage3
-                        else cut_concatenation(members, parts)
-                    )
-                    for raw_name, shape, fragments in cut:
+                    cut = cut_parameter_shares if is_stage3 else cut_concatenation
+                    for raw_name, shape, fragments in cut(members, parts):
                         name, row = self._place(raw_name, number * num_local)
                         stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
                         self._add_row(stored, row, shape, fragments)
@@ -354,7 +336,9 @@ class _FolderReader:
                         continue
                     stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
                     if isinstance(value, torch.Tensor):
-                        self._add(stored, _first_elements(value, tuple(shape), stored))
+                        numel = math.prod(shape)  # a stored one may be padded
+                        cut = [Fragment(0, numel, value)] if numel else []
+                        self._add(stored, LogicalTensor.of(shape, cut, stored))
                 if steps:
                     self._add_step(name, steps[-1])
             group = next((i for i, g in enumerate(param_groups) if index in g.get("params", ())), 0)
@@ -430,9 +414,3 @@ def _read_shares(optim: dict[str, Any], is_stage3: bool) -> list[_Share]:
 def _stage(part: _Part) -> int:
     stage = part.optims[0].get("zero_stage", 1) if part.optims else 0
     return int(stage.args[0] if isinstance(stage, InertObject) else stage)
-
-
-def _first_elements(value: torch.Tensor, shape: tuple[int, ...], name: str) -> LogicalTensor:
-    """The tensor of ``shape`` whose elements a (perhaps padded) stored one begins with."""
-    numel = math.prod(shape)
-    return LogicalTensor.of(shape, [Fragment(0, numel, value)] if numel else [], name)

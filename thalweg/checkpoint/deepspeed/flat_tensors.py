@@ -132,30 +132,19 @@ def cut_concatenation(
 
 
 def cut_parameter_shares(
-    shapes: Mapping[str, Sequence[int]], ranks: Sequence[Sequence[torch.Tensor]]
+    shapes: Mapping[str, Sequence[int]], ranks: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Fragment]]]:
-    """Parameters of which each rank holds an equal share, padded (stage 3); ``ranks[r]`` are rank r's vectors, in
-    which its shares lie one after another."""
-    bounds = [0]
-    for values in ranks[0]:
-        bounds.append(bounds[-1] + values.numel())
-    position, index = 0, 0  # in the concatenation of a rank's vectors, and the vector that it lies in
+    """Parameters of which each rank holds an equal share, padded (stage 3); ``ranks[r]`` is rank r's vector, in which
+    its shares lie one after another."""
+    position = 0
     for name, shape in shapes.items():
         numel = math.prod(shape)
         share = -(-numel // len(ranks))
-        pieces, place = [], position  # (offset in the share, vector, first element there, count)
-        while place < position + share and index < len(ranks[0]):
-            end = min(position + share, bounds[index + 1])
-            if end > place:
-                pieces.append((place - position, index, place - bounds[index], end - place))
-                place = end
-            index += place == bounds[index + 1]
         fragments = []
-        for rank, vectors in enumerate(ranks):
-            for offset, vector, first, count in pieces:
-                start = rank * share + offset
-                stop = min(start + count, numel)
-                if start < stop:
-                    fragments.append(Fragment(start, stop, vectors[vector], first))
+        for rank, vector in enumerate(ranks):
+            start = rank * share
+            stop = min(start + share, numel, start + vector.numel() - position)
+            if start < stop:
+                fragments.append(Fragment(start, stop, vector, position))
         yield name, tuple(shape), fragments
         position += share
