@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -46,7 +47,10 @@ class TensorEntry:
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
 
-def sort_for_alignment(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+_Entry = TypeVar("_Entry", bound=TensorEntry)
+
+
+def sort_for_alignment(entries: Iterable[_Entry]) -> list[_Entry]:
     """Slots in the order that keeps each entry's data aligned to its dtype."""
     return sorted(entries, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))
 
