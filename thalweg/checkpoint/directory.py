@@ -198,6 +198,18 @@ def list_load_candidates(io: FileSystem, directory: Path) -> list[CheckpointEntr
     return entries if pointed is None else [pointed, *(f for f in entries if f is not pointed)]
 
 
+def find_paths(io: FileSystem, directory: Path, tag: str | None) -> list[Path]:
+    """The checkpoint of ``tag``; without one ``directory`` itself where it is one, else what a load may take."""
+    if tag is not None and tag != LATEST:
+        return [resolve_tag(io, directory, tag).path]
+    if tag is None and io.exists(directory / MANIFEST):
+        return [directory]
+    entries = list_load_candidates(io, directory)
+    if not entries:
+        raise CheckpointNotFoundError(f"there is no checkpoint in {directory}; give the directory that was saved to")
+    return [entry.path for entry in entries]
+
+
 def make_directories(io: FileSystem, directory: Path) -> None:
     """Make ``directory`` and its parents where they are missing, durably."""
     missing = []

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from thalweg.checkpoint import directory
-from thalweg.checkpoint.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptCheckpointError
+from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem
 from thalweg.checkpoint.format.chunks import TensorChunk, full_chunk, local_chunks, local_tensor
 from thalweg.checkpoint.format.codec import decode_tree
@@ -65,23 +65,16 @@ class Checkpoint:
         Raises ``CheckpointNotFoundError`` where there is none and ``CorruptCheckpointError`` for a
         tag whose manifest does not match its checksum.  Not collective.
         """
-        io, checkpoint_dir = io or FileSystem(), Path(checkpoint_dir)
-        if tag is not None and tag != directory.LATEST:
-            return cls.from_path(directory.resolve_tag(io, checkpoint_dir, tag).path, io=io)
-        if tag is None and io.exists(checkpoint_dir / directory.MANIFEST):
-            return cls.from_path(checkpoint_dir, io=io)
-        problems = []
-        for entry in directory.list_load_candidates(io, checkpoint_dir):
+        io, checkpoint_dir, problems = io or FileSystem(), Path(checkpoint_dir), []
+        for path in directory.find_paths(io, checkpoint_dir, tag):
             try:
-                return cls.from_path(entry.path, io=io)
+                return cls.from_path(path, io=io)
             except CorruptCheckpointError as error:
+                if tag not in (None, directory.LATEST) or path == checkpoint_dir:
+                    raise
                 problems.append(str(error))
                 _log.warning("skipping a damaged checkpoint: %s", error)
-        if problems:
-            raise CorruptCheckpointError(f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}")
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint in {checkpoint_dir}; give the directory that was saved to"
-        )
+        raise CorruptCheckpointError(f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}")
 
     @classmethod
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> Checkpoint:
