@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from thalweg.config.aliases import KeyAliases, apply_key_aliases
 from thalweg.config.errors import ConfigError, ConfigProblem, UnknownKey, join_path
 from thalweg.config.reader import read_source
-from thalweg.config.resolve import find_batch_problems, try_resolve
+from thalweg.config.resolve import try_resolve
 from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize, Provenance
 from thalweg.config.schema.base import AUTO, Section, get_section_type, to_jsonable, union_members
@@ -71,18 +71,16 @@ class PartialConfig:
         return dataclasses.replace(problem, path=path, line=line)
 
 
-def load(source: ConfigSource = None, *, world_size: int | None = None, translate: Translation | None = None) -> Config:
+def load(source: ConfigSource = None, *, translate: Translation | None = None) -> Config:
     """Read and check a config; ``"auto"`` stays in place.
 
     ``source``: a path to JSON (comments allowed), a mapping, JSON text, url-safe base64 of JSON,
-    or ``None`` for the defaults.  With ``world_size`` the batch equation is checked as well.
+    or ``None`` for the defaults.
     ``translate`` makes the plain tree that was read into the one that is checked.
     Raises ``ConfigError``, whose ``problems`` are all faults at once.
     """
     partial = read_partial_config(source, translate)
     more = list(find_rule_violations(partial.config, partial.invalid_paths))
-    if world_size is not None:
-        more += find_batch_problems(partial.config, world_size, partial.invalid_paths)
     if partial.problems or more:
         more += find_unsupported(partial.config, partial.invalid_paths)
     partial.raise_if_any(more)

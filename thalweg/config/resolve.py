@@ -101,13 +101,6 @@ def try_resolve(
     return resolved, _dedupe(problems)
 
 
-def find_batch_problems(config: Config, world_size: int, skip_paths: Iterable[str] = ()) -> list[ConfigProblem]:
-    """What contradicts itself in the batch equation, unless one of its terms could not be read."""
-    if any(skipped_path in _BATCH_PATHS for skipped_path in skip_paths):
-        return []
-    return resolve_batch_sizes(config, world_size)[2]
-
-
 def _list_auto_paths(config: Config) -> list[tuple[str, Any]]:
     """Every ``"auto"`` that stands for a value, those of ``optimizer`` before those of ``scheduler``."""
     paths = list(iter_auto_options(config))

@@ -16,7 +16,6 @@ import torch
 
 from thalweg.checkpoint.deepspeed.checkpoint_folder import FolderReader, is_deepspeed_folder
 from thalweg.checkpoint.deepspeed.flat_tensors import ForeignContents, LogicalTensor, flat_range_chunks, flat_start
-from thalweg.checkpoint.deepspeed.torch_file import load_tensors
 from thalweg.checkpoint.directory import LATEST, MANIFEST, find_versions, list_checkpoints, read_latest
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.checkpoint.format.chunks import split_chunk
@@ -25,6 +24,7 @@ from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest
 from thalweg.checkpoint.reader import Checkpoint, Corruption
 from thalweg.checkpoint.save import MAX_CHUNK_BYTES
 from thalweg.utils.log import get_logger
+from thalweg.utils.trees import map_tensors
 
 _NO_DIGEST = "0" * 64  # DeepSpeed's files have a CRC-32 for each entry, none for each tensor
 
@@ -48,7 +48,7 @@ class ForeignCheckpoint(Checkpoint):
     @property
     def state(self) -> Any:
         """The state tree; its tensors are read now."""
-        return load_tensors(self._contents.state)
+        return map_tensors(self._contents.state, lambda tensor: tensor.detach().clone())
 
     def find_corruption(self, *, rank: int = 0, world_size: int = 1) -> list[Corruption]:
         """All entries whose CRC-32 differs, found by reading every byte."""
