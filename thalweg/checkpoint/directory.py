@@ -140,19 +140,13 @@ def resolve_tag(io: FileSystem, directory: Path, tag: str) -> CheckpointEntry:
     """The directory to read for an explicit tag."""
     versions = find_versions(io, directory, check_tag(tag))
     if not versions:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint {tag!r} in {directory}{_describe_available(io, directory)}"
-        )
+        tags = [entry.head.tag for entry in list_checkpoints(io, directory) if entry.head]
+        found = f"it holds {', '.join(tags[:8]) or 'no checkpoint'}"
+        found = found if io.exists(directory) else "the directory does not exist"
+        raise CheckpointNotFoundError(f"there is no checkpoint {tag!r} in {directory}; {found}")
     if versions[0].head is None:
         raise CorruptCheckpointError(versions[0].error)
     return versions[0]
-
-
-def _describe_available(io: FileSystem, directory: Path) -> str:
-    if not io.exists(directory):
-        return "; the directory does not exist"
-    tags = [f.head.tag for f in list_checkpoints(io, directory) if f.head]
-    return f"; it holds {', '.join(tags[:8])}" if tags else "; it holds no checkpoint"
 
 
 def read_latest(io: FileSystem, directory: Path) -> str | None:

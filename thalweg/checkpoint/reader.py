@@ -121,7 +121,9 @@ class Checkpoint:
         Raises ``CheckpointMismatchError`` for an unknown name or a box outside the shape,
         ``CorruptCheckpointError`` if a byte has changed.
         """
-        name = self._resolve_name(name)
+        asked, name = name, self.manifest.resolve_alias(name)
+        if name not in self.manifest.tensors:
+            raise CheckpointMismatchError(f"not in the checkpoint: {self._suggest_names(asked)}")
         record = self.manifest.tensors[name]
         full = full_chunk(record.shape)
         box = TensorChunk(
@@ -217,16 +219,35 @@ class Checkpoint:
         items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
         pairs: list[tuple[str, torch.Tensor]] = list(items)
         matched = ranks.all_or_raise(operation, lambda: self._match_request(pairs, strict))
-        ranks.all_or_raise(
-            operation, lambda: self._check_all_requested(pairs, matched, extra_names) if strict else None
-        )
+
+        def check_all_requested() -> None:
+            used = {name for part in matched for name in part["used"]}
+            used |= {self.manifest.resolve_alias(name) for name in extra_names}
+            top_level_names = {name.partition("/")[0] for name in used}
+            unused = [
+                name for name in self.manifest.tensors if name.partition("/")[0] in top_level_names and name not in used
+            ]
+            if unused and strict:
+                requested = [name for name, _ in pairs]
+                text = format_list([_with_close_matches(name, requested) for name in unused])
+                raise CheckpointMismatchError(
+                    f"unexpected checkpoint keys: {text}; load with strict=False to ignore them"
+                )
+
+        ranks.all_or_raise(operation, check_all_requested)
         missing = set(matched[ranks.rank]["missing"])
         if ranks.rank == 0 and matched[0]["cast"]:
             _log.warning("%s: cast to another dtype: %s", self.path, format_list(matched[0]["cast"]))
+        # The pieces that this rank needs, each with the places in live tensors that it fills.
         targets: dict[tuple[str, ChunkRecord], list[_Target]] = {}
 
         def check() -> None:
-            targets.update(self._plan_reads([(name, t) for name, t in pairs if name not in missing]))
+            for name, tensor in pairs:
+                stored, local = self.manifest.resolve_alias(name), local_tensor(tensor)
+                for chunk, origin in local_chunks(name, tensor) if name not in missing else ():
+                    for piece in self.manifest.tensors[stored].pieces:
+                        if overlap := piece.chunk.intersect(chunk):
+                            targets.setdefault((stored, piece), []).append((overlap, origin, local))
             if not self._verified:
                 self._map_concurrently(targets, lambda piece: self._read_chunk(*piece, keep=False))
 
@@ -270,32 +291,6 @@ class Checkpoint:
             )
         return {"used": sorted(set(used)), "missing": missing, "cast": cast}
 
-    def _check_all_requested(
-        self, tensors: list[tuple[str, torch.Tensor]], matched: list[dict[str, list[str]]], extra_names: Iterable[str]
-    ) -> None:
-        used = {name for part in matched for name in part["used"]} | {
-            self.manifest.resolve_alias(name) for name in extra_names
-        }
-        top_level_names = {name.partition("/")[0] for name in used}
-        unused = [
-            name for name in self.manifest.tensors if name.partition("/")[0] in top_level_names and name not in used
-        ]
-        if unused:
-            requested = [name for name, _ in tensors]
-            text = format_list([_with_close_matches(name, requested) for name in unused])
-            raise CheckpointMismatchError(f"unexpected checkpoint keys: {text}; load with strict=False to ignore them")
-
-    def _plan_reads(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[tuple[str, ChunkRecord], list[_Target]]:
-        """The pieces that this rank needs, each with the places in live tensors that it fills."""
-        targets: dict[tuple[str, ChunkRecord], list[_Target]] = {}
-        for name, tensor in tensors:
-            stored, local = self.manifest.resolve_alias(name), local_tensor(tensor)
-            for chunk, origin in local_chunks(name, tensor):
-                for piece in self.manifest.tensors[stored].pieces:
-                    if overlap := piece.chunk.intersect(chunk):
-                        targets.setdefault((stored, piece), []).append((overlap, origin, local))
-        return targets
-
     def _map_concurrently(self, items: Collection[Any], action: Callable[[Any], Any]) -> list[Any]:
         """``action`` on each item, on several threads where there is enough to read for that to pay."""
         if sum(record.size for record in self.manifest.files.values()) < SMALL_FILE_BYTES:
@@ -305,12 +300,6 @@ class Checkpoint:
 
     def _read_chunk(self, name: str, chunk: ChunkRecord, *, keep: bool = True) -> torch.Tensor:
         return self._shard_readers[chunk.file].read_chunk(name, chunk, self.manifest.tensors[name].dtype, keep=keep)
-
-    def _resolve_name(self, name: str) -> str:
-        resolved = self.manifest.resolve_alias(name)
-        if resolved not in self.manifest.tensors:
-            raise CheckpointMismatchError(f"not in the checkpoint: {self._suggest_names(name)}")
-        return resolved
 
     def _suggest_names(self, name: str) -> str:
         return _with_close_matches(name, [*self.manifest.tensors, *self.manifest.aliases])
