@@ -45,33 +45,28 @@ class _Collective:
 def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
     """Bytes that a rank sends in one optimizer step (all micro-batches of a window): by collective, in its ring form,
     and by link."""
-    by_collective, by_link = _data_parallel_volume(trace, run_spec) if run_spec.topology.world_size > 1 else ({}, {})
+    by_collective: Counter[str] = Counter()
+    by_link: Counter[str] = Counter()
+    if run_spec.topology.world_size > 1:
+        num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
+        for call in _iter_collectives(trace, run_spec, num_shards):
+            sent_bytes = RING_FACTOR[call.kind] * call.full_bytes * (num_shards - 1) // num_shards
+            by_collective[call.kind] += call.num_calls * sent_bytes
+            for link, num_bytes in zip((INTRA_NODE, INTER_NODE), _link_bytes(call, run_spec), strict=True):
+                by_link[link] += call.num_calls * num_bytes
+        if (copies := run_spec.num_replica_groups) > 1:  # each shard's gradient is added up over its copies
+            shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
+            link = INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE
+            by_link[link] += 2 * shard * (copies - 1) // copies
+        if run_spec.outer_optimizer is not None:
+            _add_outer_steps(trace, run_spec, by_collective, by_link)
+        if run_spec.gradient_compression is not None:
+            _add_compressed_gradients(trace, run_spec, by_collective, by_link)
     num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     for entry in trace.comm_ledger.entries():  # of split layers
         num_bytes = entry.sent_bytes * run_spec.accumulation_steps // num_traced
-        for table, key in ((by_collective, entry.kind), (by_link, run_spec.tp_link)):
-            table[key] = table.get(key, 0) + num_bytes
-    return by_collective, by_link
-
-
-def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
-    """The data axis' part."""
-    num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
-    by_collective: Counter[str] = Counter()
-    by_link: Counter[str] = Counter()
-    for call in _iter_collectives(trace, run_spec):
-        sent_bytes = RING_FACTOR[call.kind] * call.full_bytes * (num_shards - 1) // num_shards
-        by_collective[call.kind] += call.num_calls * sent_bytes
-        for link, num_bytes in zip((INTRA_NODE, INTER_NODE), _link_bytes(call, run_spec), strict=True):
-            by_link[link] += call.num_calls * num_bytes
-    if (copies := run_spec.num_replica_groups) > 1:  # each shard's gradient is added up over its copies
-        shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
-        link = INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE
-        by_link[link] += 2 * shard * (copies - 1) // copies
-    if run_spec.outer_optimizer is not None:
-        _add_outer_steps(trace, run_spec, by_collective, by_link)
-    if run_spec.gradient_compression is not None:
-        _add_compressed_gradients(trace, run_spec, by_collective, by_link)
+        by_collective[entry.kind] += num_bytes
+        by_link[run_spec.tp_link] += num_bytes
     return dict(by_collective), {link: total for link, total in by_link.items() if total}
 
 
@@ -119,9 +114,8 @@ def _add_compressed_gradients(
     by_link[INTRA_NODE] += (num_parts - 1) * factor * part
 
 
-def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collective]:
+def _iter_collectives(trace: StepTrace, run_spec: RunSpec, num_shards: int) -> Iterator[_Collective]:
     num_micro_batches, policy = run_spec.accumulation_steps, run_spec.policy
-    num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
     trained = [unit for unit in trace.units if unit.is_trainable]
     num_reductions = num_micro_batches if policy.reduces_each_backward else 1
     for unit in trained:

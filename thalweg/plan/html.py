@@ -30,7 +30,9 @@ def plan_to_html(plan: Plan) -> str:
 
 def _timeline_chart(timeline: Sequence[MemorySample], limit: int | None, process_bytes: int) -> dict[str, Any]:
     """Stacked areas of what is alive, the resident line above them, and where the phases begin."""
-    samples = _downsample(timeline)
+    stride = max(1, len(timeline) // _MAX_SAMPLES)
+    windows = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
+    samples = [max(window, key=lambda sample: sum(sample.live_bytes.values())) for window in windows]
     highest = max(max(m.resident_bytes for m in samples), limit or 0) * 1.05
     labels = [label for label in _COLOURS if label == "process" or any(m.live_bytes.get(label) for m in samples)]
 
@@ -66,10 +68,3 @@ def _phase_starts(samples: Sequence[MemorySample]) -> Iterator[tuple[str, int]]:
         if sample.phase != previous_phase and sample.phase in ("forward", "backward", "update"):
             yield sample.phase, index
         previous_phase = sample.phase
-
-
-def _downsample(timeline: Sequence[MemorySample]) -> list[MemorySample]:
-    """At most ``_MAX_SAMPLES`` entries, the highest of each window."""
-    stride = max(1, len(timeline) // _MAX_SAMPLES)
-    windows = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
-    return [max(window, key=lambda sample: sum(sample.live_bytes.values())) for window in windows]

@@ -31,16 +31,15 @@ class _FakeBufferPool:
         self.buffers: list[_FakeBuffer] = []
 
     def acquire(self, num_bytes: int) -> _FakeBuffer:
-        free = [block for block in self.buffers if not block.in_use]
-        fitting = [block for block in free if block.num_bytes >= num_bytes]
-        if fitting:
-            best_fit = min(fitting, key=lambda block: block.num_bytes)
-            best_fit.in_use = True
-            return best_fit
-        self.release_memory()
-        self.buffers.append(block := _FakeBuffer(num_bytes))
-        self._rank_memory.adjust_mmapped(self._label, num_bytes)
-        return block
+        fitting = [block for block in self.buffers if not block.in_use and block.num_bytes >= num_bytes]
+        if not fitting:
+            self.release_memory()
+            fitting = [_FakeBuffer(num_bytes)]
+            self.buffers += fitting
+            self._rank_memory.adjust_mmapped(self._label, num_bytes)
+        best_fit = min(fitting, key=lambda block: block.num_bytes)
+        best_fit.in_use = True
+        return best_fit
 
     def release_memory(self) -> None:
         """As the pool's: a forward pass begins."""

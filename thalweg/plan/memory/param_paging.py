@@ -84,17 +84,13 @@ class PagedParams:
             )
             unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in members) if shared else 0
             self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
-        barrier = _no_barrier if shared else None
         paged_units = cast(list[PagedUnit], list(self.units.values()))
+        barrier: Any = (lambda name: None) if shared else None  # all ranks are here
         self.pager = Pager(paged_units, run_spec.zero.offload_param.buffer_count, barrier)
 
     def apply_mark(self, verb: str, name: str) -> None:
         """``open``, ``close`` or ``prefetch`` of one unit."""
         {"open": self.pager.acquire, "close": self.pager.release, "prefetch": self.pager.prefetch}[verb](name)
-
-    def invalidate(self, name: str) -> None:
-        """The unit is updated within the backward pass."""
-        self.pager.invalidate([name])
 
     def end_window(self) -> None:
         """The update follows: nothing that is in memory is true any more."""
@@ -105,10 +101,6 @@ class PagedParams:
     def read_bytes(self) -> int:
         """Bytes read so far."""
         return sum(page.read_bytes for page in self.units.values())
-
-
-def _no_barrier(name: str) -> None:
-    """All ranks are here."""
 
 
 @dataclass

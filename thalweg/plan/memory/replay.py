@@ -228,7 +228,7 @@ class _Replay:
             if not self.run_spec.states_on_host:
                 self.gradient_buffers.reduce(name, verb == "last")
             if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_params.units:
-                self.paged_params.invalidate(name)
+                self.paged_params.pager.invalidate([name])  # updated within the backward pass
         elif verb == "gather":
             self.gradient_buffers.gather(name)
         elif verb in ("open", "close", "prefetch"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -94,7 +94,8 @@ def trace_step(
     apply_fake_sp(model, run_spec.sp_size, list(blocks.values()), ledger)
     stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.zero.offload_param.device == "nvme"
     units = blocks if stragglers_in_root else with_large_leaves(model, blocks)
-    offloads = run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec)
+    to_host = run_spec.activation_offload == "cpu" and not run_spec.on_cpu  # from a GPU
+    offloads = run_spec.activation_offload == "nvme" or to_host
     offload_recorder = OffloadRecorder(recorder) if offloads else None
     apply_activation_checkpointing(model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder)
     tiling = _apply_tiling(model, run_spec)
@@ -105,9 +106,13 @@ def trace_step(
         if tiling is not None:
             tiling.trust_current_hooks()
         del fake
-        with _autocast_context(run_spec), nullcontext() if run_spec.on_cpu else GpuKernelMode():
-            if input_spec is None:
-                _record_reductions_only(source)
+        dtype = None if run_spec.autocast_dtype is None else parse_dtype(run_spec.autocast_dtype)
+        autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+        with autocast, nullcontext() if run_spec.on_cpu else GpuKernelMode():
+            if input_spec is None:  # reductions alone
+                names = [f"last {unit.name}" for unit in sizes if unit.is_trainable]
+                for name in ("forward", "backward", *names):
+                    recorder.record_mark(name)
             else:
                 with _explain_model_errors(model, input_spec):
                     _run_window(model, input_spec, source)
@@ -251,17 +256,6 @@ def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
     return apply_tiling(model, section)
 
 
-def _offloads_to_host(run_spec: RunSpec) -> bool:
-    """Whether inputs of checkpointed units go from a GPU to the host."""
-    return run_spec.activation_offload == "cpu" and not run_spec.on_cpu
-
-
-def _autocast_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
-    if run_spec.autocast_dtype is None:
-        return nullcontext()
-    return torch.autocast("cpu", dtype=parse_dtype(run_spec.autocast_dtype))
-
-
 def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource) -> None:
     recorder, run_spec = source.recorder, source.run_spec
     model.train()
@@ -302,11 +296,6 @@ def _explain_model_errors(model: nn.Module, input_spec: InputSpec) -> Iterator[N
             f"{type(model).__name__} cannot run under fake tensors with {inputs} ({why}): pass batch=, one "
             "micro-batch of tensors as the model takes them; a model that branches on values cannot be planned"
         ) from error
-
-
-def _record_reductions_only(source: FsdpEventSource) -> None:
-    for name in ("forward", "backward", *(f"last {u.info.name}" for u in source.units if u.info.is_trainable)):
-        source.recorder.record_mark(name)
 
 
 def scalar_loss(output: Any) -> Tensor:
