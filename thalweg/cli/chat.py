@@ -10,6 +10,7 @@ Ctrl-C ends an answer; an empty line or Ctrl-D ends the conversation; /new begin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -122,11 +123,7 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
         params = SamplingParams(
             max_tokens=min(args.max_tokens, max_new_tokens), temperature=args.temperature, seed=args.seed, stop=stop
         )
-        engine.add(Request("chat", tokens, params))
-        try:
-            while engine.has_work():
-                yield from (output.text for output in engine.step())
-        finally:
-            engine.abort("chat")
+        with contextlib.closing(engine.run_requests([Request("chat", tokens, params)])) as outputs:
+            yield from (output.text for output in outputs)
 
     return stream_reply

@@ -16,7 +16,7 @@ import torch
 
 from thalweg.checkpoint.deepspeed.checkpoint_folder import FolderReader, is_deepspeed_folder
 from thalweg.checkpoint.deepspeed.flat_tensors import ForeignContents, LogicalTensor, flat_range_chunks, flat_start
-from thalweg.checkpoint.directory import LATEST, MANIFEST, find_versions, list_checkpoints, read_latest
+from thalweg.checkpoint.directory import LATEST, MANIFEST, list_checkpoints, read_latest
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.checkpoint.format.chunks import split_chunk
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES
@@ -102,18 +102,15 @@ def find_foreign(io: FileSystem, checkpoint_dir: Path, tag: str | None = None) -
     ``checkpoint_dir`` may itself be the folder of one checkpoint.  Without a tag the pointer decides; where there is
     none, and no checkpoint of ours, the one of the most steps.
     """
-    if tag is not None and tag != LATEST:
-        path = checkpoint_dir / tag
-        ours = bool(find_versions(io, checkpoint_dir, tag)) and io.exists(path / MANIFEST)
-        return path if not ours and is_deepspeed_folder(io, path) else None
-    if is_deepspeed_folder(io, checkpoint_dir):
+    name = None if tag == LATEST else tag
+    if name is None and is_deepspeed_folder(io, checkpoint_dir):
         return checkpoint_dir
-    pointed = read_latest(io, checkpoint_dir)
-    if pointed is None and list_checkpoints(io, checkpoint_dir, ignore_read_errors=True):
-        return None
-    if pointed is not None:
-        path = checkpoint_dir / pointed
+    name = read_latest(io, checkpoint_dir) if name is None else name
+    if name is not None:
+        path = checkpoint_dir / name
         return path if not io.exists(path / MANIFEST) and is_deepspeed_folder(io, path) else None
+    if list_checkpoints(io, checkpoint_dir, ignore_read_errors=True):
+        return None
     folders = [n for n in list_if_there(io, checkpoint_dir) if is_deepspeed_folder(io, checkpoint_dir / n)]
     if not folders:
         return None

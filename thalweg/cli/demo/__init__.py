@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 from thalweg.cli.arguments import int_at_least
 from thalweg.cli.demo.settings import DemoSettings
+from thalweg.launch.cpu_affinity import usable_cpus
 from thalweg.utils.env import DEVICE_VARIABLE
 
 
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     _require_packages()
     started = time.perf_counter()
     out = _make_output_folder(args.out)
-    _warn_if_oversubscribed(args.nproc)
+    cores = len(usable_cpus())
+    if args.nproc > cores:
+        sys.stderr.write(f"warning: --nproc {args.nproc} on {cores} cores: the processes will wait for each other\n")
     from thalweg.cli.demo.corpus import prepare_corpus
 
     settings = DemoSettings(
@@ -79,12 +81,17 @@ def run(args: argparse.Namespace) -> int:
         device=_resolve_device(args.device, args.nproc),
     )
     corpus = prepare_corpus(out, settings.vocabulary, log)
-    settings = replace(
-        settings, vocabulary=corpus.vocabulary, precision=_resolve_precision(args.precision, settings.device)
-    )
-    _remove_earlier_run(out)
+    precision = args.precision
+    if precision == "auto":
+        from thalweg.cli.demo.precision import has_fast_bf16
+
+        precision = "bf16" if has_fast_bf16(settings.device) else "fp32"
+    # What an earlier demo left: metrics are appended to, and a checkpoint is never overwritten.
+    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    for name in ("metrics.jsonl", "loss.png", "summary.json"):
+        (out / name).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="thalweg-demo-") as results:
-        settings = replace(settings, results=results)
+        settings = replace(settings, vocabulary=corpus.vocabulary, precision=precision, results=results)
         code, facts = _train_and_reload(settings, log)
     if code != 0:
         return code
@@ -118,12 +125,6 @@ def _make_output_folder(name: str) -> Path:
     return out
 
 
-def _warn_if_oversubscribed(nproc: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if nproc > cores:
-        sys.stderr.write(f"warning: --nproc {nproc} on {cores} cores: the processes will wait for each other\n")
-
-
 def _resolve_device(requested: str, nproc: int) -> str:
     """The device's name; two ranks cannot share one accelerator: with fewer of them than ranks, the processor."""
     import torch
@@ -132,21 +133,6 @@ def _resolve_device(requested: str, nproc: int) -> str:
 
     too_few = requested == "auto" and torch.accelerator.device_count() < nproc
     return "cpu" if too_few or resolve_device(requested).type == "cpu" else requested
-
-
-def _resolve_precision(requested: str, device: str) -> str:
-    if requested != "auto":
-        return requested
-    from thalweg.cli.demo.precision import has_fast_bf16
-
-    return "bf16" if has_fast_bf16(device) else "fp32"
-
-
-def _remove_earlier_run(out: Path) -> None:
-    """Remove what an earlier demo left: metrics are appended to, and a checkpoint is never overwritten."""
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    for name in ("metrics.jsonl", "loss.png", "summary.json"):
-        (out / name).unlink(missing_ok=True)
 
 
 def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
