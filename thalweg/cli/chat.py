@@ -10,7 +10,6 @@ Ctrl-C ends an answer; an empty line or Ctrl-D ends the conversation; /new begin
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -123,7 +122,11 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
         params = SamplingParams(
             max_tokens=min(args.max_tokens, max_new_tokens), temperature=args.temperature, seed=args.seed, stop=stop
         )
-        with contextlib.closing(engine.run_requests([Request("chat", tokens, params)])) as outputs:
-            yield from (output.text for output in outputs)
+        engine.add(Request("chat", tokens, params))
+        try:
+            while engine.has_work():
+                yield from (output.text for output in engine.step())
+        finally:
+            engine.abort("chat")
 
     return stream_reply
