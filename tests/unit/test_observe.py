@@ -129,7 +129,9 @@ def test_console_is_silent_unless_asked(tmp_path, capfd, every):
 
 
 def test_plain_console_prints_every_nth_and_the_last_step_to_stderr(tmp_path, capfd):
-    with build_recorder(config(tmp_path, every=10), rank=0, total_steps=25) as recorder:
+    every_tenth = config(tmp_path, every=10)
+    every_tenth.scheduler = SimpleNamespace(params={"total_num_steps": 25})
+    with build_recorder(every_tenth, rank=0) as recorder:
         for step in range(1, 26):
             recorder.step(record(step, model_tflops=0.123, memory_mib=512.0))
     out, err = capfd.readouterr()

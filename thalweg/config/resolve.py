@@ -98,7 +98,7 @@ def try_resolve(
     resolved._provenance = replace(config.provenance, derived=tuple(derived.items()))
     problems += find_rule_violations(resolved, skipped)
     problems += find_unsupported(resolved, skipped)
-    return resolved, _dedupe(problems)
+    return resolved, list({(problem.path, type(problem)): problem for problem in problems}.values())
 
 
 def _list_auto_paths(config: Config) -> list[tuple[str, Any]]:
@@ -123,7 +123,3 @@ def _resolve_auto(path: str, default: Any, config: Config, hidden: int | None) -
     if block == "scheduler.params" and name in REQUIRED_PARAMS.get(scheduler_type, ()):
         return ConfigProblem(path, AUTO, f'a value: "auto" is not supported here; set {name}')
     return default, "default"
-
-
-def _dedupe(problems: list[ConfigProblem]) -> list[ConfigProblem]:
-    return list({(problem.path, type(problem)): problem for problem in problems}.values())

@@ -38,7 +38,7 @@ class StepMeter:
         memory_mib: Callable[[], float] | None = None,
         num_batch_copies: int = 1,
     ) -> None:
-        self.recorder = self._recorder = recorder
+        self.recorder = recorder
         self._num_batch_copies = num_batch_copies
         self._group = group
         self._flops_per_token = flops_per_token
@@ -110,10 +110,10 @@ class StepMeter:
             memory_mib=self._memory_mib() if self._memory_mib else None,
             phases=phases or {},
         )
-        self._recorder.step(record)
+        self.recorder.step(record)
         self._reset()
         return record
 
     def close(self) -> None:
         """Close the writers."""
-        self._recorder.close()
+        self.recorder.close()

@@ -63,12 +63,8 @@ class _LauncherVariables:
     job_id: list[str] = field(default_factory=list)
 
 
-def _read_launchers() -> dict[str, _LauncherVariables]:
-    tables = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text(encoding="utf-8"))
-    return {source: _LauncherVariables(source, **names) for source, names in tables.items()}
-
-
-_LAUNCHERS = _read_launchers()
+_TABLES = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text(encoding="utf-8"))
+_LAUNCHERS = {source: _LauncherVariables(source, **names) for source, names in _TABLES.items()}
 _TORCHRUN, _OPENMPI, _SLURM = _LAUNCHERS["torchrun"], _LAUNCHERS["openmpi"], _LAUNCHERS["slurm"]
 _PMI, _KUBEFLOW = _LAUNCHERS["pmi"], _LAUNCHERS["kubeflow"]
 

@@ -213,25 +213,22 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
         )
 
     try:
-        known = PrefixStore("cards", store), _rank_card(info, hostname), info.world_size, timeout
+        card = {
+            "index": info.rank,
+            "host": hostname,
+            "machine": f"{hostname} {boot_id()}",  # two machines may bear one name
+            "pid": os.getpid(),
+            "world_size": info.world_size,
+            "local_rank": info.local_rank,
+            "local_world_size": info.local_world_size,
+        }
+        known = PrefixStore("cards", store), card, info.world_size, timeout
         exchange_cards(*known, find_problem, describe_missing, notify)
     except RuntimeError as error:
         raise ValueError(
             f"rank {info.rank} on {hostname}: {names['rank']}=0 exited during rendezvous; see its error"
         ) from error
     return store
-
-
-def _rank_card(info: RankInfo, hostname: str) -> Card:
-    return {
-        "index": info.rank,
-        "host": hostname,
-        "machine": f"{hostname} {boot_id()}",  # two machines may bear one name
-        "pid": os.getpid(),
-        "world_size": info.world_size,
-        "local_rank": info.local_rank,
-        "local_world_size": info.local_world_size,
-    }
 
 
 def _bind_rank0(info: RankInfo, names: dict[str, str], addr: str, port: int) -> socket.socket:

@@ -151,7 +151,8 @@ class Section(BaseModel):
         )
         if isinstance(value, str) and value == AUTO:
             return field.default if block else value
-        if value is None and (block or field.default in (AUTO, UNSET)) and not accepts_none(field.annotation):
+        may_be_left_out = block or field.default in (AUTO, UNSET)
+        if value is None and may_be_left_out and NoneType not in union_members(field.annotation):
             return field.default
         return freeze(handler(value))
 
@@ -174,11 +175,6 @@ def union_members(annotation: Any) -> Iterator[Any]:
             yield from union_members(option)
     else:
         yield annotation
-
-
-def accepts_none(annotation: Any) -> bool:
-    """Whether ``null`` is itself a value of the option."""
-    return NoneType in union_members(annotation)
 
 
 def literal_choices(annotation: Any) -> tuple[Any, ...]:
