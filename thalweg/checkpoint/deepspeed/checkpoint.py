@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from thalweg.checkpoint.deepspeed.checkpoint_folder import FolderReader, is_deepspeed_folder
-from thalweg.checkpoint.deepspeed.flat_tensors import ForeignContents, LogicalTensor, flat_range_chunks, flat_start
+from thalweg.checkpoint.deepspeed.checkpoint_folder import DeepSpeedFolder, is_deepspeed_folder
+from thalweg.checkpoint.deepspeed.flat_tensors import LogicalTensor, flat_range_chunks, flat_start
 from thalweg.checkpoint.directory import LATEST, MANIFEST, list_checkpoints, read_latest
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.checkpoint.format.chunks import split_chunk
@@ -34,56 +34,56 @@ _log = get_logger(__name__)
 class ForeignCheckpoint(Checkpoint):
     """A folder of DeepSpeed's; ``state`` is the tree that ``restore_module`` and ``TrainingState`` know."""
 
-    def __init__(self, path: Path, contents: ForeignContents, io: FileSystem) -> None:
-        self._contents = contents
+    def __init__(self, path: Path, folder: DeepSpeedFolder, io: FileSystem) -> None:
+        self._folder = folder
         self._verified = False
-        self.path, self.manifest, self._io = path, _make_manifest(path, contents), io
+        self.path, self.manifest, self._io = path, _make_manifest(path, folder), io
 
     @classmethod
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> ForeignCheckpoint:
         """Open the one directory ``path``, or raise ``CorruptCheckpointError``."""
         io = io or FileSystem()
-        return cls(path, FolderReader(io, path).read(), io)
+        return cls(path, DeepSpeedFolder(io, path), io)
 
     @property
     def state(self) -> Any:
         """The state tree; its tensors are read now."""
-        return map_tensors(self._contents.state, lambda tensor: tensor.detach().clone())
+        return map_tensors(self._folder.state, lambda tensor: tensor.detach().clone())
 
     def find_corruption(self, *, rank: int = 0, world_size: int = 1) -> list[Corruption]:
         """All entries whose CRC-32 differs, found by reading every byte."""
-        names = sorted(self._contents.files)[rank::world_size]
-        reasons = self._map_concurrently(names, lambda name: self._contents.files[name].find_damage())
+        names = sorted(self._folder.files)[rank::world_size]
+        reasons = self._map_concurrently(names, lambda name: self._folder.files[name].find_damage())
         return [Corruption(name, None, reason) for name, reason in zip(names, reasons, strict=True) if reason]
 
     def _read_chunk(self, name: str, chunk: ChunkRecord, *, keep: bool = True) -> torch.Tensor:
-        tensor = self._contents.tensors[name]
+        tensor = self._folder.tensors[name]
         start = flat_start(chunk.chunk, tensor.shape)
         fragment = tensor.fragments[int(chunk.key)]
         return fragment.read(start, start + chunk.chunk.numel).view(chunk.size)
 
 
-def _make_manifest(path: Path, contents: ForeignContents) -> Manifest:
+def _make_manifest(path: Path, folder: DeepSpeedFolder) -> Manifest:
     head = ManifestHead(
         tag=path.name,
-        step=contents.step,
+        step=folder.step,
         epoch=0,
-        world=contents.world_size,
+        world=folder.world_size,
         sequence=0,
         created="",
-        writer=contents.writer,
+        writer=folder.writer,
     )
     files = {
         name: FileRecord(size=file.size, header_bytes=0, header_sha256=_NO_DIGEST)
-        for name, file in contents.files.items()
+        for name, file in folder.files.items()
     }
     tensors = {
         name: TensorRecord(dtype=DTYPE_NAMES[tensor.dtype], shape=tensor.shape, pieces=tuple(_pieces(tensor)))
-        for name, tensor in contents.tensors.items()
+        for name, tensor in folder.tensors.items()
     }
     # Not validated: a universal folder's files lie in folders of their own, which our own names never do.
     return Manifest.model_construct(
-        head=head, files=files, tensors=tensors, aliases=contents.aliases, state=None, ranks=[]
+        head=head, files=files, tensors=tensors, aliases=folder.aliases, state=None, ranks=[]
     )
 
 

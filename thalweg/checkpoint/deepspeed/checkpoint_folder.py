@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from thalweg.checkpoint.deepspeed.flat_tensors import (
-    ForeignContents,
     Fragment,
     LogicalTensor,
     cut_concatenation,
@@ -72,20 +71,20 @@ class _Part:
     optims: list[dict[str, Any]]
 
 
-class FolderReader:
-    """One folder on its way to ``ForeignContents``; its tensors are mapped, not read."""
+class DeepSpeedFolder:
+    """What a folder holds: tensors under ``model/<fqn>`` and ``optim/<key>/<fqn>``, names of tied weights, the state
+    tree, and what is said about its origin.  Its tensors are mapped, not read."""
 
     def __init__(self, io: FileSystem, path: Path) -> None:
         self.io, self.path = io, path
         self.names = list_if_there(io, path)
-        self.contents = ForeignContents()
+        self.tensors: dict[str, LogicalTensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.files: dict[str, TorchFile] = {}
         self.groups: list[dict[str, Any]] = []
         self.canonical: dict[str, str] = {}
         self.expert_values: dict[str, torch.Tensor] = {}  # by DeepSpeed's names, with the experts' global numbers
         self.stacks: dict[str, dict[int, tuple[tuple[int, ...], list[Fragment]]]] = {}
-
-    def read(self) -> ForeignContents:
-        """Everything that the folder holds."""
         self._refuse_tensor_parallelism()
         parts = [self._read_part(mp_rank) for mp_rank in self._mp_ranks()]
         common = parts[0].model
@@ -119,26 +118,22 @@ class FolderReader:
                 )
             self._add_module(part)
         for name, value in layers.items():
-            if f"model/{name}" not in self.contents.aliases:
+            if f"model/{name}" not in self.aliases:
                 self._add_stored(f"model/{name}", value)
         for key, value in self.expert_values.items():
             name, row = self._place(key)
             self._add_row(f"model/{name}", row, value.shape, [Fragment(0, value.numel(), value)])
         self._add_stacks()
-        contents = self.contents
-        contents.aliases = {
-            alias: name
-            for alias, name in contents.aliases.items()
-            if name in contents.tensors and alias not in contents.tensors
+        self.aliases = {
+            alias: name for alias, name in self.aliases.items() if name in self.tensors and alias not in self.tensors
         }
-        contents.step = int(common.get("global_steps", 0))
-        contents.world_size = int(common.get("dp_world_size") or 1) * int(common.get("mp_world_size") or 1)
-        contents.writer = f"deepspeed {common.get('ds_version', '(version unknown)')}"
-        contents.state = self._state(common, parts)
-        return contents
+        self.step = int(common.get("global_steps", 0))
+        self.world_size = int(common.get("dp_world_size") or 1) * int(common.get("mp_world_size") or 1)
+        self.writer = f"deepspeed {common.get('ds_version', '(version unknown)')}"
+        self.state = self._state(common, parts)
 
     def _load_any(self, name: str) -> Any:
-        file = self.contents.files[name] = TorchFile(self.io, self.path / name)
+        file = self.files[name] = TorchFile(self.io, self.path / name)
         return file.tree()
 
     def _load(self, name: str) -> dict[str, Any]:
@@ -183,7 +178,7 @@ class FolderReader:
     # The tensors of the model.
 
     def _add(self, name: str, tensor: LogicalTensor) -> None:
-        self.contents.tensors.setdefault(name, tensor)  # of a pipeline's tied weights each stage has a copy
+        self.tensors.setdefault(name, tensor)  # of a pipeline's tied weights each stage has a copy
 
     def _place(self, raw_name: str, first_expert: int = 0) -> tuple[str, int | None]:
         """Our name of a parameter, and its row where it is an expert's; ``first_expert`` is its team's."""
@@ -222,7 +217,7 @@ class FolderReader:
         """What the module's own state dict adds: buffers, frozen parameters, all of it where there is no fp32."""
         module, is_stage3 = part.model.get("module") or {}, _stage(part) == 3
         shared = dict(part.model.get("shared_params") or {})
-        self.contents.aliases |= {f"model/{alias}": f"model/{name}" for alias, name in shared.items()}
+        self.aliases |= {f"model/{alias}": f"model/{name}" for alias, name in shared.items()}
         for name, fragments in (part.model.get("frozen_param_fragments") or {}).items():
             shape = tuple(part.model["frozen_param_shapes"][name])
             shares = [model["frozen_param_fragments"][name] for model in part.models]
@@ -246,7 +241,7 @@ class FolderReader:
                 attribute = name.split(".", 2)[2]
                 places = [n for n in unclaimed if n.split(".", 2)[2] == attribute and layers[n].shape == shapes[name]]
                 names[name] = places[0] if places else name
-                self.contents.aliases |= {f"model/{other}": f"model/{places[0]}" for other in places[1:]}
+                self.aliases |= {f"model/{other}": f"model/{places[0]}" for other in places[1:]}
                 unclaimed = [n for n in unclaimed if n not in places]
         return names
 
@@ -351,7 +346,7 @@ class FolderReader:
         """The state tree, as ``TrainingState`` keeps one."""
         skipped = int(common.get("skipped_steps") or 0)
         engine: dict[str, Any] = {
-            "global_steps": self.contents.step,
+            "global_steps": self.step,
             "skipped_steps": skipped,
             "lr_scheduler": common.get("lr_scheduler"),
         }
@@ -367,7 +362,7 @@ class FolderReader:
             }
         own: dict[str, Any] = {}
         if self.groups:
-            keys = {name.split("/")[1] for name in self.contents.tensors if name.startswith("optim/")}
+            keys = {name.split("/")[1] for name in self.tensors if name.startswith("optim/")}
             forms = {key: ["plain"] if key == "step" else ["dtensor"] for key in sorted(keys)}
             own["optim"] = {"groups": self.groups, "values": {}, "loose": {}, "forms": forms}
         client_state = {key: value for key, value in common.items() if key not in _OWN_KEYS}

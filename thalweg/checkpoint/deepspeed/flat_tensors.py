@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from thalweg.checkpoint.deepspeed.torch_file import TorchFile
 from thalweg.checkpoint.errors import CorruptCheckpointError
 from thalweg.checkpoint.format.chunks import TensorChunk
 
@@ -64,20 +62,6 @@ class LogicalTensor:
         """One stored tensor."""
         fragments = (Fragment(0, stored.numel(), stored),) if stored.numel() else ()
         return cls(stored.dtype, tuple(stored.shape), fragments)
-
-
-@dataclass
-class ForeignContents:
-    """What a folder holds: tensors under ``model/<fqn>`` and ``optim/<key>/<fqn>``, names of tied weights, the
-    state tree, and what is said about its origin."""
-
-    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, TorchFile] = field(default_factory=dict)
-    step: int = 0
-    world_size: int = 1
-    writer: str = "unknown"
 
 
 def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorChunk]:
