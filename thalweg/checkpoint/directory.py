@@ -216,7 +216,7 @@ def make_directories(io: FileSystem, directory: Path) -> None:
         io.fsync_dir(path.parent)
 
 
-def start_save(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[Path, int]:
+def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
     """Prepare a save into a ``directory`` that is there: clean up after dead ones, check the tag, make the temporary.
 
     Returns the temporary directory and the sequence number of the commit to come.
@@ -229,23 +229,10 @@ def start_save(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[P
         raise CheckpointError(
             f"{public} exists and is not a checkpoint of Thalweg; choose another tag or move it out of the way"
         )
-    newest = _newest_head(io, directory)
-    _check_epoch(newest, epoch, directory)
+    newest = next((f.head for f in list_checkpoints(io, directory) if f.head), None)
     temporary = directory / f"{_SAVING_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
     io.mkdir(temporary)
     return temporary, (newest.sequence if newest else 0) + 1
-
-
-def _newest_head(io: FileSystem, directory: Path) -> ManifestHead | None:
-    return next((f.head for f in list_checkpoints(io, directory) if f.head), None)
-
-
-def _check_epoch(newest: ManifestHead | None, epoch: int, directory: Path) -> None:
-    if newest is not None and newest.epoch > epoch:
-        raise CheckpointError(
-            f"this job is of epoch {epoch}, but {directory} holds {newest.tag!r} of epoch {newest.epoch}: "
-            "a newer incarnation of the job has taken over, so this one must not commit"
-        )
 
 
 def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest, *, save_latest: bool = True) -> Path:
@@ -258,7 +245,6 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
     write_file(io, temporary / f".{MANIFEST}", serialize_manifest(manifest))
     io.rename(temporary / f".{MANIFEST}", temporary / MANIFEST)
     io.fsync_dir(temporary)
-    _check_epoch(_newest_head(io, directory), head.epoch, directory)
     with _directory_lock(io, directory):
         public = directory / head.tag
         if io.exists(public):

@@ -22,7 +22,7 @@ import torch
 from thalweg.checkpoint import directory
 from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem
-from thalweg.checkpoint.format.chunks import TensorChunk, full_chunk, local_chunks, local_tensor
+from thalweg.checkpoint.format.chunks import TensorChunk, local_chunks, local_tensor
 from thalweg.checkpoint.format.codec import decode_tree
 from thalweg.checkpoint.format.direct_writer import SMALL_FILE_BYTES
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
@@ -84,7 +84,7 @@ class Checkpoint:
 
     @property
     def head(self) -> ManifestHead:
-        """Tag, step, epoch, world size and commit number."""
+        """Tag, step, world size and commit number."""
         return self.manifest.head
 
     @property
@@ -115,32 +115,20 @@ class Checkpoint:
         """The tree that ``rank`` of the saving job stored, or None if that job had no such rank."""
         return decode_tree(self.manifest.ranks[rank], self.read) if 0 <= rank < len(self.manifest.ranks) else None
 
-    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, or the box of it at ``offsets`` of ``sizes``, on the CPU; reads only the pieces it needs.
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU.
 
-        Raises ``CheckpointMismatchError`` for an unknown name or a box outside the shape,
-        ``CorruptCheckpointError`` if a byte has changed.
+        Raises ``CheckpointMismatchError`` for an unknown name, ``CorruptCheckpointError`` if a byte has changed.
         """
         asked, name = name, self.manifest.resolve_alias(name)
         if name not in self.manifest.tensors:
             raise CheckpointMismatchError(f"not in the checkpoint: {self._suggest_names(asked)}")
         record = self.manifest.tensors[name]
-        full = full_chunk(record.shape)
-        box = TensorChunk(
-            full.offset if offsets is None else tuple(offsets), full.size if sizes is None else tuple(sizes)
-        )
-        inside = len(box.offset) == len(box.size) == len(full.size) and all(
-            a >= 0 and n >= 0 and a + n <= m for a, n, m in zip(box.offset, box.size, full.size, strict=True)
-        )
-        if not inside:
-            raise CheckpointMismatchError(f"{name} has shape {list(full.size)}; {box} lies outside it")
-        pieces = [(piece, overlap) for piece in record.pieces if (overlap := piece.chunk.intersect(box))]
-        if len(pieces) == 1 and pieces[0][0].chunk == box:
-            return self._read_chunk(name, pieces[0][0])
-        out = torch.empty(box.size, dtype=DTYPES[record.dtype])
-        for piece, overlap in pieces:
-            values = self._read_chunk(name, piece)
-            out[overlap.slices(box.offset)] = values[overlap.slices(piece.offset)]
+        if len(record.pieces) == 1:
+            return self._read_chunk(name, record.pieces[0])
+        out = torch.empty(record.shape, dtype=DTYPES[record.dtype])
+        for piece in record.pieces:
+            out[piece.chunk.slices((0,) * len(record.shape))] = self._read_chunk(name, piece)
         return out
 
     def close(self) -> None:

@@ -90,15 +90,13 @@ def save_snapshot(
     group: Any = None,
     io: FileSystem | None = None,
     keep_latest_k: int | None = None,
-    epoch: int = 0,
     save_latest: bool = True,
     background: BackgroundSave | None = None,
 ) -> Path:
     """Write and commit ``snapshot`` as ``checkpoint_dir/tag``; collective over ``group``; returns that path.
 
     An existing tag is replaced, and remains loadable until the new one is committed.  With
-    ``keep_latest_k`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
-    counts incarnations of the job: a save below the newest committed epoch is refused.
+    ``keep_latest_k`` the older checkpoints beyond that many are removed after the commit.
     ``save_latest``: whether the pointer comes to name it, so that a load without a tag takes it.
     ``background``: return when the state is copied, and leave the writing, and its errors, to a thread of it.
     A save of this process that is under way is waited for first.
@@ -144,7 +142,7 @@ def save_snapshot(
         def start() -> list[Any]:
             if ranks.rank != 0:
                 return []
-            temporary_dir, sequence = directory.start_save(io, checkpoint_dir, tag, epoch)
+            temporary_dir, sequence = directory.start_save(io, checkpoint_dir, tag)
             temporary.append(temporary_dir)
             return [temporary_dir.name, sequence]
 
@@ -183,7 +181,6 @@ def save_snapshot(
             head = ManifestHead(
                 tag=tag,
                 step=int(step),
-                epoch=epoch,
                 world=ranks.world_size,
                 sequence=sequence,
                 created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -67,7 +67,6 @@ def _make_manifest(path: Path, folder: DeepSpeedFolder) -> Manifest:
     head = ManifestHead(
         tag=path.name,
         step=folder.step,
-        epoch=0,
         world=folder.world_size,
         sequence=0,
         created="",

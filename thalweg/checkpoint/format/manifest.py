@@ -44,7 +44,7 @@ class ManifestHead(_FrozenRecord):
     version: StrictInt = VERSION
     tag: StrictStr
     step: StrictInt
-    epoch: NonNegativeInt
+    epoch: NonNegativeInt = 0
     world: NonNegativeInt
     sequence: NonNegativeInt
     created: StrictStr
