@@ -54,7 +54,8 @@ def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, By
             by_collective[call.kind] += call.num_calls * sent_bytes
             for link, num_bytes in zip((INTRA_NODE, INTER_NODE), _link_bytes(call, run_spec), strict=True):
                 by_link[link] += call.num_calls * num_bytes
-        if (copies := run_spec.num_replica_groups) > 1:  # each shard's gradient is added up over its copies
+        copies = 1 if run_spec.replicates_states else run_spec.num_site_ranks // run_spec.num_shards
+        if copies > 1:  # MiCS: each shard's gradient is added up over its copies
             shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
             link = INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE
             by_link[link] += 2 * shard * (copies - 1) // copies

@@ -69,9 +69,7 @@ class Planner:
         """The plan of a resolved config."""
         model = self.meta_model.model
         if changes := choose_max_in_cpu(config, self.cluster.host_memory_per_rank()):
-            changed = replace_by_path(config, changes)
-            assert isinstance(changed, Config)
-            config = changed
+            config = replace_by_path(config, changes)
         is_deferred = self.deferred_init
         if is_deferred is None:
             is_deferred = config.zero_optimization.offload_param.device == "nvme"

@@ -19,7 +19,7 @@ import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from thalweg.checkpoint.errors import CheckpointError
 from thalweg.compat.deepspeed.logs import logger
 from thalweg.compat.deepspeed.timers import ThroughputTimer
 from thalweg.config import Config
-from thalweg.config.schema.base import replace_by_path
+from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
 from thalweg.data.repeating_loader import RepeatingLoader
 from thalweg.engine import Engine
@@ -46,10 +46,6 @@ from thalweg.utils.dtypes import parse_dtype
 # Methods of DeepSpeed's engine that say what the config says, and where it says so.
 _GETTERS_FILE = Path(__file__).with_name("config_getters.toml")
 CONFIG_GETTERS: dict[str, str] = tomllib.loads(_GETTERS_FILE.read_text(encoding="utf-8"))
-
-
-def _read_config(config: Config, path: str) -> Any:
-    return reduce(getattr, path.split("."), config)
 
 
 class DeepSpeedUsageError(ValueError, AssertionError):
@@ -312,9 +308,7 @@ class DeepSpeedEngine(Engine):
         """A loader of this rank's batches of ``dataset``."""
         config = self.resolved_config
         if batch_size is not None:
-            changed = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
-            assert isinstance(changed, Config)
-            config = changed
+            config = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
         collate_fn = options.get("collate_fn")
         return build_engine_loader(dataset, config, self.meshes.dp.get_local_rank(), self.dp_world_size, collate_fn)
 
@@ -332,7 +326,7 @@ class DeepSpeedEngine(Engine):
 
     def __getattr__(self, name: str) -> Any:
         if name in CONFIG_GETTERS:
-            return partial(_read_config, self.resolved_config, CONFIG_GETTERS[name])
+            return partial(get_by_path, self.resolved_config, CONFIG_GETTERS[name])
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -217,7 +217,10 @@ def get_by_path(section: Any, path: str) -> Any:
     return section
 
 
-def replace_by_path(section: Section, values: dict[str, Any]) -> Section:
+_Section = TypeVar("_Section", bound=Section)
+
+
+def replace_by_path(section: _Section, values: dict[str, Any]) -> _Section:
     """A copy with the given dotted paths replaced; the values are taken as they are."""
     direct: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}

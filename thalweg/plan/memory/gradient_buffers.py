@@ -15,6 +15,7 @@ from thalweg.optim.offload.step_in_backward import BUFFER_BYTES, MAX_PENDING_UPD
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.plan.trace.fsdp_events import UnitInfo
+from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
 
 
 @dataclass
@@ -61,7 +62,8 @@ class GradientBuffers:
         self._max_pending = 0 if disk_keeps_up else MAX_PENDING_UPDATES
         self._units = {unit.name: unit for unit in units}
         self._device_ids = {unit.name: -(1 << 40) - index for index, unit in enumerate(units, start=1)}
-        self._touched_bytes = [0] * run_spec.num_reduction_slots
+        num_slots = NUM_REPLICATED_REDUCE_SLOTS if run_spec.replicates_states else NUM_REDUCE_SLOTS
+        self._touched_bytes = [0] * num_slots
         self._read_ranges: list[set[tuple[int, int]]] = [set() for _ in self._touched_bytes]
         self._gather_slot_bytes = [0] * 4
         self._num_slot_uses = self._num_gathers = 0

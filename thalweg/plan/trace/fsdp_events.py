@@ -165,7 +165,6 @@ class FsdpEventSource:
         self.cast_dtype = compute if compute != torch.float32 else None
         self.units: list[FsdpUnitEvents] = []
         self.is_last_micro_batch = self.reduces_grads = True
-        self.reduction_order: list[str] = []
         self._reduce_input_id: int = 0
 
     def begin_micro_batch(self, is_last: bool) -> None:
@@ -183,7 +182,6 @@ class FsdpEventSource:
     def reduce_grads(self, unit: FsdpUnitEvents) -> None:
         """FSDP2's reduction: copy the gradients in, free them, keep the input until the next one."""
         recorder, run_spec, info = self.recorder, self.run_spec, unit.info
-        self.reduction_order.append(info.name)
         self.release_reduce_input()
         mark = f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}"
         if run_spec.reduces_in_place:

@@ -58,7 +58,6 @@ class StepTrace:
     later_update_events: list[TraceEvent]
     param_specs: dict[str, ParamSpec]
     units: list[UnitInfo]
-    reduction_order: list[str]
     scalar_param_bytes: int
     buffer_bytes: int
     frozen_params: frozenset[str]
@@ -124,7 +123,6 @@ def trace_step(
         later_update_events=later,
         param_specs=param_specs,
         units=sizes,
-        reduction_order=source.reduction_order,
         scalar_param_bytes=scalar_bytes,
         buffer_bytes=buffers,
         frozen_params=frozen,
