@@ -1,6 +1,6 @@
 """Units that come from a disk, and the update that streams over it: the engine's own pager over stand-ins.
 
-What is in memory when is decided by ``zero/storage/nvme.py: Pager`` itself; a :class:`_FakePagedUnit`
+What is in memory when is decided by ``zero/storage/nvme.py: Pager`` itself; a :class:`FakePagedUnit`
 takes the place of a unit and counts bytes instead of reading them.  How an update cuts parameters,
 gradients and state into buffers is the own doing of ``optim/offload/io_pipeline.py``, over tensors without data.
 """
@@ -25,7 +25,7 @@ from thalweg.zero.storage.base import ParamSpec
 from thalweg.zero.storage.nvme import PagedUnit, Pager, PagingPhase
 
 
-class _FakePagedUnit:
+class FakePagedUnit:
     """Stands in for a :class:`PagedUnit`: bytes that come and go, pages that one unit leaves to another."""
 
     def __init__(self, rank_memory: RankMemory, name: str, packed_bytes: int, unsharded_bytes: int) -> None:
@@ -35,7 +35,7 @@ class _FakePagedUnit:
         self.reserved_bytes = round_up(packed_bytes, HUGE_PAGE)
         self._resident_bytes = 0  # bytes of the image that are in memory
 
-    def start_read(self, page_source: _FakePagedUnit | None = None) -> None:
+    def start_read(self, page_source: FakePagedUnit | None = None) -> None:
         """Start reading, into the pages of ``page_source`` if there is one."""
         if self.phase == "out":
             if page_source is not None and page_source is not self:
@@ -72,35 +72,20 @@ class _FakePagedUnit:
         self._resident_bytes = nbytes
 
 
-class PagedParams:
-    """The units of ``specs_by_unit`` that are paged, under the engine's pager."""
-
-    def __init__(self, rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec) -> None:
-        shared = run_spec.storage_kind == "shared"
-        self.units = {}
-        for name, members in specs_by_unit.items():
-            packed_bytes = sum(
-                round_up(prod(param_spec.padded_shape) * param_spec.compute_dtype.itemsize) for param_spec in members
-            )
-            unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in members) if shared else 0
-            self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
-        paged_units = cast(list[PagedUnit], list(self.units.values()))
-        barrier: Any = (lambda name: None) if shared else None  # all ranks are here
-        self.pager = Pager(paged_units, run_spec.zero.offload_param.buffer_count, barrier)
-
-    def apply_mark(self, verb: str, name: str) -> None:
-        """``open``, ``close`` or ``prefetch`` of one unit."""
-        {"open": self.pager.acquire, "close": self.pager.release, "prefetch": self.pager.prefetch}[verb](name)
-
-    def end_window(self) -> None:
-        """The update follows: nothing that is in memory is true any more."""
-        self.pager.end_pass()
-        self.pager.invalidate(None)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes read so far."""
-        return sum(page.read_bytes for page in self.units.values())
+def make_pager(
+    rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec
+) -> tuple[Pager, dict[str, FakePagedUnit]]:
+    """The engine's pager over stand-ins for the units of ``specs_by_unit``, and those by name."""
+    shared = run_spec.storage_kind == "shared"
+    units = {}
+    for name, members in specs_by_unit.items():
+        packed_bytes = sum(
+            round_up(prod(param_spec.padded_shape) * param_spec.compute_dtype.itemsize) for param_spec in members
+        )
+        unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in members) if shared else 0
+        units[name] = FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
+    barrier: Any = (lambda name: None) if shared else None  # all ranks are here
+    return Pager(cast(list[PagedUnit], list(units.values())), run_spec.zero.offload_param.buffer_count, barrier), units
 
 
 @dataclass

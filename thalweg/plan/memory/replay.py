@@ -27,7 +27,7 @@ from math import prod
 from thalweg.device import LARGE_BLOCK_BYTES
 from thalweg.optim.offload.step_in_backward import BUFFER_BYTES, MAX_PENDING_UPDATES
 from thalweg.plan.memory.gradient_buffers import GradientBuffers
-from thalweg.plan.memory.param_paging import DiskOperands, PagedParams, StreamedUpdate, plan_streamed_update
+from thalweg.plan.memory.param_paging import DiskOperands, StreamedUpdate, make_pager, plan_streamed_update
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample, RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.plan.trace.alloc_recorder import TraceEvent
@@ -114,7 +114,7 @@ class _Replay:
         members = {unit.name: [trace.param_specs[key] for key in unit.param_names] for unit in paged}
         # A GPU's units come through the host: they are no part of the device's memory.
         paged_memory = RankMemory(0, None) if run_spec.states_on_host else rank_memory
-        self.paged_params = PagedParams(paged_memory, members, run_spec)
+        self.pager, self.paged_units = make_pager(paged_memory, members, run_spec)
         self.streamed_update = self._plan_streamed_update()
         self.disk_grad_bytes = 0
         if run_spec.grads_on_disk and not run_spec.updates_in_backward:
@@ -174,15 +174,19 @@ class _Replay:
 
     def step(self, first: bool, record_timeline: bool) -> None:
         """A window and its update."""
-        read_before = self.paged_params.read_bytes
+        read_before = self._paged_bytes()
         self._replay(self.trace.window_events, record_timeline)
-        self.paged_params.end_window()
+        self.pager.end_pass()
+        self.pager.invalidate(None)  # the update follows: nothing that is in memory is true any more
         if first and not self.run_spec.states_on_host:
             touched = self.streamed_update.buffer_bytes + self._heap_left_by_first_update()
             self.rank_memory.adjust_mmapped("buffers", touched)
         self._replay(self._update_events(first), record_timeline)
         self.gradient_buffers.end_window()
-        self.disk_read_bytes = self.paged_params.read_bytes - read_before + self.streamed_update.read_bytes
+        self.disk_read_bytes = self._paged_bytes() - read_before + self.streamed_update.read_bytes
+
+    def _paged_bytes(self) -> int:
+        return sum(page.read_bytes for page in self.paged_units.values())
 
     def _heap_left_by_first_update(self) -> int:
         """What the heap of the updating thread keeps of the state it has made, before that is written."""
@@ -227,17 +231,17 @@ class _Replay:
         if verb in ("reduce", "last"):
             if not self.run_spec.states_on_host:
                 self.gradient_buffers.reduce(name, verb == "last")
-            if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_params.units:
-                self.paged_params.pager.invalidate([name])  # updated within the backward pass
+            if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_units:
+                self.pager.invalidate([name])  # updated within the backward pass
         elif verb == "gather":
             self.gradient_buffers.gather(name)
         elif verb in ("open", "close", "prefetch"):
-            self.paged_params.apply_mark(verb, name)
+            {"open": self.pager.acquire, "close": self.pager.release, "prefetch": self.pager.prefetch}[verb](name)
         else:
             self.rank_memory.phase = label
             if label == "forward":
                 self.gradient_buffers.begin_forward()
-                self.paged_params.pager.end_pass()
+                self.pager.end_pass()
 
     # What rests on a disk
 
@@ -303,6 +307,6 @@ class _Replay:
         if self.run_spec.zero.offload_optimizer.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
             total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members)
-        packed_sizes = sorted((page.packed_bytes for page in self.paged_params.units.values()), reverse=True)
+        packed_sizes = sorted((page.packed_bytes for page in self.paged_units.values()), reverse=True)
         largest = packed_sizes[: self.run_spec.zero.offload_param.buffer_count]
         return total + sum(largest) + self.streamed_update.buffer_bytes
