@@ -170,7 +170,7 @@ class _Replay:
                 s.unsharded_bytes // s.num_shards for s in param_specs.values() if s.master_dtype == s.compute_dtype
             )
             rank_memory.adjust_mmapped("gathered", unsharded_bytes - local_bytes)
-        rank_memory.allocate(-storage_id, trace.buffer_bytes + trace.scalar_param_bytes, "buffers")
+        rank_memory.allocate(-storage_id, trace.whole_bytes, "buffers")
 
     def step(self, first: bool, record_timeline: bool) -> None:
         """A window and its update."""

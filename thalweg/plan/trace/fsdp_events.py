@@ -8,7 +8,7 @@ gradients are reduced behind that.  What comes and goes, and whether by a gather
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class UnitInfo:
     gather_bytes: int
     reduce_bytes: int
     sharded_grad_bytes: int
-    is_trainable: bool = True
-    param_names: list[str] = field(default_factory=list)
+    is_trainable: bool
+    param_names: list[str]
 
 
 class PostBackwardFunction(torch.autograd.Function):

@@ -58,8 +58,7 @@ class StepTrace:
     later_update_events: list[TraceEvent]
     param_specs: dict[str, ParamSpec]
     units: list[UnitInfo]
-    scalar_param_bytes: int
-    buffer_bytes: int
+    whole_bytes: int  # of parameters without a shape, and of buffers: every rank has all of them
     frozen_params: frozenset[str]
     paged_units: frozenset[str]
     state_dtypes: list[torch.dtype]
@@ -100,7 +99,7 @@ def trace_step(
     tiling = _apply_tiling(model, run_spec)
     source = FsdpEventSource(recorder, run_spec)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        scalar_bytes, buffers = _replace_with_fakes(model, param_specs, run_spec)
+        whole_bytes = _replace_with_fakes(model, param_specs, run_spec)
         sizes = _install_unit_hooks(model, units, param_specs, source)
         if tiling is not None:
             tiling.trust_current_hooks()
@@ -123,8 +122,7 @@ def trace_step(
         later_update_events=later,
         param_specs=param_specs,
         units=sizes,
-        scalar_param_bytes=scalar_bytes,
-        buffer_bytes=buffers,
+        whole_bytes=whole_bytes,
         frozen_params=frozen,
         paged_units=source.paged_units,
         state_dtypes=state,
@@ -171,10 +169,10 @@ def resident_params(param_specs: dict[str, ParamSpec], model: nn.Module, run_spe
     return {name: param_spec for name, param_spec in param_specs.items() if name not in paged_names}
 
 
-def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec) -> tuple[int, int]:
+def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec) -> int:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     fakes: dict[int, nn.Parameter] = {}
-    scalar_bytes = buffers = 0
+    whole_bytes = 0
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -182,7 +180,7 @@ def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run
             if id(parameter) not in fakes:
                 param_spec = param_specs.get(names[id(parameter)])
                 dtype = param_spec.compute_dtype if param_spec else parameter.dtype
-                scalar_bytes += 0 if param_spec else parameter.nbytes
+                whole_bytes += 0 if param_spec else parameter.nbytes
                 value = torch.empty(parameter.shape, dtype=dtype)
                 fakes[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             module._parameters[key] = fakes[id(parameter)]
@@ -190,14 +188,15 @@ def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run
             if buffer is not None:
                 cast = run_spec.precision.buffer_dtype if buffer.is_floating_point() else None
                 module._buffers[key] = fake = torch.empty(buffer.shape, dtype=cast or buffer.dtype)
-                buffers += fake.nbytes
-    return scalar_bytes, buffers
+                whole_bytes += fake.nbytes
+    return whole_bytes
 
 
 def _install_unit_hooks(
     model: nn.Module, units: dict[str, nn.Module], param_specs: dict[str, ParamSpec], source: FsdpEventSource
 ) -> list[UnitInfo]:
     """Hang the units' hooks on the model; the root's unit comes first."""
+    precision, num_shards = source.run_spec.precision, source.run_spec.num_shards
     unit_names = ("", *source.run_spec.fp32_modules, *units)
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in unit_names}
     for name, parameter in model.named_parameters():
@@ -210,8 +209,17 @@ def _install_unit_hooks(
         paged = select_paged_units(specs_by_unit, source.run_spec.zero.offload_param, source.run_spec.fp32_modules)
         source.paged_units = frozenset(paged)
     for unit_name, members in by_unit.items():
-        info = _build_unit_info(unit_name, [param_specs[name] for name, _ in members], source.run_spec)
-        info.param_names, info.is_trainable = ([name for name, _ in members], any(p.requires_grad for _, p in members))
+        specs = [param_specs[name] for name, _ in members]
+        trained = [spec for spec in specs if spec.requires_grad]
+        info = UnitInfo(
+            unit_name,
+            gather_bytes=sum(spec.unsharded_bytes for spec in specs),
+            reduce_bytes=sum(spec.padded_numel for spec in trained) * precision.reduce_dtype.itemsize,
+            sharded_grad_bytes=sum(spec.padded_numel // num_shards for spec in trained)
+            * precision.master_dtype.itemsize,
+            is_trainable=bool(trained),
+            param_names=[name for name, _ in members],
+        )
         unit = FsdpUnitEvents(source, info, [p for _, p in members])
         source.units.append(unit)
         module = model.get_submodule(unit_name)
@@ -226,23 +234,6 @@ def _find_unit(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Mod
             if name.startswith(f"{unit}."):
                 return unit
     return ""
-
-
-def _build_unit_info(name: str, param_specs: list[ParamSpec], run_spec: RunSpec) -> UnitInfo:
-    reduce, master = run_spec.precision.reduce_dtype, run_spec.precision.master_dtype
-    shards = run_spec.num_shards
-    return UnitInfo(
-        name,
-        gather_bytes=sum(param_spec.unsharded_bytes for param_spec in param_specs),
-        reduce_bytes=sum(
-            param_spec.padded_numel * reduce.itemsize for param_spec in param_specs if param_spec.requires_grad
-        ),
-        sharded_grad_bytes=sum(
-            param_spec.padded_numel // shards * master.itemsize
-            for param_spec in param_specs
-            if param_spec.requires_grad
-        ),
-    )
 
 
 def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
