@@ -58,7 +58,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, components: Components, config: Config, loader: Any = None) -> None:
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
-        self._compiled, self._last_save_dir = False, ""
+        self.is_compiled, self._last_save_dir = False, ""
         self._data_iterator: Iterator[Any] | None = None
         self.is_whole_in_eval = False  # ranks that share sequences in training have their own in evaluation
         components.loss_normalizer.user_divides = False
@@ -246,11 +246,6 @@ class DeepSpeedEngine(Engine):
         section = self.resolved_config.optimizer
         return dict(section.params) if section else None
 
-    def scheduler_name(self) -> str | None:
-        """The schedule of the config."""
-        section = self.resolved_config.scheduler
-        return section.type if section else None
-
     def scheduler_params(self) -> dict[str, Any] | None:
         """Its parameters."""
         section = self.resolved_config.scheduler
@@ -319,11 +314,6 @@ class DeepSpeedEngine(Engine):
         self._require_optimizer()
         return loss
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
-        return self._compiled
-
     def __getattr__(self, name: str) -> Any:
         if name in CONFIG_GETTERS:
             return partial(get_by_path, self.resolved_config, CONFIG_GETTERS[name])
@@ -343,7 +333,7 @@ class DeepSpeedEngine(Engine):
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
         """Compile the model's forward pass."""
-        self._compiled = True
+        self.is_compiled = True
         self.module.compile(**({} if backend is None else {"backend": backend}), **(compile_kwargs or {}))
 
 
