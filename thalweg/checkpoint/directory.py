@@ -60,11 +60,6 @@ class CheckpointEntry:
     head: ManifestHead | None
     error: str = ""
 
-    @property
-    def sequence(self) -> int:
-        """Commit order within the directory; -1 when unreadable."""
-        return self.head.sequence if self.head else -1
-
 
 def check_tag(tag: str) -> str:
     """Return ``tag`` if it can name a directory; ``ValueError`` otherwise."""
@@ -115,7 +110,8 @@ def _is_checkpoint(io: FileSystem, path: Path) -> bool:
 
 
 def _newest_first_key(entry: CheckpointEntry) -> tuple[int, int, str]:
-    return (-entry.sequence, -len(entry.path.name), entry.path.name)  # of equals, the generation
+    sequence = entry.head.sequence if entry.head else -1
+    return (-sequence, -len(entry.path.name), entry.path.name)  # of equals, the generation
 
 
 def _read_entry(io: FileSystem, path: Path, *, ignore_read_errors: bool = False) -> CheckpointEntry:
@@ -252,16 +248,11 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
         io.rename(temporary, public)
         io.fsync_dir(directory)
     if save_latest:
-        update_latest(io, directory, head.tag)
+        pointer = directory / f"{_LATEST_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
+        write_file(io, pointer, f"{head.tag}\n".encode())
+        io.rename(pointer, directory / LATEST)
+        io.fsync_dir(directory)
     return public
-
-
-def update_latest(io: FileSystem, directory: Path, tag: str) -> None:
-    """Make ``latest`` name ``tag``, in one step."""
-    temporary = directory / f"{_LATEST_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
-    write_file(io, temporary, f"{tag}\n".encode())
-    io.rename(temporary, directory / LATEST)
-    io.fsync_dir(directory)
 
 
 def finalize_tag(io: FileSystem, directory: Path, tag: str) -> Path:

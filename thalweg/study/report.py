@@ -329,17 +329,14 @@ def _draw(name: str, title: str, count: int, draw: Any) -> list[Block]:
     return [ReportFigure(name, title, picture.getvalue())]
 
 
-def _cell_text(cell: str | tuple[str, float]) -> str:
-    return cell if isinstance(cell, str) else cell[0]
-
-
 def to_markdown(blocks: Sequence[Block]) -> str:
     """Return the report as Markdown; its figures lie in ``figures/`` beside it."""
     parts = []
     for block in blocks:
         if isinstance(block, ReportTable):
             lines = [block.headers, ["---"] * len(block.headers), *block.rows]
-            texts = [[_cell_text(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+            texts = [[cell if isinstance(cell, str) else cell[0] for cell in line] for line in lines]
+            texts = [[text.replace("|", "\\|").replace("\n", " ") for text in line] for line in texts]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in texts))
         elif isinstance(block, ReportFigure):
             parts.append(f"![{block.title}](figures/{block.name}.svg)")

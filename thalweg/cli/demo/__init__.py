@@ -15,6 +15,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import shutil
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     def log(text: str) -> None:
         print(text, file=stream, flush=True)
 
-    _require_packages()
+    missing = [name for name in ("tokenizers", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the demo needs {' and '.join(missing)}: run `pip install 'thalweg[hf,plots]'`")
     started = time.perf_counter()
     out = _make_output_folder(args.out)
     cores = len(usable_cpus())
@@ -102,14 +105,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_summary(summary, log)
     return 0 if _matches_after_reload(summary) else 1
-
-
-def _require_packages() -> None:
-    import importlib.util
-
-    missing = [name for name in ("tokenizers", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the demo needs {' and '.join(missing)}: run `pip install 'thalweg[hf,plots]'`")
 
 
 def _make_output_folder(name: str) -> Path:
