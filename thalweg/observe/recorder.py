@@ -47,8 +47,7 @@ class Recorder:
     """Hands each record to each writer; without writers it is free and silent.
 
     ``enabled``: whether the config names a monitor, the same on every rank.
-    A context manager: leaving it closes the writers.  After :meth:`close` further calls
-    are ignored, as a late metric must not fail a finished run.
+    After :meth:`close` further calls are ignored, as a late metric must not fail a finished run.
     """
 
     def __init__(self, writers: Sequence[Writer] = (), enabled: bool = False) -> None:
@@ -82,12 +81,6 @@ class Recorder:
         """Flush and close every writer; a second call does nothing."""
         self._dispatch(lambda writer: writer.close())
         self._writers = []
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _dispatch(self, call: Callable[[Writer], None]) -> None:
         for writer in tuple(self._writers):
