@@ -114,7 +114,7 @@ def test_other_ranks_write_nothing(tmp_path, capfd):
     recorder.step(record(1))
     recorder.metric("x", 1.0, 1)
     recorder.close()
-    assert not recorder.active
+    assert not recorder._writers
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
@@ -124,7 +124,7 @@ def test_console_is_silent_unless_asked(tmp_path, capfd, every):
     recorder = build_recorder(config(tmp_path, every=every), rank=0)
     recorder.step(record(1))
     recorder.close()
-    assert not recorder.active
+    assert not recorder._writers
     assert capfd.readouterr() == ("", "")
 
 

@@ -54,11 +54,6 @@ class Recorder:
         self._writers = list(writers)
         self.enabled = enabled
 
-    @property
-    def active(self) -> bool:
-        """Whether anything is listening; lets a caller skip work that only a writer would need."""
-        return bool(self._writers)
-
     def step(self, record: StepRecord) -> None:
         """Record one optimiser step."""
         self._dispatch(lambda writer: writer.step(record))
