@@ -31,6 +31,7 @@ from torch.distributed import (
 
 from thalweg.utils.env import RankInfo, get_launcher_variables
 from thalweg.utils.procfs import boot_id
+from thalweg.utils.timing import wait_until
 
 _READ_TIMEOUT = 5.0  # seconds in which the others read what the first process found
 _WAIT_SLICE = 0.5  # seconds; torch waits in C++, where no signal is heard
@@ -137,7 +138,11 @@ def exchange_cards(
         cards, problem = collect_cards()
         store.set("verdict", json.dumps([cards, problem]))
         if problem:
-            _wait_for_readers(store, num_cards)
+            # The store ends with this process: wait until all have read what is wrong, those too who are still to come.
+            # One that finds no store would wait for it as long as it may, and then say something else.
+            wait_until(
+                lambda: store.add("read", 0) >= max(store.add("count", 0), num_cards) - 1, _READ_TIMEOUT, interval=0.02
+            )
     else:
         _wait_for_key(store, "verdict", timeout + _READ_TIMEOUT)
         cards, problem = json.loads(store.get("verdict"))
@@ -157,18 +162,6 @@ def _wait_for_key(store: Store, key: str, timeout: float) -> None:
         except DistStoreError:
             if time.monotonic() > deadline:
                 raise
-
-
-def _wait_for_readers(store: Store, num_cards: int) -> None:
-    """The store ends with this process: wait until all have read what is wrong, those too who are still to come.
-
-    One that finds no store would wait for it as long as it may, and then say something else.
-    """
-    deadline = time.monotonic() + _READ_TIMEOUT
-    while time.monotonic() < deadline:
-        if store.add("read", 0) >= max(store.add("count", 0), num_cards) - 1:
-            return
-        time.sleep(0.02)
 
 
 def list_missing(cards: list[Card], num_cards: int) -> str:
