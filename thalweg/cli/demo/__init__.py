@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         device=_resolve_device(args.device, args.nproc),
     )
-    corpus = prepare_corpus(out, settings.vocabulary, log)
+    vocabulary = prepare_corpus(out, settings.vocabulary, log)
     precision = args.precision
     if precision == "auto":
         from thalweg.cli.demo.precision import has_fast_bf16
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("metrics.jsonl", "loss.png", "summary.json"):
         (out / name).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="thalweg-demo-") as results:
-        settings = replace(settings, vocabulary=corpus.vocabulary, precision=precision, results=results)
+        settings = replace(settings, vocabulary=vocabulary, precision=precision, results=results)
         code, facts = _train_and_reload(settings, log)
     if code != 0:
         return code
