@@ -76,7 +76,7 @@ def _add_outer_steps(trace: StepTrace, run_spec: RunSpec, by_collective: Counter
     assert run_spec.outer_optimizer is not None
     num_ranks, num_sites = run_spec.num_site_ranks, run_spec.topology.world_size // run_spec.num_site_ranks
     every = run_spec.outer_optimizer.sync_every
-    numel = sum(prod(spec.shape) for name, spec in trace.param_specs.items() if name not in trace.frozen_params)
+    numel = sum(prod(spec.shape) for spec in trace.param_specs.values() if spec.requires_grad)
     part = numel // num_ranks
     row = part // num_sites
     row_bytes = 8 * row
@@ -97,9 +97,7 @@ def _add_compressed_gradients(
     options, num_ranks, num_sites = run_spec.gradient_compression, run_spec.num_site_ranks, run_spec.topology.num_nodes
     assert options is not None
     numbers = 0
-    for name, spec in trace.param_specs.items():
-        if name in trace.frozen_params or not spec.shape:
-            continue
+    for spec in (spec for spec in trace.param_specs.values() if spec.requires_grad):
         rows, columns = -(-spec.shape[0] // run_spec.num_shards), prod(spec.shape[1:])
         if options.type == "topk":  # each number with its place
             numbers += 2 * max(1, round(options.compress_ratio * rows * columns))
@@ -152,7 +150,7 @@ def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec
     total = 0
     for param_spec in (trace.param_specs[name] for name in unit.param_names):
         numel = prod(param_spec.padded_shape)
-        in_few_bits = is_quantized(run_spec.zero, len(param_spec.shape), param_spec.name not in trace.frozen_params)
+        in_few_bits = is_quantized(run_spec.zero, len(param_spec.shape), param_spec.requires_grad)
         total += codec.num_bytes(numel) if in_few_bits else numel * param_spec.compute_dtype.itemsize
     return total
 
@@ -165,7 +163,7 @@ def _gradient_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec) -> 
         return raw_bytes, raw_bytes
     encoded_bytes: Counter[BlockQuantizer] = Counter()
     itemsize = run_spec.precision.reduce_dtype.itemsize
-    for param_spec in (trace.param_specs[name] for name in unit.param_names if name not in trace.frozen_params):
+    for param_spec in (spec for name in unit.param_names if (spec := trace.param_specs[name]).requires_grad):
         numel = prod(param_spec.padded_shape)
         for codec in (GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER):
             encoded_bytes[codec] += codec.num_bytes(numel) if len(param_spec.shape) >= 2 else numel * itemsize

@@ -97,24 +97,15 @@ class StreamedUpdate:
     written_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class DiskOperands:
-    """Which operands of an update lie in the swap file."""
-
-    master: bool
-    grad: bool
-    state: bool
-    copy: bool = True
-
-
 def plan_streamed_update(
-    updates: Sequence[Sequence[tuple[ParamSpec, DiskOperands]]], state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
+    updates: Sequence[Sequence[ParamSpec]], paged: set[str], state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> StreamedUpdate:
-    """What the updates of a step (each a list of parameters) move through the ring of buffers."""
+    """What the updates of a step (each a list of parameters) move through the ring of buffers; ``paged``: those whose
+    units come from the disk."""
     depth, size = buffer_ring_args(run_spec.zero.offload_optimizer)
     touched_bytes, result = [0] * depth, StreamedUpdate()
     for members in updates:
-        items = [_make_param_step(param_spec, where, state_dtypes) for param_spec, where in members]
+        items = [_make_param_step(spec, spec.name in paged, state_dtypes, run_spec) for spec in members]
         for chunk_index, chunk in enumerate(split_into_chunks(items, size, CHUNK_ELEMENTS)):
             spans = [*chunk.reads, *chunk.writes]
             ends = max((span.buffer_offset + span.nbytes for span in spans), default=0)
@@ -126,9 +117,11 @@ def plan_streamed_update(
 
 
 def _make_param_step(
-    param_spec: ParamSpec, disk_operands: DiskOperands, state_dtypes: Sequence[torch.dtype]
+    param_spec: ParamSpec, is_paged: bool, state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> ParamStep:
     numel, next_offset = prod(param_spec.padded_shape), 0
+    state_on_disk = run_spec.zero.offload_optimizer.device == "nvme"
+    master_on_disk = is_paged or run_spec.master_on_disk(param_spec)
     operands: dict[str, StepTensor] = {}
 
     def add_operand(name: str, dtype: torch.dtype, on_disk: bool, **how: Any) -> None:
@@ -137,10 +130,10 @@ def _make_param_step(
         next_offset += round_up(numel * dtype.itemsize) if on_disk else 0
         operands[name] = StepTensor(torch.empty(numel, dtype=dtype, device="meta"), offset, **how)
 
-    add_operand("master", param_spec.master_dtype, disk_operands.master, write=True)
-    add_operand("grad", param_spec.master_dtype, disk_operands.grad)
+    add_operand("master", param_spec.master_dtype, master_on_disk, write=True)
+    add_operand("grad", param_spec.master_dtype, state_on_disk and not run_spec.updates_in_backward)
     for index, dtype in enumerate(state_dtypes):
-        add_operand(f"state {index}", dtype, disk_operands.state, write=True)
-    if disk_operands.master and param_spec.compute_dtype != param_spec.master_dtype:
-        add_operand("copy", param_spec.compute_dtype, disk_operands.copy, read=False, write=True)
+        add_operand(f"state {index}", dtype, state_on_disk, write=True)
+    if master_on_disk and param_spec.compute_dtype != param_spec.master_dtype:
+        add_operand("copy", param_spec.compute_dtype, is_paged, read=False, write=True)
     return ParamStep({}, torch.empty(0), numel, operands, (), {}, False)

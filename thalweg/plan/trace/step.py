@@ -59,7 +59,6 @@ class StepTrace:
     param_specs: dict[str, ParamSpec]
     units: list[UnitInfo]
     whole_bytes: int  # of parameters without a shape, and of buffers: every rank has all of them
-    frozen_params: frozenset[str]
     paged_units: frozenset[str]
     state_dtypes: list[torch.dtype]
     flops: int
@@ -84,7 +83,6 @@ def trace_step(
     ledger = CommsLog()
     apply_fake_tp(model, run_spec.tp_size, ledger, run_spec.tp_partition)
     param_specs = build_param_specs(model, run_spec)
-    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     recorder = AllocationRecorder()
     recorder.cpu_deadline = None if cpu_budget_s is None else time.thread_time() + cpu_budget_s
     recorder.linear_kernels = run_spec.linear_kernels if run_spec.on_cpu else "torch"
@@ -115,7 +113,7 @@ def trace_step(
                 with _explain_model_errors(model, input_spec):
                     _run_window(model, input_spec, source)
         window_events = recorder.pop_events()
-        first, later, state = _trace_updates(model, param_specs, run_spec, recorder)
+        first, later, state = _trace_updates(param_specs, run_spec, recorder)
     return StepTrace(
         window_events=window_events,
         first_update_events=first,
@@ -123,7 +121,6 @@ def trace_step(
         param_specs=param_specs,
         units=sizes,
         whole_bytes=whole_bytes,
-        frozen_params=frozen,
         paged_units=source.paged_units,
         state_dtypes=state,
         flops=recorder.flops,
@@ -297,14 +294,13 @@ def scalar_loss(output: Any) -> Tensor:
 
 
 def _trace_updates(
-    model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec, recorder: AllocationRecorder
+    param_specs: dict[str, ParamSpec], run_spec: RunSpec, recorder: AllocationRecorder
 ) -> tuple[list[TraceEvent], list[TraceEvent], list[torch.dtype]]:
     """Events of the first update, which makes the optimizer's state, and of a later one; dtypes of state."""
     if run_spec.optimizer is None:
         return [], [], []
-    trained = [param_specs[name] for name, p in model.named_parameters() if p.requires_grad and name in param_specs]
     shards = []
-    for param_spec in trained:
+    for param_spec in (spec for spec in param_specs.values() if spec.requires_grad):
         shape = param_spec.padded_shape
         shard = nn.Parameter(torch.empty(shape, dtype=param_spec.master_dtype))
         shard.grad = torch.empty(shape, dtype=param_spec.master_dtype)
