@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from thalweg.checkpoint.directory import make_directories
 from thalweg.checkpoint.errors import CheckpointMismatchError
 from thalweg.checkpoint.filesystem import FileSystem, write_file
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
-from thalweg.checkpoint.format.shards import ShardWriter, TensorEntry, sort_for_alignment
+from thalweg.checkpoint.format.shards import TensorEntry, sort_for_alignment, write_shard
 from thalweg.checkpoint.model_state import get_hf_config, is_frozen, model_tensors
 from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
@@ -199,10 +199,8 @@ class _HfExport:
     def write(self, values: Iterator[torch.Tensor]) -> None:
         """Write the files under hidden names, one weight after the other."""
         for name, members in self.files.items():
-            with closing(ShardWriter(self.io, self._temp_path(name), members)) as shard:
-                for weight in members:
-                    shard.write(weight.key, next(values).to(DTYPES[weight.dtype]))
-                shard.finish()
+            cast = (next(values).to(DTYPES[weight.dtype]) for weight in members)
+            write_shard(self.io, self._temp_path(name), members, cast)
 
     def publish(self, config: Mapping[str, Any] | None) -> None:
         """Give all files their names, and remove those of an earlier export that do not belong any more."""

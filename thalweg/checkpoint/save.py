@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from thalweg.checkpoint.format.chunks import TensorChunk, covers_exactly, local_
 from thalweg.checkpoint.format.codec import encode_tree
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest, ManifestHead, TensorRecord
-from thalweg.checkpoint.format.shards import ShardWriter, TensorEntry, sort_for_alignment
+from thalweg.checkpoint.format.shards import TensorEntry, sort_for_alignment, write_shard
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.utils.log import get_logger
 
@@ -158,12 +157,8 @@ def save_snapshot(
                 entries = sort_for_alignment(
                     TensorEntry(key, DTYPE_NAMES[values.dtype], tuple(values.shape)) for key, values in pieces.items()
                 )
-                with closing(ShardWriter(io, path / file, entries)) as writer:
-                    for entry in entries:
-                        values = pieces.pop(entry.key)
-                        writer.write(entry.key, values)
-                        release(values)
-                    record, digests = writer.finish()
+                values = (pieces.pop(entry.key) for entry in entries)
+                record, digests = write_shard(io, path / file, entries, values, release)
                 results[file] = {"record": record.model_dump(), "digests": digests}
             return results
 
