@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def _resolve_device(requested: str, nproc: int) -> str:
 def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
     """Run both parts; returns the first non-zero exit code, or 0 and what the ranks wrote."""
     results = Path(settings.results)
-    settings.save(results / "settings.json")
+    (results / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
     log(
         f"model: GPT, {settings.num_layers} layers x {settings.width}, sequence {settings.block_size}; "
         f"{settings.nproc} processes, ZeRO stage {settings.stage}, {settings.precision}, "

@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> None:
     """Run one part of the demo."""
     phases: dict[str, Any] = {"train": train, "reload": reload_and_evaluate}
     phase, path = arguments
-    phases[phase](DemoSettings.load(path))
+    phases[phase](DemoSettings(**json.loads(Path(path).read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":
