@@ -204,13 +204,11 @@ def _write_shard(rank: int, world: int, folder: str) -> Any:
     on_device = {key: value.to("sim") for key, value in values.items()}
     names = {"f": "bfloat16", "t": "float32", "n": "int64", "z": "float32"}
     entries = [shards.TensorEntry(key, names[key], tuple(value.shape)) for key, value in values.items()]
-    writer = shards.ShardWriter(FileSystem(), Path(folder) / "x.safetensors", entries)
+    path, on_its_way = Path(folder) / "x.safetensors", (on_device[entry.key] for entry in entries)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "STAGING_BYTES", 1 << 12)
-        syncs = _count_syncs(lambda: [writer.write(entry.key, on_device[entry.key]) for entry in entries])
-    writer.finish()
-    writer.close()
-    again = load_file(f"{folder}/x.safetensors")
+        syncs = _count_syncs(lambda: shards.write_shard(FileSystem(), path, entries, on_its_way))
+    again = load_file(path)
     return syncs, all(torch.equal(again[key], value) for key, value in values.items())
 
 

@@ -17,7 +17,7 @@ from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.config import ConfigError, load
+from thalweg.config import ConfigError, load_config
 from thalweg.optim.accumulation import StepResult
 from thalweg.optim.step import StepGuard, TrainingDivergedError
 from thalweg.zero.whole_parameter import named_shards
@@ -282,5 +282,5 @@ def test_an_accelerator_skips_a_spike_and_goes_back() -> None:
 def test_sites_with_gradients_of_their_own_cannot_come_to_one_verdict(health: dict[str, str], names: str) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "outer_optimizer": {"sync_every": 4}}
     with pytest.raises(ConfigError, match=rf"health\.{names}.*a site knows its own gradients alone"):
-        load(config | {"health": health}, world_size=2)
-    load(config | {"health": {"spike": "warn"}}, world_size=2)
+        load_config(config | {"health": health}, world_size=2)
+    load_config(config | {"health": {"spike": "warn"}}, world_size=2)

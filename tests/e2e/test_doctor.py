@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import thalweg
-from thalweg.cli import available_commands, doctor, main
+from thalweg.cli import COMMANDS, doctor, main
 from thalweg.ops import cpu_kernels
 from thalweg.utils import procfs
 
@@ -88,8 +88,8 @@ def test_doctor_knows_what_an_extra_brings() -> None:
 
 
 def test_every_subcommand_has_help_with_an_example(capsys: pytest.CaptureFixture) -> None:
-    assert {"run", "doctor", "config"} <= set(available_commands())
-    for name in available_commands():
+    assert {"run", "doctor", "config"} <= set(COMMANDS)
+    for name in COMMANDS:
         with pytest.raises(SystemExit) as leaving:
             main([name, "--help"])
         text = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_the_front_page_lists_them_without_torch() -> None:
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for name, text in available_commands().items():
+    for name, text in COMMANDS.items():
         assert name in done.stdout and text in done.stdout
 
 

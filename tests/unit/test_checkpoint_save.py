@@ -132,7 +132,7 @@ def test_every_dtype_shape_and_stride(tmp_path):
                 opened.get_tensor(key)
 
 
-def test_boxes_are_read_from_pieces(tmp_path, monkeypatch):
+def test_tensors_are_read_from_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["thalweg.checkpoint.save"], "MAX_CHUNK_BYTES", 40)
     tensor = torch.arange(7 * 5 * 2).view(7, 5, 2).float()
     save_snapshot(tmp_path, "t", Snapshot({"model/x": tensor, "model/row": torch.arange(30.0)}), step=0)
@@ -140,11 +140,7 @@ def test_boxes_are_read_from_pieces(tmp_path, monkeypatch):
     assert len(checkpoint.manifest.tensors["model/x"].pieces) == 7
     assert len(checkpoint.manifest.tensors["model/row"].pieces) == 3
     assert torch.equal(checkpoint.read("model/x"), tensor)
-    assert torch.equal(checkpoint.read("model/x", (2, 1, 0), (3, 2, 1)), tensor[2:5, 1:3, :1])
-    assert checkpoint.read("model/x", (2, 1, 0), (0, 2, 1)).shape == (0, 2, 1)
-    for offsets, sizes in (((0, 0, 0), (8, 1, 1)), ((-1, 0, 0), (1, 1, 1)), ((0, 0), (1, 1))):
-        with pytest.raises(CheckpointMismatchError, match="outside"):
-            checkpoint.read("model/x", offsets, sizes)
+    assert torch.equal(checkpoint.read("model/row"), torch.arange(30.0))
     with pytest.raises(CheckpointMismatchError, match="nearest: model/x"):
         checkpoint.read("model/xx")
 
@@ -201,29 +197,6 @@ def test_snapshots_that_contradict_themselves(tmp_path):
         with pytest.raises(UnserializableStateError, match=text):
             save_snapshot(tmp_path / "c", "t", snapshot, step=0)
         assert not (tmp_path / "c").exists() or not list_names(tmp_path / "c")
-
-
-def test_a_superseded_job_cannot_commit(tmp_path):
-    save_snapshot(tmp_path, "new", tiny_snapshot(2), step=2, epoch=3)
-    with pytest.raises(CheckpointError, match=r"epoch 2, but .* of epoch 3"):
-        save_snapshot(tmp_path, "old", tiny_snapshot(1), step=1, epoch=2)
-    assert list_names(tmp_path) == {"latest", "new"}
-    save_snapshot(tmp_path, "same", tiny_snapshot(3), step=3, epoch=3)
-
-
-def test_a_job_superseded_during_its_save_cannot_commit(tmp_path):
-    done = []
-
-    def before(k, operation, target):
-        if operation == "fsync" and not done:
-            done.append(k)
-            save_snapshot(tmp_path, "new", tiny_snapshot(2), step=2, epoch=3)
-
-    probe = FaultInjectingFileSystem(before)
-    with pytest.raises(CheckpointError):
-        save_snapshot(tmp_path, "old", tiny_snapshot(1), step=1, epoch=2, io=probe)
-    assert list_names(tmp_path) == {"latest", "new"}
-    assert Checkpoint.open(tmp_path).tag == "new"
 
 
 def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):

@@ -141,9 +141,9 @@ def test_the_equation_holds_or_is_refused(total: Any, micro: Any, steps: Any, ra
 def test_load_checks_the_equation_only_with_a_world_size() -> None:
     source = {TOTAL: 32, MICRO: 4, STEPS: 2}
     assert load(source).train_batch_size == 32
-    assert load(source, world_size=4).train_batch_size == 32
+    assert load_config(source, world_size=4).train_batch_size == 32
     with pytest.raises(ConfigError):
-        load(source, world_size=3)
+        load_config(source, world_size=3)
 
 
 # ---- auto ----

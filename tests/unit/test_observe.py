@@ -41,7 +41,7 @@ def record(step: int, **fields: object) -> StepRecord:
 
 def test_files_keep_earlier_rows_and_one_header_over_restarts(tmp_path):
     for first in (1, 4, 7):
-        with build_recorder(config(tmp_path, "csv_monitor", "jsonl_monitor"), rank=0) as recorder:
+        with contextlib.closing(build_recorder(config(tmp_path, "csv_monitor", "jsonl_monitor"), rank=0)) as recorder:
             for step in range(first, first + 3):
                 recorder.step(record(step, phases={"forward": 0.5}))
             recorder.metric("eval/loss", first, step=first)
@@ -114,7 +114,7 @@ def test_other_ranks_write_nothing(tmp_path, capfd):
     recorder.step(record(1))
     recorder.metric("x", 1.0, 1)
     recorder.close()
-    assert not recorder.active
+    assert not recorder._writers
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
@@ -124,12 +124,14 @@ def test_console_is_silent_unless_asked(tmp_path, capfd, every):
     recorder = build_recorder(config(tmp_path, every=every), rank=0)
     recorder.step(record(1))
     recorder.close()
-    assert not recorder.active
+    assert not recorder._writers
     assert capfd.readouterr() == ("", "")
 
 
 def test_plain_console_prints_every_nth_and_the_last_step_to_stderr(tmp_path, capfd):
-    with build_recorder(config(tmp_path, every=10), rank=0, total_steps=25) as recorder:
+    every_tenth = config(tmp_path, every=10)
+    every_tenth.scheduler = SimpleNamespace(params={"total_num_steps": 25})
+    with contextlib.closing(build_recorder(every_tenth, rank=0)) as recorder:
         for step in range(1, 26):
             recorder.step(record(step, model_tflops=0.123, memory_mib=512.0))
     out, err = capfd.readouterr()
@@ -193,7 +195,7 @@ def test_a_terminal_without_a_size_gets_a_bar_too():
 
 def test_tensorboard_holds_the_scalars_of_both_runs(tmp_path):
     for first in (1, 3):
-        with build_recorder(config(tmp_path, "tensorboard"), rank=0) as recorder:
+        with contextlib.closing(build_recorder(config(tmp_path, "tensorboard"), rank=0)) as recorder:
             for step in (first, first + 1):
                 recorder.step(record(step))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -218,7 +220,7 @@ def test_wandb_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
     run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append(("finish",)))
     fake = SimpleNamespace(init=lambda **kw: calls.append(("init", kw)) or run, __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with build_recorder(config(tmp_path, "wandb"), rank=0) as recorder:
+    with contextlib.closing(build_recorder(config(tmp_path, "wandb"), rank=0)) as recorder:
         recorder.step(record(1))
         recorder.metric("eval/loss", 2.0, 1)
         recorder.text("eval/sample", "**a** b", 1)
@@ -240,7 +242,9 @@ def test_comet_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
     fake = SimpleNamespace(start=lambda **kw: calls.append(("start", kw)) or experiment, __spec__=object())
     monkeypatch.setitem(sys.modules, "comet_ml", fake)
     comet = {"enabled": True, "project": "rivers", "online": False, "experiment_name": "first"}
-    with build_recorder(SimpleNamespace(comet=load({"comet": comet, "train_batch_size": 1}).comet), rank=0) as recorder:
+    with contextlib.closing(
+        build_recorder(SimpleNamespace(comet=load({"comet": comet, "train_batch_size": 1}).comet), rank=0)
+    ) as recorder:
         recorder.step(record(1))
         recorder.metric("eval/loss", 2.0, 1)
         recorder.text("eval/sample", "**a** b", 1)
@@ -251,7 +255,7 @@ def test_comet_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
 
 
 def test_a_text_goes_past_writers_that_show_none(tmp_path, caplog):
-    with build_recorder(config(tmp_path, "csv_monitor", "jsonl_monitor"), rank=0) as recorder:
+    with contextlib.closing(build_recorder(config(tmp_path, "csv_monitor", "jsonl_monitor"), rank=0)) as recorder:
         recorder.text("eval/sample", "**a** b", 1)
         recorder.metric("eval/loss", 2.0, 1)
     assert "stopped recording" not in caplog.text
@@ -266,7 +270,7 @@ def test_services_are_not_imported_unless_enabled(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", guard)
-    with build_recorder(config(tmp_path, "csv_monitor", "jsonl_monitor"), rank=0) as recorder:
+    with contextlib.closing(build_recorder(config(tmp_path, "csv_monitor", "jsonl_monitor"), rank=0)) as recorder:
         recorder.step(record(1))
 
 

@@ -60,11 +60,6 @@ class CheckpointEntry:
     head: ManifestHead | None
     error: str = ""
 
-    @property
-    def sequence(self) -> int:
-        """Commit order within the directory; -1 when unreadable."""
-        return self.head.sequence if self.head else -1
-
 
 def check_tag(tag: str) -> str:
     """Return ``tag`` if it can name a directory; ``ValueError`` otherwise."""
@@ -115,7 +110,8 @@ def _is_checkpoint(io: FileSystem, path: Path) -> bool:
 
 
 def _newest_first_key(entry: CheckpointEntry) -> tuple[int, int, str]:
-    return (-entry.sequence, -len(entry.path.name), entry.path.name)  # of equals, the generation
+    sequence = entry.head.sequence if entry.head else -1
+    return (-sequence, -len(entry.path.name), entry.path.name)  # of equals, the generation
 
 
 def _read_entry(io: FileSystem, path: Path, *, ignore_read_errors: bool = False) -> CheckpointEntry:
@@ -140,19 +136,13 @@ def resolve_tag(io: FileSystem, directory: Path, tag: str) -> CheckpointEntry:
     """The directory to read for an explicit tag."""
     versions = find_versions(io, directory, check_tag(tag))
     if not versions:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint {tag!r} in {directory}{_describe_available(io, directory)}"
-        )
+        tags = [entry.head.tag for entry in list_checkpoints(io, directory) if entry.head]
+        found = f"it holds {', '.join(tags[:8]) or 'no checkpoint'}"
+        found = found if io.exists(directory) else "the directory does not exist"
+        raise CheckpointNotFoundError(f"there is no checkpoint {tag!r} in {directory}; {found}")
     if versions[0].head is None:
         raise CorruptCheckpointError(versions[0].error)
     return versions[0]
-
-
-def _describe_available(io: FileSystem, directory: Path) -> str:
-    if not io.exists(directory):
-        return "; the directory does not exist"
-    tags = [f.head.tag for f in list_checkpoints(io, directory) if f.head]
-    return f"; it holds {', '.join(tags[:8])}" if tags else "; it holds no checkpoint"
 
 
 def read_latest(io: FileSystem, directory: Path) -> str | None:
@@ -198,6 +188,18 @@ def list_load_candidates(io: FileSystem, directory: Path) -> list[CheckpointEntr
     return entries if pointed is None else [pointed, *(f for f in entries if f is not pointed)]
 
 
+def find_paths(io: FileSystem, directory: Path, tag: str | None) -> list[Path]:
+    """The checkpoint of ``tag``; without one ``directory`` itself where it is one, else what a load may take."""
+    if tag is not None and tag != LATEST:
+        return [resolve_tag(io, directory, tag).path]
+    if tag is None and io.exists(directory / MANIFEST):
+        return [directory]
+    entries = list_load_candidates(io, directory)
+    if not entries:
+        raise CheckpointNotFoundError(f"there is no checkpoint in {directory}; give the directory that was saved to")
+    return [entry.path for entry in entries]
+
+
 def make_directories(io: FileSystem, directory: Path) -> None:
     """Make ``directory`` and its parents where they are missing, durably."""
     missing = []
@@ -210,7 +212,7 @@ def make_directories(io: FileSystem, directory: Path) -> None:
         io.fsync_dir(path.parent)
 
 
-def start_save(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[Path, int]:
+def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
     """Prepare a save into a ``directory`` that is there: clean up after dead ones, check the tag, make the temporary.
 
     Returns the temporary directory and the sequence number of the commit to come.
@@ -223,23 +225,10 @@ def start_save(io: FileSystem, directory: Path, tag: str, epoch: int) -> tuple[P
         raise CheckpointError(
             f"{public} exists and is not a checkpoint of Thalweg; choose another tag or move it out of the way"
         )
-    newest = _newest_head(io, directory)
-    _check_epoch(newest, epoch, directory)
+    newest = next((f.head for f in list_checkpoints(io, directory) if f.head), None)
     temporary = directory / f"{_SAVING_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
     io.mkdir(temporary)
     return temporary, (newest.sequence if newest else 0) + 1
-
-
-def _newest_head(io: FileSystem, directory: Path) -> ManifestHead | None:
-    return next((f.head for f in list_checkpoints(io, directory) if f.head), None)
-
-
-def _check_epoch(newest: ManifestHead | None, epoch: int, directory: Path) -> None:
-    if newest is not None and newest.epoch > epoch:
-        raise CheckpointError(
-            f"this job is of epoch {epoch}, but {directory} holds {newest.tag!r} of epoch {newest.epoch}: "
-            "a newer incarnation of the job has taken over, so this one must not commit"
-        )
 
 
 def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest, *, save_latest: bool = True) -> Path:
@@ -252,7 +241,6 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
     write_file(io, temporary / f".{MANIFEST}", serialize_manifest(manifest))
     io.rename(temporary / f".{MANIFEST}", temporary / MANIFEST)
     io.fsync_dir(temporary)
-    _check_epoch(_newest_head(io, directory), head.epoch, directory)
     with _directory_lock(io, directory):
         public = directory / head.tag
         if io.exists(public):
@@ -260,16 +248,11 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
         io.rename(temporary, public)
         io.fsync_dir(directory)
     if save_latest:
-        update_latest(io, directory, head.tag)
+        pointer = directory / f"{_LATEST_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
+        write_file(io, pointer, f"{head.tag}\n".encode())
+        io.rename(pointer, directory / LATEST)
+        io.fsync_dir(directory)
     return public
-
-
-def update_latest(io: FileSystem, directory: Path, tag: str) -> None:
-    """Make ``latest`` name ``tag``, in one step."""
-    temporary = directory / f"{_LATEST_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
-    write_file(io, temporary, f"{tag}\n".encode())
-    io.rename(temporary, directory / LATEST)
-    io.fsync_dir(directory)
 
 
 def finalize_tag(io: FileSystem, directory: Path, tag: str) -> Path:

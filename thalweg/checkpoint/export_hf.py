@@ -10,11 +10,11 @@ meets half an export.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from thalweg.checkpoint.directory import make_directories
 from thalweg.checkpoint.errors import CheckpointMismatchError
 from thalweg.checkpoint.filesystem import FileSystem, write_file
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
-from thalweg.checkpoint.format.shards import ShardWriter, TensorEntry
+from thalweg.checkpoint.format.shards import TensorEntry, sort_for_alignment, write_shard
 from thalweg.checkpoint.model_state import get_hf_config, is_frozen, model_tensors
 from thalweg.checkpoint.pipeline_state import iter_full_tensors, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
@@ -45,17 +45,10 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class _ExportTensor:
+class _ExportTensor(TensorEntry):
     """A tensor to be exported: its name and size as written, and how to get its values."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     fetch: Callable[[], torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def export_hf(
@@ -78,18 +71,11 @@ def export_hf(
     weights = []
     for name in checkpoint.tensor_names("model/"):
         record = checkpoint.manifest.tensors[name]
-        stored = DTYPES[record.dtype]
-        weights.append(
-            _ExportTensor(
-                name.removeprefix("model/"),
-                _target_dtype(stored, dtype),
-                record.shape,
-                lambda name=name: checkpoint.read(name),
-            )
-        )
+        target = _target_dtype(DTYPES[record.dtype], dtype)
+        weights.append(_ExportTensor(name.removeprefix("model/"), target, record.shape, partial(checkpoint.read, name)))
     if not weights:
         raise CheckpointMismatchError(f"{checkpoint.path} has no tensors below 'model/' to export")
-    names = [weight.name for weight in weights]
+    names = [weight.key for weight in weights]
     if problem := _adapter_problem(names):
         if not _has_lora_bases(names):
             raise CheckpointMismatchError(f"{checkpoint.path} cannot be exported: {problem}")
@@ -135,7 +121,7 @@ def save_16bit(
     ]
     export = _HfExport(io or FileSystem(), directory, _split_into_files(weights, max_shard_bytes))
     operation, is_writer = f"saving weights to {directory}", ranks.rank == 0
-    problem = _adapter_problem([weight.name for weight in weights])
+    problem = _adapter_problem([weight.key for weight in weights])
     if problem and is_writer:
         _log.warning("%s: %s", directory, problem)
     ranks.all_or_raise(operation, lambda: export.prepare_directory() if is_writer else None)
@@ -180,8 +166,8 @@ def _has_lora_bases(names: Collection[str]) -> bool:
     return layers <= {name.partition(".base_layer.")[0].removesuffix(".weight") for name in names}
 
 
-def _target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
-    return requested if requested is not None and stored.is_floating_point else stored
+def _target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> str:
+    return DTYPE_NAMES[requested if requested is not None and stored.is_floating_point else stored]
 
 
 @dataclass(frozen=True)
@@ -213,23 +199,20 @@ class _HfExport:
     def write(self, values: Iterator[torch.Tensor]) -> None:
         """Write the files under hidden names, one weight after the other."""
         for name, members in self.files.items():
-            entries = [TensorEntry(weight.name, DTYPE_NAMES[weight.dtype], weight.shape) for weight in members]
-            with closing(ShardWriter(self.io, self._temp_path(name), entries)) as shard:
-                for weight in members:
-                    shard.write(weight.name, next(values).to(weight.dtype))
-                shard.finish()
+            cast = (next(values).to(DTYPES[weight.dtype]) for weight in members)
+            write_shard(self.io, self._temp_path(name), members, cast)
 
     def publish(self, config: Mapping[str, Any] | None) -> None:
         """Give all files their names, and remove those of an earlier export that do not belong any more."""
         extra: dict[str, bytes] = {}
         weights = [weight for members in self.files.values() for weight in members]
         if len(self.files) > 1:
-            weight_map = {weight.name: name for name, members in self.files.items() for weight in members}
+            weight_map = {weight.key: name for name, members in self.files.items() for weight in members}
             total = sum(weight.nbytes for weight in weights)
             extra[_INDEX_FILE_NAME] = _to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
         if config is not None:
             config = {key: value for key, value in config.items() if key != "torch_dtype"}
-            if floating := sorted((w.name, DTYPE_NAMES[w.dtype]) for w in weights if w.dtype.is_floating_point):
+            if floating := sorted((w.key, w.dtype) for w in weights if DTYPES[w.dtype].is_floating_point):
                 config["dtype"] = floating[0][1]
             extra["config.json"] = _to_json_bytes(config)
         for name, data in extra.items():
@@ -260,9 +243,7 @@ def _split_into_files(weights: list[_ExportTensor], max_shard_bytes: float) -> d
     files = list(iter_buckets(weights, lambda weight: weight.nbytes, max_shard_bytes)) or [[]]
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     names = names if len(files) > 1 else [_SINGLE_FILE_NAME]
-    return {
-        name: sorted(file, key=lambda w: (-w.dtype.itemsize, w.name)) for name, file in zip(names, files, strict=True)
-    }
+    return {name: sort_for_alignment(file) for name, file in zip(names, files, strict=True)}
 
 
 def _to_json_bytes(value: Mapping[str, Any]) -> bytes:

@@ -66,7 +66,6 @@ def build_snapshot(
     *,
     state: Mapping[str, Any] | None = None,
     per_rank: Mapping[str, Any] | None = None,
-    rng: bool = True,
     include_frozen: bool = True,
     naming: ParamNaming = IDENTITY_NAMING,
 ) -> Snapshot:
@@ -74,7 +73,7 @@ def build_snapshot(
 
     ``optimizer``: anything with torch.optim's ``param_groups`` and ``state`` over parameters
     of ``module``.  ``state`` and ``per_rank`` are the caller's own trees; the key
-    "thalweg" is reserved in both.  ``rng``: this rank's generators go along.  A Hugging
+    "thalweg" is reserved in both.  This rank's generators go along.  A Hugging
     Face config of the module is kept for export.  Of plain buffers, in which ranks may
     differ (running statistics), the first rank's values are kept.  ``include_frozen=False`` leaves
     out parameters that need no gradient; ``restore`` then leaves those alone.  ``naming``: where
@@ -100,7 +99,7 @@ def build_snapshot(
     if config is not None:
         own_state["hf_config"] = config
     tree = {**(state or {}), "thalweg": merge_stage_states(own_state, naming)}
-    rank_state = {**(per_rank or {}), "thalweg": {"rng": _capture_rng()} if rng else {}}
+    rank_state = {**(per_rank or {}), "thalweg": {"rng": _capture_rng()}}
     alias_names = {f"model/{alias}": f"model/{name}" for alias, name in aliases.items()}
     buffers = {id(buffer) for buffer in module.buffers()}
     rank_local = frozenset(f"model/{name}" for name, tensor in tensors.items() if id(tensor) in buffers)

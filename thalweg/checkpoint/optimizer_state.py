@@ -10,7 +10,7 @@ dry step is needed to bring it into being.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,116 +124,83 @@ def plan_optimizer_load(
         raise CheckpointMismatchError(
             "the checkpoint was saved without an optimiser; restore the weights alone (optimizer=None)"
         )
-    names = _param_names_by_id(module, naming)
-    keys_by_param = _stored_keys_by_param(checkpoint)
-    plan = OptimizerLoadPlan(unkeyed_state=saved["loose"])
+    names, saved_groups, saved_kinds = _param_names_by_id(module, naming), saved["groups"], saved["forms"]
+    keys_by_param: dict[str, list[str]] = {}  # in the order of the manifest
+    for stored in checkpoint.manifest.tensors:
+        if stored.startswith("optim/"):
+            _, key, owner = stored.split("/", 2)
+            keys_by_param.setdefault(owner, []).append(key)
+
+    def stored_name(parameter: torch.Tensor, index: int) -> str:
+        name = _get_param_name(parameter, names, index)
+        return checkpoint.manifest.resolve_alias(f"model/{name}").removeprefix("model/")
+
+    def match_group(index: int, params: list[torch.Tensor]) -> dict[str, Any]:
+        """The saved hyperparameters for a live group: those of the saved group that has its members."""
+        group_index = {name: number for number, entry in enumerate(saved_groups) for name in entry["params"]}
+        members = {stored_name(parameter, index): parameter for parameter in params}
+        unknown = [name for name, p in members.items() if name not in group_index and p.requires_grad]
+        if unknown and strict:
+            raise CheckpointMismatchError(
+                f"the optimiser's group {index} has parameters that the saved optimiser did not have: "
+                f"{', '.join(unknown[:8])}; load with strict=False to start them fresh"
+            )
+        indices = sorted({group_index[name] for name in members if name in group_index})
+        if not members and index < len(saved_groups):
+            indices = [index]  # a stage without members of this group
+        if not indices:
+            return {}
+        choices = [
+            {key: value for key, value in saved_groups[n]["hyper"].items() if key not in _IMPLEMENTATION_KEYS}
+            for n in indices
+        ]
+        if any(choice != choices[0] for choice in choices[1:]):
+            raise CheckpointMismatchError(
+                f"the optimiser's group {index} joins parameters of the saved groups {indices}, whose "
+                "hyperparameters differ; build the groups as they were when it was saved"
+            )
+        return choices[0]
+
+    def allocate(stored: str, key: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+        """The tensor a stored state is read into: the live one if it fits, else a new one like the parameter."""
+        record, kinds = checkpoint.manifest.tensors[stored], saved_kinds.get(key, [])
+        shape, dtype = torch.Size(record.shape), DTYPES[record.dtype]
+        current = optimizer.state.get(parameter, {}).get(key)
+        fits = isinstance(current, torch.Tensor) and current.dtype == dtype
+        if fits and _to_dtensor_like(current, parameter).shape == shape:
+            return current
+        local = parameter.detach()
+        if shape == parameter.shape and parameter.dim() > 0:
+            has_own_way = hasattr(optimizer, "state_like")
+            made: Any = optimizer.state_like(local, key, dtype) if has_own_way else torch.empty_like(local, dtype=dtype)
+            is_shard = isinstance(made, DTensor) and "shard" in kinds and "dtensor" not in kinds
+            return made.to_local() if is_shard else made
+        device = local.to_local().device if isinstance(local, DTensor) else local.device
+        if key == "step" and not (group.get("capturable") or group.get("fused")):
+            device = torch.device("cpu")  # as torch.optim keeps it
+        if not ("dtensor" in kinds and isinstance(local, DTensor)):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # A parameter's placement can be a state's where the sharded dim exists there with the same size.
+        dims = [getattr(placement, "dim", None) for placement in local.placements]
+        placements = [
+            placement if dim is None or (dim < len(shape) and shape[dim] == parameter.shape[dim]) else Replicate()
+            for placement, dim in zip(local.placements, dims, strict=True)
+        ]
+        return zeros(*shape, dtype=dtype, device_mesh=local.device_mesh, placements=placements)
+
     groups = [{**group, "params": _group_params(group, module, naming)} for group in optimizer.param_groups]
-    plan.hyperparams = [
-        _match_group(checkpoint, group, index, names, saved["groups"], strict) for index, group in enumerate(groups)
-    ]
+    hyperparams = [match_group(index, group["params"]) for index, group in enumerate(groups)]
+    plan = OptimizerLoadPlan(hyperparams, unkeyed_state=saved["loose"])
     for index, group in enumerate(groups):
         for parameter in group["params"]:
-            name = _get_param_name(parameter, names, index)
-            stored_name = _resolve_stored_name(checkpoint, name)
-            entries: dict[str, Any] = dict(saved["values"].get(stored_name, {}))
-            current = optimizer.state.get(parameter, {})
-            for key in keys_by_param.get(stored_name, []):
-                stored = f"optim/{key}/{stored_name}"
-                kinds = saved["forms"].get(key, [])
-                allocate = getattr(optimizer, "state_like", _empty_like)
-                entries[key] = _allocate_like(
-                    checkpoint, stored, key, parameter, current.get(key), group, kinds, allocate
-                )
-                plan.targets.append((stored, _to_dtensor_like(entries[key], parameter)))
+            name = stored_name(parameter, index)
+            entries: dict[str, Any] = dict(saved["values"].get(name, {}))
+            for key in keys_by_param.get(name, []):
+                entries[key] = allocate(f"optim/{key}/{name}", key, parameter, group)
+                plan.targets.append((f"optim/{key}/{name}", _to_dtensor_like(entries[key], parameter)))
             if entries:
                 plan.state[parameter] = entries
     return plan
-
-
-def _stored_keys_by_param(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """For each parameter fqn the keys of its optimiser state, in the order of the manifest."""
-    result: dict[str, list[str]] = {}
-    for name in checkpoint.manifest.tensors:
-        if name.startswith("optim/"):
-            _, key, owner = name.split("/", 2)
-            result.setdefault(owner, []).append(key)
-    return result
-
-
-def _resolve_stored_name(checkpoint: Checkpoint, name: str) -> str:
-    return checkpoint.manifest.resolve_alias(f"model/{name}").removeprefix("model/")
-
-
-def _match_group(
-    checkpoint: Checkpoint,
-    group: Mapping[str, Any],
-    index: int,
-    names: Mapping[int, str],
-    saved: list[dict[str, Any]],
-    strict: bool,
-) -> dict[str, Any]:
-    """The saved hyperparameters for a live group: those of the saved group that has its members."""
-    group_index = {name: number for number, entry in enumerate(saved) for name in entry["params"]}
-    members = {_resolve_stored_name(checkpoint, _get_param_name(p, names, index)): p for p in group["params"]}
-    unknown = [name for name, p in members.items() if name not in group_index and p.requires_grad]
-    if unknown and strict:
-        raise CheckpointMismatchError(
-            f"the optimiser's group {index} has parameters that the saved optimiser did not have: "
-            f"{', '.join(unknown[:8])}; load with strict=False to start them fresh"
-        )
-    group_indices = sorted({group_index[name] for name in members if name in group_index})
-    if not members and index < len(saved):
-        group_indices = [index]  # a stage without members of this group
-    if not group_indices:
-        return {}
-    choices = [{k: v for k, v in saved[n]["hyper"].items() if k not in _IMPLEMENTATION_KEYS} for n in group_indices]
-    if any(choice != choices[0] for choice in choices[1:]):
-        raise CheckpointMismatchError(
-            f"the optimiser's group {index} joins parameters of the saved groups {group_indices}, whose "
-            "hyperparameters differ; build the groups as they were when it was saved"
-        )
-    return choices[0]
-
-
-def _allocate_like(
-    checkpoint: Checkpoint,
-    stored: str,
-    key: str,
-    parameter: torch.Tensor,
-    current: Any,
-    group: Mapping[str, Any],
-    kinds: list[str],
-    allocate: Callable[[torch.Tensor, str, torch.dtype], torch.Tensor],
-) -> torch.Tensor:
-    """The tensor a stored state is read into: the live one if it fits, else a new one like the parameter."""
-    record = checkpoint.manifest.tensors[stored]
-    shape, dtype = torch.Size(record.shape), DTYPES[record.dtype]
-    fits = isinstance(current, torch.Tensor) and current.dtype == dtype
-    if fits and _to_dtensor_like(current, parameter).shape == shape:
-        return current
-    local = parameter.detach()
-    if shape == parameter.shape and parameter.dim() > 0:
-        allocated = allocate(local, key, dtype)
-        if isinstance(allocated, DTensor) and "shard" in kinds and "dtensor" not in kinds:
-            return allocated.to_local()
-        return allocated
-    device = local.to_local().device if isinstance(local, DTensor) else local.device
-    if key == "step" and not (group.get("capturable") or group.get("fused")):
-        device = torch.device("cpu")  # as torch.optim keeps it
-    if not ("dtensor" in kinds and isinstance(local, DTensor)):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    placements = [p if _placement_fits(p, shape, parameter.shape) else Replicate() for p in local.placements]
-    return zeros(*shape, dtype=dtype, device_mesh=local.device_mesh, placements=placements)
-
-
-def _empty_like(parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(parameter, dtype=dtype)
-
-
-def _placement_fits(placement: Any, shape: torch.Size, param_shape: torch.Size) -> bool:
-    """Whether a parameter's placement can be a state's: the sharded dim exists there with the same size."""
-    dim = getattr(placement, "dim", None)
-    return dim is None or (dim < len(shape) and shape[dim] == param_shape[dim])
 
 
 def apply_optimizer_plan(plan: OptimizerLoadPlan, optimizer: Any) -> None:

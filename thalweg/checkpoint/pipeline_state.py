@@ -9,6 +9,7 @@ only the first rank's is stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,12 +89,9 @@ def merge_stage_states(local_state: dict[str, Any], naming: ParamNaming) -> dict
     return merged
 
 
-FetchTensor = Callable[[], torch.Tensor]
-
-
 def iter_full_tensors(
     tensors: Mapping[str, torch.Tensor], naming: ParamNaming
-) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], FetchTensor]]:
+) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], torch.Tensor]]]:
     """Every tensor of the whole model on every rank: name, dtype, shape, and how to get its values.
 
     ``fetch()`` gathers a shard and brings it from the stage that has it; collective over the job, in the
@@ -102,7 +100,7 @@ def iter_full_tensors(
     group = naming.group
     if group is None:
         for name, tensor in tensors.items():
-            yield name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: _full_tensor(tensor)
+            yield name, tensor.dtype, tuple(tensor.shape), partial(_full_tensor, tensor)
         return
     ranks = RankGroup.from_group(group)
     descriptions = [[name, DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in tensors.items()]
@@ -114,16 +112,13 @@ def iter_full_tensors(
             yielded.add(name)
             local = tensors[name] if rank == ranks.rank else None
             src = dist.get_global_rank(group, rank)
-            yield name, DTYPES[dtype], tuple(shape), _make_fetch(local, DTYPES[dtype], shape, src, group)
+            yield name, DTYPES[dtype], tuple(shape), partial(_fetch, local, DTYPES[dtype], shape, src, group)
 
 
-def _make_fetch(local: torch.Tensor | None, dtype: torch.dtype, shape: list[int], src: int, group: Any) -> FetchTensor:
-    def fetch() -> torch.Tensor:
-        value = torch.empty(shape, dtype=dtype) if local is None else _full_tensor(local).cpu().contiguous()
-        dist.broadcast(value, src=src, group=control_group(group))
-        return value
-
-    return fetch
+def _fetch(local: torch.Tensor | None, dtype: torch.dtype, shape: list[int], src: int, group: Any) -> torch.Tensor:
+    value = torch.empty(shape, dtype=dtype) if local is None else _full_tensor(local).cpu().contiguous()
+    dist.broadcast(value, src=src, group=control_group(group))
+    return value
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from thalweg.checkpoint import directory
-from thalweg.checkpoint.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptCheckpointError
+from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem
-from thalweg.checkpoint.format.chunks import TensorChunk, full_chunk, local_chunks, local_tensor
+from thalweg.checkpoint.format.chunks import TensorChunk, local_chunks, local_tensor
 from thalweg.checkpoint.format.codec import decode_tree
 from thalweg.checkpoint.format.direct_writer import SMALL_FILE_BYTES
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
@@ -65,23 +65,16 @@ class Checkpoint:
         Raises ``CheckpointNotFoundError`` where there is none and ``CorruptCheckpointError`` for a
         tag whose manifest does not match its checksum.  Not collective.
         """
-        io, checkpoint_dir = io or FileSystem(), Path(checkpoint_dir)
-        if tag is not None and tag != directory.LATEST:
-            return cls.from_path(directory.resolve_tag(io, checkpoint_dir, tag).path, io=io)
-        if tag is None and io.exists(checkpoint_dir / directory.MANIFEST):
-            return cls.from_path(checkpoint_dir, io=io)
-        problems = []
-        for entry in directory.list_load_candidates(io, checkpoint_dir):
+        io, checkpoint_dir, problems = io or FileSystem(), Path(checkpoint_dir), []
+        for path in directory.find_paths(io, checkpoint_dir, tag):
             try:
-                return cls.from_path(entry.path, io=io)
+                return cls.from_path(path, io=io)
             except CorruptCheckpointError as error:
+                if tag not in (None, directory.LATEST) or path == checkpoint_dir:
+                    raise
                 problems.append(str(error))
                 _log.warning("skipping a damaged checkpoint: %s", error)
-        if problems:
-            raise CorruptCheckpointError(f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}")
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint in {checkpoint_dir}; give the directory that was saved to"
-        )
+        raise CorruptCheckpointError(f"every checkpoint in {checkpoint_dir} is damaged: {'; '.join(problems)}")
 
     @classmethod
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> Checkpoint:
@@ -91,7 +84,7 @@ class Checkpoint:
 
     @property
     def head(self) -> ManifestHead:
-        """Tag, step, epoch, world size and commit number."""
+        """Tag, step, world size and commit number."""
         return self.manifest.head
 
     @property
@@ -122,30 +115,20 @@ class Checkpoint:
         """The tree that ``rank`` of the saving job stored, or None if that job had no such rank."""
         return decode_tree(self.manifest.ranks[rank], self.read) if 0 <= rank < len(self.manifest.ranks) else None
 
-    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, or the box of it at ``offsets`` of ``sizes``, on the CPU; reads only the pieces it needs.
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU.
 
-        Raises ``CheckpointMismatchError`` for an unknown name or a box outside the shape,
-        ``CorruptCheckpointError`` if a byte has changed.
+        Raises ``CheckpointMismatchError`` for an unknown name, ``CorruptCheckpointError`` if a byte has changed.
         """
-        name = self._resolve_name(name)
+        asked, name = name, self.manifest.resolve_alias(name)
+        if name not in self.manifest.tensors:
+            raise CheckpointMismatchError(f"not in the checkpoint: {self._suggest_names(asked)}")
         record = self.manifest.tensors[name]
-        full = full_chunk(record.shape)
-        box = TensorChunk(
-            full.offset if offsets is None else tuple(offsets), full.size if sizes is None else tuple(sizes)
-        )
-        inside = len(box.offset) == len(box.size) == len(full.size) and all(
-            a >= 0 and n >= 0 and a + n <= m for a, n, m in zip(box.offset, box.size, full.size, strict=True)
-        )
-        if not inside:
-            raise CheckpointMismatchError(f"{name} has shape {list(full.size)}; {box} lies outside it")
-        pieces = [(piece, overlap) for piece in record.pieces if (overlap := piece.chunk.intersect(box))]
-        if len(pieces) == 1 and pieces[0][0].chunk == box:
-            return self._read_chunk(name, pieces[0][0])
-        out = torch.empty(box.size, dtype=DTYPES[record.dtype])
-        for piece, overlap in pieces:
-            values = self._read_chunk(name, piece)
-            out[overlap.slices(box.offset)] = values[overlap.slices(piece.offset)]
+        if len(record.pieces) == 1:
+            return self._read_chunk(name, record.pieces[0])
+        out = torch.empty(record.shape, dtype=DTYPES[record.dtype])
+        for piece in record.pieces:
+            out[piece.chunk.slices((0,) * len(record.shape))] = self._read_chunk(name, piece)
         return out
 
     def close(self) -> None:
@@ -224,16 +207,35 @@ class Checkpoint:
         items: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
         pairs: list[tuple[str, torch.Tensor]] = list(items)
         matched = ranks.all_or_raise(operation, lambda: self._match_request(pairs, strict))
-        ranks.all_or_raise(
-            operation, lambda: self._check_all_requested(pairs, matched, extra_names) if strict else None
-        )
+
+        def check_all_requested() -> None:
+            used = {name for part in matched for name in part["used"]}
+            used |= {self.manifest.resolve_alias(name) for name in extra_names}
+            top_level_names = {name.partition("/")[0] for name in used}
+            unused = [
+                name for name in self.manifest.tensors if name.partition("/")[0] in top_level_names and name not in used
+            ]
+            if unused and strict:
+                requested = [name for name, _ in pairs]
+                text = format_list([_with_close_matches(name, requested) for name in unused])
+                raise CheckpointMismatchError(
+                    f"unexpected checkpoint keys: {text}; load with strict=False to ignore them"
+                )
+
+        ranks.all_or_raise(operation, check_all_requested)
         missing = set(matched[ranks.rank]["missing"])
         if ranks.rank == 0 and matched[0]["cast"]:
             _log.warning("%s: cast to another dtype: %s", self.path, format_list(matched[0]["cast"]))
+        # The pieces that this rank needs, each with the places in live tensors that it fills.
         targets: dict[tuple[str, ChunkRecord], list[_Target]] = {}
 
         def check() -> None:
-            targets.update(self._plan_reads([(name, t) for name, t in pairs if name not in missing]))
+            for name, tensor in pairs:
+                stored, local = self.manifest.resolve_alias(name), local_tensor(tensor)
+                for chunk, origin in local_chunks(name, tensor) if name not in missing else ():
+                    for piece in self.manifest.tensors[stored].pieces:
+                        if overlap := piece.chunk.intersect(chunk):
+                            targets.setdefault((stored, piece), []).append((overlap, origin, local))
             if not self._verified:
                 self._map_concurrently(targets, lambda piece: self._read_chunk(*piece, keep=False))
 
@@ -277,32 +279,6 @@ class Checkpoint:
             )
         return {"used": sorted(set(used)), "missing": missing, "cast": cast}
 
-    def _check_all_requested(
-        self, tensors: list[tuple[str, torch.Tensor]], matched: list[dict[str, list[str]]], extra_names: Iterable[str]
-    ) -> None:
-        used = {name for part in matched for name in part["used"]} | {
-            self.manifest.resolve_alias(name) for name in extra_names
-        }
-        top_level_names = {name.partition("/")[0] for name in used}
-        unused = [
-            name for name in self.manifest.tensors if name.partition("/")[0] in top_level_names and name not in used
-        ]
-        if unused:
-            requested = [name for name, _ in tensors]
-            text = format_list([_with_close_matches(name, requested) for name in unused])
-            raise CheckpointMismatchError(f"unexpected checkpoint keys: {text}; load with strict=False to ignore them")
-
-    def _plan_reads(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[tuple[str, ChunkRecord], list[_Target]]:
-        """The pieces that this rank needs, each with the places in live tensors that it fills."""
-        targets: dict[tuple[str, ChunkRecord], list[_Target]] = {}
-        for name, tensor in tensors:
-            stored, local = self.manifest.resolve_alias(name), local_tensor(tensor)
-            for chunk, origin in local_chunks(name, tensor):
-                for piece in self.manifest.tensors[stored].pieces:
-                    if overlap := piece.chunk.intersect(chunk):
-                        targets.setdefault((stored, piece), []).append((overlap, origin, local))
-        return targets
-
     def _map_concurrently(self, items: Collection[Any], action: Callable[[Any], Any]) -> list[Any]:
         """``action`` on each item, on several threads where there is enough to read for that to pay."""
         if sum(record.size for record in self.manifest.files.values()) < SMALL_FILE_BYTES:
@@ -312,12 +288,6 @@ class Checkpoint:
 
     def _read_chunk(self, name: str, chunk: ChunkRecord, *, keep: bool = True) -> torch.Tensor:
         return self._shard_readers[chunk.file].read_chunk(name, chunk, self.manifest.tensors[name].dtype, keep=keep)
-
-    def _resolve_name(self, name: str) -> str:
-        resolved = self.manifest.resolve_alias(name)
-        if resolved not in self.manifest.tensors:
-            raise CheckpointMismatchError(f"not in the checkpoint: {self._suggest_names(name)}")
-        return resolved
 
     def _suggest_names(self, name: str) -> str:
         return _with_close_matches(name, [*self.manifest.tensors, *self.manifest.aliases])

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from thalweg.checkpoint.format.chunks import TensorChunk, covers_exactly, local_
 from thalweg.checkpoint.format.codec import encode_tree
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest, ManifestHead, TensorRecord
-from thalweg.checkpoint.format.shards import ShardWriter, TensorEntry, sort_for_alignment
+from thalweg.checkpoint.format.shards import TensorEntry, sort_for_alignment, write_shard
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.utils.log import get_logger
 
@@ -90,15 +89,13 @@ def save_snapshot(
     group: Any = None,
     io: FileSystem | None = None,
     keep_latest_k: int | None = None,
-    epoch: int = 0,
     save_latest: bool = True,
     background: BackgroundSave | None = None,
 ) -> Path:
     """Write and commit ``snapshot`` as ``checkpoint_dir/tag``; collective over ``group``; returns that path.
 
     An existing tag is replaced, and remains loadable until the new one is committed.  With
-    ``keep_latest_k`` the older checkpoints beyond that many are removed after the commit.  ``epoch``
-    counts incarnations of the job: a save below the newest committed epoch is refused.
+    ``keep_latest_k`` the older checkpoints beyond that many are removed after the commit.
     ``save_latest``: whether the pointer comes to name it, so that a load without a tag takes it.
     ``background``: return when the state is copied, and leave the writing, and its errors, to a thread of it.
     A save of this process that is under way is waited for first.
@@ -144,55 +141,87 @@ def save_snapshot(
         def start() -> list[Any]:
             if ranks.rank != 0:
                 return []
-            temporary_dir, sequence = directory.start_save(io, checkpoint_dir, tag, epoch)
+            temporary_dir, sequence = directory.start_save(io, checkpoint_dir, tag)
             temporary.append(temporary_dir)
             return [temporary_dir.name, sequence]
 
+        def write_shards() -> dict[str, Any]:
+            """Write this rank's shards, letting go of each piece; returns their records and digests as JSON."""
+            if ranks.rank != 0 and not io.exists(path):
+                raise CheckpointError(
+                    f"{path} was made by rank 0 but is not seen from here; the checkpoint directory must be on a "
+                    "file system that all hosts share"
+                )
+            results = {}
+            for file, pieces in shards.items():
+                entries = sort_for_alignment(
+                    TensorEntry(key, DTYPE_NAMES[values.dtype], tuple(values.shape)) for key, values in pieces.items()
+                )
+                values = (pieces.pop(entry.key) for entry in entries)
+                record, digests = write_shard(io, path / file, entries, values, release)
+                results[file] = {"record": record.model_dump(), "digests": digests}
+            return results
+
         def commit() -> str:
+            """Put the ranks' digests together; a piece without one would be a bug, and is an error."""
             if ranks.rank != 0:
                 return ""
-            created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            files = {file: outcome for by_rank in written for file, outcome in by_rank.items()}
+            pieces: dict[str, list[ChunkRecord]] = {name: [] for name in records}
+            for item in plan:
+                digest, box = files[item.file]["digests"][item.key], item.chunk
+                pieces[item.name].append(
+                    ChunkRecord(file=item.file, key=item.key, offset=box.offset, size=box.size, sha256=digest)
+                )
             head = ManifestHead(
                 tag=tag,
                 step=int(step),
-                epoch=epoch,
                 world=ranks.world_size,
                 sequence=sequence,
-                created=created,
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 writer=f"thalweg {thalweg.__version__}",
             )
-            manifest = _build_manifest(head, state, inventories, plan, records, written)
+            manifest = Manifest(
+                head=head,
+                files={file: FileRecord(**files[file]["record"]) for file in sorted(files)},
+                tensors={
+                    name: TensorRecord(dtype=record.dtype, shape=record.shape, pieces=tuple(pieces[name]))
+                    for name, record in records.items()
+                },
+                aliases={alias: name for part in inventories for alias, name in part["aliases"].items()},
+                state=state,
+                ranks=[description["state"] for description in inventories],
+            )
             return str(directory.commit(io, checkpoint_dir, path, manifest, save_latest=save_latest))
+
+        def finalize() -> str:
+            if ranks.rank != 0:
+                return ""
+            final_path = public
+            try:
+                final_path = directory.finalize_tag(io, checkpoint_dir, tag)
+                if keep_latest_k is not None:
+                    directory.remove_old_checkpoints(io, checkpoint_dir, keep_latest_k, final_path)
+            except (OSError, CheckpointError) as error:  # the commit stands; what is left over goes with the next save
+                _log.warning("checkpoint %r is committed, but older ones could not be removed: %s", tag, error)
+            return str(final_path)
 
         try:
             name, sequence = ranks.all_or_raise(operation, start)[0]
             path = checkpoint_dir / name
-            written = ranks.all_or_raise(operation, lambda: _write_shards(io, path, shards, ranks, release))
+            written = ranks.all_or_raise(operation, write_shards)
             public = Path(ranks.all_or_raise(operation, commit)[0])
         except Exception:
             if temporary:
                 directory.discard_save(io, temporary[0])
             raise
-        final_paths = ranks.all_or_raise(
-            operation, lambda: _finalize(io, checkpoint_dir, tag, keep_latest_k, public) if ranks.rank == 0 else ""
-        )
-        return Path(final_paths[0])
+        return Path(ranks.all_or_raise(operation, finalize)[0])
 
     if background is None:
         return write(ranks)
     ranks.all_or_raise(operation, lambda: background.copy_to_host(shards))
     background.start(write, ranks)
     return checkpoint_dir / tag
-
-
-def _finalize(io: FileSystem, checkpoint_dir: Path, tag: str, keep_latest_k: int | None, public: Path) -> str:
-    try:
-        public = directory.finalize_tag(io, checkpoint_dir, tag)
-        if keep_latest_k is not None:
-            directory.remove_old_checkpoints(io, checkpoint_dir, keep_latest_k, public)
-    except (OSError, CheckpointError) as error:  # the commit stands; what is left over goes with the next save
-        _log.warning("checkpoint %r is committed, but older ones could not be removed: %s", tag, error)
-    return str(public)
 
 
 def _encode_snapshot(snapshot: Snapshot, rank: int) -> tuple[dict[str, torch.Tensor], Any, Any]:
@@ -292,65 +321,8 @@ def _assign_writers(
     return items
 
 
-def _write_shards(
-    io: FileSystem,
-    path: Path,
-    shards: dict[str, dict[str, torch.Tensor]],
-    ranks: RankGroup,
-    release: Callable[[torch.Tensor], None],
-) -> dict[str, Any]:
-    """Write this rank's shards, letting go of each piece; returns their records and digests as JSON."""
-    if ranks.rank != 0 and not io.exists(path):
-        raise CheckpointError(
-            f"{path} was made by rank 0 but is not seen from here; the checkpoint directory must be on a "
-            "file system that all hosts share"
-        )
-    results = {}
-    for file, pieces in shards.items():
-        entries = sort_for_alignment(
-            TensorEntry(key, DTYPE_NAMES[values.dtype], tuple(values.shape)) for key, values in pieces.items()
-        )
-        with closing(ShardWriter(io, path / file, entries)) as writer:
-            for entry in entries:
-                values = pieces.pop(entry.key)
-                writer.write(entry.key, values)
-                release(values)
-            record, digests = writer.finish()
-        results[file] = {"record": record.model_dump(), "digests": digests}
-    return results
-
-
 def _read_local_chunk(item: _WriteItem, tensor: torch.Tensor) -> torch.Tensor:
     for chunk, origin in local_chunks(item.name, tensor):
         if chunk.intersect(item.chunk) == item.chunk:
             return local_tensor(tensor)[item.chunk.slices(origin)]
     raise AssertionError(f"{item.name} has no {item.chunk} here")
-
-
-def _build_manifest(
-    head: ManifestHead,
-    state: Any,
-    inventories: list[dict[str, Any]],
-    plan: list[_WriteItem],
-    records: dict[str, TensorRecord],
-    written: list[dict[str, Any]],
-) -> Manifest:
-    """Put the ranks' digests together; a piece without one would be a bug, and is an error."""
-    files = {file: outcome for by_rank in written for file, outcome in by_rank.items()}
-    pieces: dict[str, list[ChunkRecord]] = {name: [] for name in records}
-    for item in plan:
-        digest = files[item.file]["digests"][item.key]
-        pieces[item.name].append(
-            ChunkRecord(file=item.file, key=item.key, offset=item.chunk.offset, size=item.chunk.size, sha256=digest)
-        )
-    return Manifest(
-        head=head,
-        files={file: FileRecord(**files[file]["record"]) for file in sorted(files)},
-        tensors={
-            name: TensorRecord(dtype=record.dtype, shape=record.shape, pieces=tuple(pieces[name]))
-            for name, record in records.items()
-        },
-        aliases={alias: name for part in inventories for alias, name in part["aliases"].items()},
-        state=state,
-        ranks=[description["state"] for description in inventories],
-    )

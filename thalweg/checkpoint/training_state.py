@@ -87,10 +87,10 @@ class TrainingState:
         directory: str | Path,
         tag: str | None,
         *,
-        strict: bool,
-        load_optimizer: bool,
-        load_lr_scheduler: bool,
-        module_only: bool,
+        strict: bool = True,
+        load_optimizer: bool = True,
+        load_lr_scheduler: bool = True,
+        module_only: bool = False,
         rewinds: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; see ``Engine.load_checkpoint``.  ``rewinds``: the run goes back, and on in its data."""
@@ -140,8 +140,7 @@ class TrainingState:
             )
         self._num_rewinds += 1
         directory, tag = known[-1 - attempt]
-        what: dict[str, Any] = {"strict": True, "load_optimizer": True, "load_lr_scheduler": True, "module_only": False}
-        path, _ = self.load(directory, tag, **what, rewinds=True)
+        path, _ = self.load(directory, tag, rewinds=True)
         _log.warning("%s; back at step %d (%s)", reason, self.counters.global_steps, path)
 
     def save_16bit(self, directory: str | Path, *, include_frozen: bool = True) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -56,11 +55,6 @@ class _SuggestingParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
-def available_commands() -> dict[str, str]:
-    """The subcommands whose module is installed, with their one-line descriptions."""
-    return {name: text for name, text in COMMANDS.items() if importlib.util.find_spec(f"{__name__}.{name}")}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code and raises nothing but what argparse's ``--help`` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -70,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser, module, command_parser = _build_parser(command)
         if command is not None and command_parser is None:
-            named = f"{command!r}{_suggest(command, available_commands())}: there are {', '.join(available_commands())}"
+            named = f"{command!r}{_suggest(command, COMMANDS)}: there are {', '.join(COMMANDS)}"
             return _print_error(2, f"no subcommand {named}, and options follow them; see `thalweg --help`")
         passthrough: list[str] = []
         if command is not None and hasattr(module, "split_passthrough"):
@@ -111,7 +105,7 @@ def _build_parser(command: str | None) -> tuple[argparse.ArgumentParser, Any, An
     parser.add_argument("--version", action="version", version=f"thalweg {thalweg.__version__}")
     subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", parser_class=_SuggestingParser)
     module = None
-    for name, text in available_commands().items():
+    for name, text in COMMANDS.items():
         if name != command:
             subparsers.add_parser(name, help=text)
             continue

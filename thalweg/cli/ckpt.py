@@ -49,23 +49,6 @@ def run(args: argparse.Namespace) -> int:
         return _export(checkpoint, args)
 
 
-def _find_checkpoint(checkpoint_dir: Path, tag: str | None) -> Path:
-    """The one directory of ours to verify: never another one in place of a damaged one."""
-    from thalweg.checkpoint import CheckpointNotFoundError, FileSystem
-    from thalweg.checkpoint import directory as publish
-
-    if tag is None and (checkpoint_dir / publish.MANIFEST).exists():
-        return checkpoint_dir
-    if tag is not None and tag != publish.LATEST:
-        return publish.resolve_tag(FileSystem(), checkpoint_dir, tag).path
-    candidates = publish.list_load_candidates(FileSystem(), checkpoint_dir)
-    if not candidates:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint in {checkpoint_dir}; give the directory that was saved to"
-        )
-    return candidates[0].path
-
-
 def _print_report(report: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     print(json.dumps(report) if as_json else "\n".join(lines))
 
@@ -112,11 +95,13 @@ def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
 def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
     from thalweg.checkpoint import Checkpoint, CorruptCheckpointError, FileSystem
     from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
+    from thalweg.checkpoint.directory import find_paths
 
     foreign = find_foreign(FileSystem(), directory, tag)
-    opener, found = (Checkpoint, None) if foreign is None else (ForeignCheckpoint, foreign)
+    opener = Checkpoint if foreign is None else ForeignCheckpoint
     try:
-        with opener.from_path(found or _find_checkpoint(directory, tag)) as checkpoint:
+        # Never another one in place of a damaged one.
+        with opener.from_path(foreign or find_paths(FileSystem(), directory, tag)[0]) as checkpoint:
             damage = checkpoint.find_corruption()
             path, tensors = str(checkpoint.path), len(checkpoint.manifest.tensors)
             size = sum(record.size for record in checkpoint.manifest.files.values())

@@ -42,9 +42,13 @@ def run(args: argparse.Namespace) -> int:
     if args.file is None:
         print("thalweg config: name a FILE, - for standard input, or --reference", file=sys.stderr)
         return 2
+    source = args.file
+    if source == "-":
+        text = sys.stdin.read()
+        source = text if text.lstrip().startswith("{") else "{" + text + "\n}"
     ranks = args.world_size or read_rank_info(os.environ).world_size
     try:
-        config = load_config(_read_source(args.file), world_size=ranks)
+        config = load_config(source, world_size=ranks)
     except ConfigError as error:
         print(f"thalweg config: {error}", file=sys.stderr)
         sized = ("train_batch_size", "data_parallel_size")
@@ -53,10 +57,3 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(json.dumps(config.to_dict(), indent=2) if args.json else config.describe())
     return 0
-
-
-def _read_source(name: str) -> str:
-    if name != "-":
-        return name
-    text = sys.stdin.read()
-    return text if text.lstrip().startswith("{") else "{" + text + "\n}"

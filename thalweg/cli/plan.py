@@ -40,7 +40,7 @@ def add_model_options(parser: argparse.ArgumentParser, required: bool = True) ->
         "--model", required=required, metavar="DIR_OR_CONFIG", help="folder with config.json, or that file"
     )
     parser.add_argument("--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
+    parser.add_argument("--nodes", dest="num_nodes", type=int, default=1, metavar="N", help="machines (1)")
     parser.add_argument("--devices-per-node", type=int, default=1, metavar="M", help="ranks on each (1)")
     parser.add_argument("--device", metavar="KIND", help="cpu, auto (what is here), or a name: h100, a100, l4, ...")
     parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
@@ -107,11 +107,5 @@ def read_config(args: argparse.Namespace) -> Any:
 
 def cluster_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of ``thalweg.plan`` for the machines and the sequence."""
-    return {
-        "num_nodes": args.nodes,
-        "devices_per_node": args.devices_per_node,
-        "device": args.device,
-        "device_memory": args.device_memory,
-        "host_memory": args.host_memory,
-        "sequence_length": args.sequence_length,
-    }
+    names = ("num_nodes", "devices_per_node", "device", "device_memory", "host_memory", "sequence_length")
+    return {name: getattr(args, name) for name in names}

@@ -19,12 +19,12 @@ import os
 import random
 import shlex
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from thalweg.cli.arguments import int_at_least
-from thalweg.cli.run_hints import hint_for_option
 from thalweg.compat.startup import AS_DEEPSPEED, deepspeed_environ
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
@@ -36,6 +36,8 @@ from thalweg.utils.env import DEVICE_VARIABLE
 
 Limits = dict[str, int]
 SCHEDULERS = ("slurm", "mpi", "openmpi")
+# Options of other launchers that are not taken, by what to do instead.
+_OTHER_OPTIONS = tomllib.loads(Path(__file__).with_name("run_hints.toml").read_text(encoding="utf-8"))
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
 
 
@@ -112,7 +114,9 @@ def split_passthrough(parser: argparse.ArgumentParser, arguments: list[str]) -> 
         if not argument.startswith("-") or argument == "-":
             return arguments[:position], arguments[position:]
         name = argument.partition("=")[0]
-        if name not in takes_value and (hint := hint_for_option(name)):
+        plain = name.lstrip("-").replace("_", "-")
+        hints = _OTHER_OPTIONS.items() if name not in takes_value else ()
+        if hint := next((hint for hint, names in hints if plain in names), None):
             raise ValueError(f"{name} is no option of `thalweg run`: {hint}")
         position += 2 if takes_value.get(argument) else 1
     return arguments, []

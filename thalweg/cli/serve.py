@@ -82,8 +82,10 @@ def run(args: argparse.Namespace) -> int:
         _check_router_arguments(args)
     engine_spec = None if args.replica else build_engine_spec(args)
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else None
+    # Of a model on a hub, ``org/name`` is asked for as ``name``, too.
+    folder = Path(args.model).resolve() if Path(args.model).is_dir() else Path(args.model.rstrip("/"))
     options = ServeOptions(
-        model=args.name or _default_model_name(args.model),
+        model=args.name or folder.name or args.model,
         aliases=() if args.name else (args.model,),
         host=args.host,
         port=args.port,
@@ -134,11 +136,6 @@ def _check_router_arguments(args: argparse.Namespace) -> None:
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"--replica loads no model here: give {names} to the servers that do")
-
-
-def _default_model_name(model: str) -> str:
-    """The name of a folder or of a model on a hub: ``org/name`` is asked for as ``name``, too."""
-    return (Path(model).resolve() if Path(model).is_dir() else Path(model.rstrip("/"))).name or model
 
 
 def require_packages() -> None:

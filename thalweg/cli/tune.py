@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from thalweg.cli.arguments import int_at_least, log_stderr
 from thalweg.cli.plan import add_model_options, check_parent_folder, cluster_options, read_config
@@ -36,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Search, measure, write; returns the exit code (1 if nothing fits)."""
     import thalweg.engine  # noqa: F401  (a rank imports it: its pages count)
     from thalweg.config import load, resolve
+    from thalweg.config.reader import read_source
     from thalweg.plan.planner import build_planner
     from thalweg.plan.search.tuner import tune
     from thalweg.plan.spec.config_changes import apply_changes
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if result.best is None:
         print("thalweg tune: no candidate fits; try `thalweg plan` for what is missing", file=sys.stderr)
         return 1
-    best = apply_changes(_config_as_written(source), result.best.changes)
+    # As it was written, so that what is left open stays open.
+    written = source if isinstance(source, dict) else dict(read_source(source)[0].tree)
+    best = apply_changes(written, result.best.changes)
     if args.output:
         Path(args.output).write_text(json.dumps(best, indent=2) + "\n")
     if args.json:
@@ -59,10 +61,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(json.dumps(best, indent=2))
     return 0
-
-
-def _config_as_written(source: Any) -> dict[str, Any]:
-    """The user's config as it was written, so that what is left open stays open."""
-    from thalweg.config.reader import read_source
-
-    return source if isinstance(source, dict) else dict(read_source(source)[0].tree)

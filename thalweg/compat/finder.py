@@ -223,11 +223,12 @@ def install(package: Package) -> None:
             f"{package.title} {getattr(real, '__version__', '')} of {getattr(real, '__file__', '')} is imported "
             f"already: import {package.room} before it, or start the program with `thalweg run --as-deepspeed`"
         )
-    late = _found_none(package)
+    # The modules that are loaded and will go on without the package.
+    late = [name for name in package.remember_absence if name in sys.modules]
     if not any(isinstance(finder, SurfaceFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, SurfaceFinder())  # type: ignore[arg-type]
     _packages[package.name] = package
-    if late:
+    if late and PathFinder.find_spec(package.name) is None:
         from thalweg.utils.log import enable_console, get_logger
 
         enable_console()
@@ -240,12 +241,6 @@ def install(package: Package) -> None:
 
 def _package_of(module: str) -> Package:
     return _packages[module.partition(".")[0]]
-
-
-def _found_none(package: Package) -> list[str]:
-    """The modules that are loaded and will go on without the package."""
-    loaded = [name for name in package.remember_absence if name in sys.modules]
-    return loaded if loaded and PathFinder.find_spec(package.name) is None else []
 
 
 def _announce(package: Package) -> None:

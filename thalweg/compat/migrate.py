@@ -21,7 +21,7 @@ from typing import Any
 import thalweg
 from thalweg.compat.finder import FALLBACK, NotOffered, Package
 from thalweg.config import Config, ConfigError, load
-from thalweg.config.aliases import apply_key_aliases
+from thalweg.config.aliases import apply_key_aliases, find_parent
 from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.load import read_partial_config
 from thalweg.config.reader import read_source
@@ -123,13 +123,10 @@ def _paths(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
 
 def _remove(tree: dict[str, Any], path: str) -> bool:
     """Take ``path`` out of ``tree``; whether it was there."""
-    *blocks, name = path.split(".")
-    node: Any = tree
-    for block in blocks:
-        node = node.get(block) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or name not in node:
+    block, name = find_parent(tree, path)
+    if block is None or name not in block:
         return False
-    del node[name]
+    del block[name]
     return True
 
 

@@ -50,7 +50,9 @@ def apply_key_aliases(tree: dict[str, Any]) -> tuple[dict[str, Any], KeyAliases,
     """Move every older spelling in ``tree`` (changed in place) and say what could not be moved."""
     aliases = KeyAliases()
     problems: list[ConfigProblem] = []
-    _expand_zero_boolean(tree, aliases)
+    if isinstance(tree.get(ZERO), bool):  # true was stage 1
+        tree[ZERO] = {"stage": 1 if tree[ZERO] else 0}
+        aliases.pairs.append((ZERO, f"{ZERO}.stage"))
     for old, new in DEPRECATED_KEYS.items():
         _move(tree, old, new, aliases, problems)
     _expand_offload_flags(tree, aliases, problems)
@@ -58,14 +60,9 @@ def apply_key_aliases(tree: dict[str, Any]) -> tuple[dict[str, Any], KeyAliases,
     return tree, aliases, problems
 
 
-def _expand_zero_boolean(tree: dict[str, Any], aliases: KeyAliases) -> None:
-    """``"zero_optimization": true`` was stage 1."""
-    if isinstance(tree.get(ZERO), bool):
-        tree[ZERO] = {"stage": 1 if tree[ZERO] else 0}
-        aliases.pairs.append((ZERO, f"{ZERO}.stage"))
-
-
-def _find_parent(tree: dict[str, Any], path: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
+def find_parent(tree: dict[str, Any], path: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
+    """The block of a plain tree in which the last key of ``path`` stands, or would, and that key; with ``make`` what is
+    missing on the way is made."""
     *blocks, name = path.split(".")
     node: Any = tree
     for block in blocks:
@@ -77,11 +74,11 @@ def _find_parent(tree: dict[str, Any], path: str, make: bool = False) -> tuple[d
 
 
 def _move(tree: dict[str, Any], old: str, new: str, aliases: KeyAliases, problems: list[ConfigProblem]) -> None:
-    parent, name = _find_parent(tree, old)
+    parent, name = find_parent(tree, old)
     if parent is None or name not in parent:
         return
     value = parent.pop(name)
-    new_parent, key = _find_parent(tree, new, make=True)
+    new_parent, key = find_parent(tree, new, make=True)
     if new_parent is None:
         problems.append(ConfigProblem(old, value, f"to be written as {new}"))
     elif key in new_parent:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from thalweg.config.errors import ConfigProblem
@@ -76,8 +76,24 @@ def resolve_batch_sizes(config: Any, world_size: int) -> tuple[dict[str, int], d
     elif steps is None:
         steps = max(1, total // (micro * dp_size))
         reasons[STEPS] = f"{TOTAL} / ({MICRO} x {dp_size} data-parallel ranks)"
-    if total != micro * steps * dp_size and not dp_problem:
-        problems.append(_mismatch_problem(total, micro, steps, dp_size, world_size, reasons))
+    if (product := micro * steps * dp_size) != total and not dp_problem:
+        if reasons:
+            derived_term = MICRO if MICRO in reasons else STEPS
+            known_term, size = (STEPS, steps) if derived_term == MICRO else (MICRO, micro)
+            step = size * dp_size
+            expected = (
+                f"a multiple of {known_term} x data-parallel ranks = {size} x {dp_size} = {step}, so that "
+                f"{derived_term} is a whole number ({total} / {step} = {total / step:g})"
+            )
+            fitting_world_size = None
+        else:
+            expected = (
+                f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {dp_size} = {product} "
+                f"(the two sides: {total} != {product})"
+            )
+            fitting_dp_size, rest = divmod(total, micro * steps)
+            fitting_world_size = None if rest else fitting_dp_size * world_size // dp_size
+        problems.append(ConfigProblem(TOTAL, total, expected + _launcher_hint(world_size, fitting_world_size)))
     return {TOTAL: total, MICRO: micro, STEPS: steps, "data_parallel_size": dp_size}, reasons, problems
 
 
@@ -171,30 +187,6 @@ def _resolve_elastic(
     others = f"the same with {len(fitting)} numbers of ranks" if len(fitting) > 1 else "of this number of ranks alone"
     reasons = {TOTAL: f"elasticity: {others}", MICRO: "elasticity", STEPS: "elasticity"}
     return {**values, "data_parallel_size": dp_size}, reasons, problems
-
-
-def _mismatch_problem(
-    total: int, micro: int, steps: int, dp_size: int, world_size: int, reasons: Mapping[str, str]
-) -> ConfigProblem:
-    product = micro * steps * dp_size
-    if reasons:
-        derived_term = MICRO if MICRO in reasons else STEPS
-        known_term, size = (STEPS, steps) if derived_term == MICRO else (MICRO, micro)
-        step = size * dp_size
-        expected = (
-            f"a multiple of {known_term} x data-parallel ranks = {size} x {dp_size} = {step}, so that {derived_term} "
-            f"is a whole number ({total} / {step} = {total / step:g})"
-        )
-        return ConfigProblem(TOTAL, total, expected + _launcher_hint(world_size, None))
-    expected = (
-        f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {dp_size} = {product} "
-        f"(the two sides: {total} != {product})"
-    )
-    fitting_dp_size = total // (micro * steps)
-    fits = fitting_dp_size > 0 and fitting_dp_size * micro * steps == total
-    return ConfigProblem(
-        TOTAL, total, expected + _launcher_hint(world_size, fitting_dp_size * world_size // dp_size if fits else None)
-    )
 
 
 def _launcher_hint(world_size: int, fitting_world_size: int | None) -> str:

@@ -45,8 +45,10 @@ def format_config(config: Section, provenance: Provenance) -> str:
         if head != block:
             block = head
             lines.append(f"  {head}" if head else "")
-        indent = "    " if head else "  "
-        lines.append(f"{indent}{name} = {to_json_snippet(to_jsonable(value))}{_origin(path, provenance, derived)}")
+        indent, origin = "    " if head else "  ", ""
+        if path in derived or path not in provenance.user_touched:
+            origin = f"  # {derived.get(path) or _DEFAULT_REASONS.get(path, 'default')}"
+        lines.append(f"{indent}{name} = {to_json_snippet(to_jsonable(value))}{origin}")
     if provenance.renamed:
         lines += ["  older spellings", *(f"    {note}" for note in provenance.renamed)]
     if ignored:
@@ -91,14 +93,6 @@ def _list_shown(config: Section, provenance: Provenance) -> list[tuple[str, Any]
             rows.append((path, value))
     shown = (row for row in rows if not any(is_under(row[0], path) for path in ignored))
     return sorted(shown, key=lambda row: "." in row[0])
-
-
-def _origin(path: str, provenance: Provenance, derived: dict[str, str]) -> str:
-    if path in derived:
-        return f"  # {derived[path]}"
-    if path in provenance.user_touched:
-        return ""
-    return f"  # {_DEFAULT_REASONS.get(path, 'default')}"
 
 
 def _format_value(value: Any) -> str:

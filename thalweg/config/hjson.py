@@ -103,19 +103,13 @@ class _Parser:
                 self._path.pop()
                 self._parse_separator(end)
         finally:
-            self._report_duplicates(path, lines, values)
+            for repeated, numbers in lines.items():  # a key given more than once, with all its lines
+                if len(numbers) > 1:
+                    told = " and ".join(map(str, numbers[:20])) + (" and more" if len(numbers) > 20 else "")
+                    where, expected = join_path(*path, repeated), f"the key once; it is on lines {told}"
+                    problem = ConfigProblem(where, values[repeated], expected, None, numbers[-1])
+                    self.parsed.problems.append(problem)
         return list(values.values()) if end == "]" else values
-
-    def _report_duplicates(
-        self, path: tuple[str | int, ...], lines_by_key: dict[Any, list[int]], values: dict[Any, Any]
-    ) -> None:
-        """One problem for each key of a block given more than once, with all its lines."""
-        for key, lines in lines_by_key.items():
-            if len(lines) > 1:
-                numbers = " and ".join(map(str, lines[:20])) + (" and more" if len(lines) > 20 else "")
-                expected = f"the key once; it is on lines {numbers}"
-                problem = ConfigProblem(join_path(*path, key), values[key], expected, None, lines[-1])
-                self.parsed.problems.append(problem)
 
     def _peek(self) -> str:
         return self.text[self.pos : self.pos + 1]

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from thalweg.config.aliases import KeyAliases, apply_key_aliases
 from thalweg.config.errors import ConfigError, ConfigProblem, UnknownKey, join_path
 from thalweg.config.reader import read_source
-from thalweg.config.resolve import find_batch_problems, try_resolve
+from thalweg.config.resolve import try_resolve
 from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize, Provenance
 from thalweg.config.schema.base import AUTO, Section, get_section_type, to_jsonable, union_members
@@ -71,18 +71,16 @@ class PartialConfig:
         return dataclasses.replace(problem, path=path, line=line)
 
 
-def load(source: ConfigSource = None, *, world_size: int | None = None, translate: Translation | None = None) -> Config:
+def load(source: ConfigSource = None, *, translate: Translation | None = None) -> Config:
     """Read and check a config; ``"auto"`` stays in place.
 
     ``source``: a path to JSON (comments allowed), a mapping, JSON text, url-safe base64 of JSON,
-    or ``None`` for the defaults.  With ``world_size`` the batch equation is checked as well.
+    or ``None`` for the defaults.
     ``translate`` makes the plain tree that was read into the one that is checked.
     Raises ``ConfigError``, whose ``problems`` are all faults at once.
     """
     partial = read_partial_config(source, translate)
     more = list(find_rule_violations(partial.config, partial.invalid_paths))
-    if world_size is not None:
-        more += find_batch_problems(partial.config, world_size, partial.invalid_paths)
     if partial.problems or more:
         more += find_unsupported(partial.config, partial.invalid_paths)
     partial.raise_if_any(more)
@@ -134,8 +132,14 @@ def _validate(tree: dict[str, Any], problems: list[ConfigProblem]) -> Config:
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False)
         _report_faults(faults, problems)
-        for fault in faults:
-            _remove_invalid(tree, fault["loc"])
+        for fault in faults:  # the innermost key on the way to it that is there
+            node, parent, name = tree, None, None
+            for key in fault["loc"]:
+                if not isinstance(node, dict) or key not in node:
+                    break
+                parent, name, node = node, key, node[key]
+            if parent is not None:
+                del parent[name]
     raise AssertionError(f"a tree without its faults must validate: {problems}")
 
 
@@ -146,35 +150,44 @@ def _report_faults(
     block: str = "",
     context: str = "",
 ) -> None:
-    """Add the faults of ``root``, which stands at ``block``, one for each path."""
+    """Add the faults of ``root``, which stands at ``block``, one for each path, in our words."""
+
+    def to_problem(fault: Any, hint: bool) -> ConfigProblem:
+        annotation: Any = root
+        metadata: Any = ()
+        value, path = fault["input"], [block] if block else []
+        for key in fault["loc"]:  # it may end in names of union members, which are dropped
+            section = get_section_type(annotation)
+            if section and isinstance(key, str):
+                option = section.model_fields.get(key)
+                if option is None:
+                    return unknown_key(section, join_path(*path), key, value, hint)
+                annotation, metadata = option.annotation, option.metadata
+            else:
+                inner = _item_type(annotation, key)
+                if inner is None:
+                    break
+                annotation, metadata = inner, ()
+            path.append(key)
+        described = describe_type(annotation, metadata)
+        return ConfigProblem(join_path(*path), value, described, suggest_value(annotation, value))
+
+    def unknown_key(section: type[Section], at: str, key: str, value: Any, hint: bool) -> ConfigProblem:
+        path = join_path(at, key) if at else key
+        suggestion = closest_match(key, section.model_fields) if hint else None
+        others = [other for other in paths_by_key(Config).get(key, ()) if other != path][:3]
+        text = f"one of the keys of {at or 'the top level'}{context}"
+        if others:
+            text += f" ({key} is known as {', '.join(others)})"
+        likely = [other for other in others if other.startswith("optimizer.")] or others
+        return UnknownKey(path, value, text, suggestion or (likely[0] if len(likely) == 1 else None))
+
     known_paths = {problem.path for problem in problems}
     for number, fault in enumerate(faults):
-        problem = _to_problem(fault, root, block, context, hint=number < _MAX_HINTS)
+        problem = to_problem(fault, hint=number < _MAX_HINTS)
         if problem.path not in known_paths:
             known_paths.add(problem.path)
             problems.append(problem)
-
-
-def _to_problem(fault: Any, root: type[Section], block: str, context: str, hint: bool) -> ConfigProblem:
-    """A fault of pydantic's in our words; ``loc`` may end in names of union members, which are dropped."""
-    annotation: Any = root
-    metadata: Any = ()
-    path: list[str | int] = [block] if block else []
-    for key in fault["loc"]:
-        section = get_section_type(annotation)
-        if section and isinstance(key, str):
-            option = section.model_fields.get(key)
-            if option is None:
-                return _unknown_key_problem(section, join_path(*path), key, fault["input"], context, hint)
-            annotation, metadata = option.annotation, option.metadata
-        else:
-            inner = _item_type(annotation, key)
-            if inner is None:
-                break
-            annotation, metadata = inner, ()
-        path.append(key)
-    value = fault["input"]
-    return ConfigProblem(join_path(*path), value, describe_type(annotation, metadata), suggest_value(annotation, value))
 
 
 def _item_type(annotation: Any, key: str | int) -> Any:
@@ -187,30 +200,6 @@ def _item_type(annotation: Any, key: str | int) -> Any:
     return None
 
 
-def _unknown_key_problem(
-    section: type[Section], block: str, key: str, value: Any, context: str, hint: bool
-) -> ConfigProblem:
-    path = join_path(block, key) if block else key
-    suggestion = closest_match(key, section.model_fields) if hint else None
-    other_paths = [other_path for other_path in paths_by_key(Config).get(key, ()) if other_path != path][:3]
-    text = f"one of the keys of {block or 'the top level'}{context}"
-    if other_paths:
-        text += f" ({key} is known as {', '.join(other_paths)})"
-    likely = [other_path for other_path in other_paths if other_path.startswith("optimizer.")] or other_paths
-    return UnknownKey(path, value, text, suggestion or (likely[0] if len(likely) == 1 else None))
-
-
-def _remove_invalid(tree: Any, loc: tuple[str | int, ...]) -> None:
-    """Remove the innermost key on the way of ``loc`` that is there."""
-    parent, name = None, None
-    for key in loc:
-        if not isinstance(tree, dict) or key not in tree:
-            break
-        parent, name, tree = tree, key, tree[key]
-    if parent is not None:
-        del parent[name]
-
-
 def _validate_params_blocks(tree: dict[str, Any]) -> list[ConfigProblem]:
     """Check type and parameters of ``optimizer`` and ``scheduler``; ``tree`` gets the checked values."""
     problems: list[ConfigProblem] = []
@@ -221,9 +210,16 @@ def _validate_params_blocks(tree: dict[str, Any]) -> list[ConfigProblem]:
         section = tree[block]
         name = _DEFAULT_TYPES[block] if type_name == AUTO else canonical_name(block, type_name)
         if name is None:
-            problems.append(_unknown_type_problem(block, type_name))
             tree.pop(block)
             name = closest_match(type_name, _PARAM_SCHEMAS[block])
+            unusable = UNUSABLE_TYPES[block].items()
+            if reason := next((why for other, why in unusable if other.lower() == type_name.lower()), None):
+                problem = ConfigProblem(f"{block}.type", type_name, f"another type: {type_name} {reason}")
+            else:
+                known = ", ".join(_PARAM_SCHEMAS[block])
+                expected = f"one of {known}; any other can be built by you and handed to initialize"
+                problem = ConfigProblem(f"{block}.type", type_name, expected, name)
+            problems.append(problem)
             if name is None:
                 continue
         section["type"] = name
@@ -255,17 +251,6 @@ def _validate_params(block: str, name: str, params: dict[str, Any], problems: li
             params.pop(str(fault["loc"][0]), None)
         checked = model.model_validate(params)
     return {key: to_jsonable(getattr(checked, key)) for key in params}
-
-
-def _unknown_type_problem(block: str, type_name: str) -> ConfigProblem:
-    reason = next((why for name, why in UNUSABLE_TYPES[block].items() if name.lower() == type_name.lower()), None)
-    if reason:
-        return ConfigProblem(f"{block}.type", type_name, f"another type: {type_name} {reason}")
-    names = ", ".join(_PARAM_SCHEMAS[block])
-    other = "; any other can be built by you and handed to initialize"
-    return ConfigProblem(
-        f"{block}.type", type_name, f"one of {names}{other}", closest_match(type_name, _PARAM_SCHEMAS[block])
-    )
 
 
 def _leaf_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:

@@ -98,14 +98,7 @@ def try_resolve(
     resolved._provenance = replace(config.provenance, derived=tuple(derived.items()))
     problems += find_rule_violations(resolved, skipped)
     problems += find_unsupported(resolved, skipped)
-    return resolved, _dedupe(problems)
-
-
-def find_batch_problems(config: Config, world_size: int, skip_paths: Iterable[str] = ()) -> list[ConfigProblem]:
-    """What contradicts itself in the batch equation, unless one of its terms could not be read."""
-    if any(skipped_path in _BATCH_PATHS for skipped_path in skip_paths):
-        return []
-    return resolve_batch_sizes(config, world_size)[2]
+    return resolved, list({(problem.path, type(problem)): problem for problem in problems}.values())
 
 
 def _list_auto_paths(config: Config) -> list[tuple[str, Any]]:
@@ -130,7 +123,3 @@ def _resolve_auto(path: str, default: Any, config: Config, hidden: int | None) -
     if block == "scheduler.params" and name in REQUIRED_PARAMS.get(scheduler_type, ()):
         return ConfigProblem(path, AUTO, f'a value: "auto" is not supported here; set {name}')
     return default, "default"
-
-
-def _dedupe(problems: list[ConfigProblem]) -> list[ConfigProblem]:
-    return list({(problem.path, type(problem)): problem for problem in problems}.values())

@@ -128,22 +128,17 @@ def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Ite
             continue
         if rule.violated(*values):
             yield ConfigProblem(rule.paths[0], values[0], rule.expected)
-    yield from _missing_required_params(config, skipped)
+    type_name, params = get_by_path(config, "scheduler.type"), get_by_path(config, "scheduler.params")
+    for name in REQUIRED_PARAMS.get(type_name, ()) if isinstance(type_name, str) else ():
+        path = f"scheduler.params.{name}"
+        if params.get(name) is None and not _overlaps((path,), skipped):
+            yield ConfigProblem(path, None, f"a value, which {type_name} cannot do without")
     yield from _find_curriculum_problems(config, skipped)
     for block in ("offload_param", "offload_optimizer"):
         path = f"zero_optimization.{block}"
         on_disk = get_by_path(config, f"{path}.device") == "nvme"
         if on_disk and not get_by_path(config, f"{path}.nvme_path") and not _overlaps((path,), skipped):
             yield ConfigProblem(f"{path}.nvme_path", None, f'a folder on the disk to use, as {path}.device is "nvme"')
-
-
-def _missing_required_params(config: Section, skipped: tuple[str, ...]) -> Iterator[ConfigProblem]:
-    type_name = get_by_path(config, "scheduler.type")
-    params = get_by_path(config, "scheduler.params")
-    for name in REQUIRED_PARAMS.get(type_name, ()) if isinstance(type_name, str) else ():
-        path = f"scheduler.params.{name}"
-        if params.get(name) is None and not _overlaps((path,), skipped):
-            yield ConfigProblem(path, None, f"a value, which {type_name} cannot do without")
 
 
 _SCHEDULE_NEEDS = {

@@ -18,25 +18,29 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", 
 
 def describe_type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
     """What an annotation takes, such as ``a whole number, at least 1``."""
-    members = [_describe_member(option) for option in _split_union(annotation) if option not in (NoneType, None)]
-    text = _append_bounds(" or ".join(dict.fromkeys(members)), metadata)
+    origin = get_origin(annotation)
+    is_one = origin is None or origin is Annotated or origin in (dict, tuple, list, Literal)
+    options = [annotation] if is_one else get_args(annotation)
+    members = [_describe_member(option) for option in options if option not in (NoneType, None)]
+    text, words = " or ".join(dict.fromkeys(members)), {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    for item in metadata:
+        for name, word in words.items():
+            bound = getattr(item, name, None)
+            if bound is not None:
+                text += f", {word} {bound:g}" if isinstance(bound, float) else f", {word} {bound}"
     if NoneType in union_members(annotation):
         text += ", or null"
     return text
 
 
-def _split_union(annotation: Any) -> list[Any]:
-    origin = get_origin(annotation)
-    if origin is None or origin is Annotated or origin in (dict, tuple, list, Literal):
-        return [annotation]
-    return list(get_args(annotation))
-
-
 def _describe_member(option: Any) -> str:
     origin = get_origin(option)
     if origin is Annotated:
-        inner, *metadata = get_args(option)
-        return describe_type(inner, _flatten_metadata(metadata))
+        inner, *given = get_args(option)
+        metadata: list[Any] = []
+        for item in given:
+            metadata += getattr(item, "metadata", None) or [item]
+        return describe_type(inner, metadata)
     if origin is Literal:
         names = [to_json_snippet(value) for value in get_args(option)]
         return names[0] if len(names) == 1 else "one of " + ", ".join(names)
@@ -48,23 +52,6 @@ def _describe_member(option: Any) -> str:
     if option is dict or origin is dict or (isinstance(option, type) and issubclass(option, Section)):
         return "a block { ... }"
     return _TYPE_NAMES.get(option, str(option))
-
-
-def _flatten_metadata(metadata: list[Any]) -> list[Any]:
-    flat: list[Any] = []
-    for item in metadata:
-        flat += getattr(item, "metadata", None) or [item]
-    return flat
-
-
-def _append_bounds(text: str, metadata: list[Any] | tuple[Any, ...]) -> str:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    for item in metadata:
-        for name, word in words.items():
-            bound = getattr(item, name, None)
-            if bound is not None:
-                text += f", {word} {bound:g}" if isinstance(bound, float) else f", {word} {bound}"
-    return text
 
 
 def suggest_value(annotation: Any, value: Any) -> str | None:

@@ -99,8 +99,9 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
         raise ValueError("--exclude needs to know what there is: add --hostfile, or use --include")
     hosts, named = hosts or [Host(name) for name in filters], {}
     for name, slots in filters.items():
-        host = _find_host(hosts, name)
-        if host is None:
+        # With or without a user, or by another name of this host.
+        same = (h for h in hosts if name in (h.name, h.address) or (is_this_host(name) and is_this_host(h.address)))
+        if (host := next(same, None)) is None:
             names = ", ".join(host.name for host in hosts)
             raise ValueError(f"{flag} {text} names {name}, which is not in the hostfile: {names}")
         if slots is not None and host.slots is not None and slots[-1] >= host.slots:
@@ -113,14 +114,6 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
     if not chosen:
         raise ValueError(f"{flag} {text} leaves no slot to run on")
     return tuple(chosen)
-
-
-def _find_host(hosts: Sequence[Host], name: str) -> Host | None:
-    """The host of that name, with or without a user, or by another name of this one."""
-    for host in hosts:
-        if name in (host.name, host.address) or (is_this_host(name) and is_this_host(host.address)):
-            return host
-    return None
 
 
 def _exclude_slots(host: Host, slots: tuple[int, ...] | None) -> Host | None:

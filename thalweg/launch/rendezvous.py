@@ -55,6 +55,7 @@ from thalweg.utils.rendezvous import (
     list_missing,
     serve_store,
 )
+from thalweg.utils.timing import wait_until
 
 RUN_ID = "thalweg"
 STORE_TIMEOUT = 600.0  # seconds
@@ -190,11 +191,8 @@ def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None
     except LateArrivalError as error:
         nodes = NodeRendezvous(node, [card], store, restart)
         # It may come for one that was killed: then the others miss that soon, and a job that starts anew has a place.
-        deadline = time.monotonic() + (3 * node.heartbeat_timeout if card["max_restarts"] else 0.0)
-        while time.monotonic() < deadline:
-            if nodes.is_closed():
-                return join_nodes(node, card)
-            time.sleep(0.1)
+        if card["max_restarts"] and wait_until(nodes.is_closed, 3 * node.heartbeat_timeout, interval=0.1):
+            return join_nodes(node, card)
         if not nodes.is_under_way():  # a job that is is not stopped by a stray launcher
             nodes._end_with(JobResult(2, f"thalweg run: {error}\n"))
         raise
@@ -323,9 +321,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         return result
 
     def _agree(self, result: JobResult | None, wait: float) -> JobResult | None:
-        store, deadline = self._control_store, time.monotonic() + wait
-        while not (result and result.is_certain) and not self.is_closed() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        store = self._control_store
+        wait_until(lambda: (result and result.is_certain) or self.is_closed(), wait)
         if result is not None:
             result = self._end_with(result)
         elif self.is_closed():
@@ -333,11 +330,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         else:
             return None
         store.add("end/read", 1)
-        deadline = time.monotonic() + wait
-        while self._node.node_rank == 0 and time.monotonic() < deadline:
-            if store.add("end/read", 0) >= self._node.num_nodes - len(self._silent):
-                break
-            time.sleep(0.05)
+        if self._node.node_rank == 0:
+            wait_until(lambda: store.add("end/read", 0) >= self._node.num_nodes - len(self._silent), wait)
         return result
 
     def _end_with(self, result: JobResult) -> JobResult:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -80,7 +80,7 @@ class FlopsProfiler:
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Parameters of the whole model."""
-        total = _count(self.model)
+        total = sum(parameter.numel() for parameter in self.model.parameters())
         return number_to_string(total) if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:
@@ -109,8 +109,9 @@ class FlopsProfiler:
             if module not in self._seconds or (0 <= module_depth < depth):
                 continue
             flops = sum(by_name.get(f"{root}.{name}" if name else root, {}).values())
+            count = number_to_string(sum(parameter.numel() for parameter in module.parameters()))
             lines.append(
-                f"{'  ' * depth}{name or root}  {number_to_string(_count(module))}, "
+                f"{'  ' * depth}{name or root}  {count}, "
                 f"{number_to_string(flops, 'FLOPs')}, {self._seconds[module] * 1e3:.2f} ms"
             )
         text = "\n".join(lines) + "\n"
@@ -210,8 +211,3 @@ def number_to_string(number: float, unit: str = "") -> str:
         if number >= factor:
             return f"{number / factor:.2f} {prefix}{unit}".rstrip()
     return f"{number:g} {unit}".rstrip()
-
-
-def _count(module: nn.Module) -> int:
-    parameters: list[Tensor] = list(module.parameters())
-    return sum(parameter.numel() for parameter in parameters)

@@ -47,18 +47,12 @@ class Recorder:
     """Hands each record to each writer; without writers it is free and silent.
 
     ``enabled``: whether the config names a monitor, the same on every rank.
-    A context manager: leaving it closes the writers.  After :meth:`close` further calls
-    are ignored, as a late metric must not fail a finished run.
+    After :meth:`close` further calls are ignored, as a late metric must not fail a finished run.
     """
 
     def __init__(self, writers: Sequence[Writer] = (), enabled: bool = False) -> None:
         self._writers = list(writers)
         self.enabled = enabled
-
-    @property
-    def active(self) -> bool:
-        """Whether anything is listening; lets a caller skip work that only a writer would need."""
-        return bool(self._writers)
 
     def step(self, record: StepRecord) -> None:
         """Record one optimiser step."""
@@ -83,12 +77,6 @@ class Recorder:
         self._dispatch(lambda writer: writer.close())
         self._writers = []
 
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _dispatch(self, call: Callable[[Writer], None]) -> None:
         for writer in tuple(self._writers):
             try:
@@ -100,11 +88,11 @@ class Recorder:
                 )
 
 
-def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) -> Recorder:
+def build_recorder(config: Any, *, rank: int) -> Recorder:
     """Return the recorder that ``config`` asks for, with writers on rank 0 only.
 
     Reads ``steps_per_print``, ``csv_monitor``, ``jsonl_monitor``, ``tensorboard``,
-    ``wandb`` and ``comet``.  ``total_steps``, for the bar, is the schedule's ``total_num_steps`` by default.
+    ``wandb`` and ``comet``; for the bar the schedule's ``total_num_steps``.
 
     Raises :class:`MissingPackageError` on *every* rank when a package is missing, so that
     no rank waits for one that has stopped.
@@ -115,9 +103,9 @@ def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) ->
             require_package(package, key=key, install=install)
     if rank != 0:
         return Recorder(enabled=bool(sections))
-    if total_steps is None:
-        total_steps = _get_total_steps(config)
-    console = build_console(config, total_steps)
+    params = getattr(getattr(config, "scheduler", None), "params", None)
+    total = params.get("total_num_steps") if isinstance(params, Mapping) else None
+    console = build_console(config, total if isinstance(total, int) else None)
     writers = [_WRITERS[key](section) for key, section in sections.items()]
     return Recorder(writers if console is None else [console, *writers], enabled=bool(sections))
 
@@ -125,9 +113,3 @@ def build_recorder(config: Any, *, rank: int, total_steps: int | None = None) ->
 def _job_folder(section: Any, default: str) -> Path:
     """``output_path/job_name`` of a monitor's section."""
     return Path(getattr(section, "output_path", None) or default) / (getattr(section, "job_name", None) or "")
-
-
-def _get_total_steps(config: Any) -> int | None:
-    params = getattr(getattr(config, "scheduler", None), "params", None)
-    total = params.get("total_num_steps") if isinstance(params, Mapping) else None
-    return total if isinstance(total, int) else None

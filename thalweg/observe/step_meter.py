@@ -38,7 +38,7 @@ class StepMeter:
         memory_mib: Callable[[], float] | None = None,
         num_batch_copies: int = 1,
     ) -> None:
-        self.recorder = self._recorder = recorder
+        self.recorder = recorder
         self._num_batch_copies = num_batch_copies
         self._group = group
         self._flops_per_token = flops_per_token
@@ -74,17 +74,9 @@ class StepMeter:
             self.add_batch(() if named else tuple(iter_tensors(batch)), batch if named else {})
         self.add_loss(loss)
 
-    def step(
-        self,
-        step: int,
-        *,
-        lr: float | None,
-        grad_norm: float | None,
-        loss_scale: float | None,
-        skipped: bool,
-        phases: Mapping[str, float] | None = None,
-    ) -> StepRecord:
-        """Close the window: the record of the whole job, on every rank."""
+    def step(self, step: int, **known: Any) -> StepRecord:
+        """Close the window: the record of the whole job, on every rank; ``known``: its fields that are not counted
+        here."""
         sums = [float(self._loss_sum), self._num_losses, self._num_samples, self._num_tokens]
         totals = torch.tensor(sums, dtype=torch.float64)
         if self._group is not None and dist.get_world_size(self._group) > 1:
@@ -98,22 +90,18 @@ class StepMeter:
         record = StepRecord(
             step=step,
             loss=loss / num_losses if num_losses else None,
-            lr=lr,
-            grad_norm=grad_norm,
-            loss_scale=loss_scale,
-            skipped=skipped,
             samples=int(samples) or None,
             tokens=int(tokens) or None,
             seconds=seconds,
             tokens_per_s=tokens / seconds if tokens else None,
             model_tflops=flops / seconds / 1e12 if flops else None,
             memory_mib=self._memory_mib() if self._memory_mib else None,
-            phases=phases or {},
+            **known,
         )
-        self._recorder.step(record)
+        self.recorder.step(record)
         self._reset()
         return record
 
     def close(self) -> None:
         """Close the writers."""
-        self._recorder.close()
+        self.recorder.close()

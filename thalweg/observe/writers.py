@@ -64,7 +64,10 @@ class CsvWriter:
 
 class _CsvFile:
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
-        header = _first_line(path)
+        header = None
+        if path.exists() and path.stat().st_size:
+            with path.open(encoding="utf-8") as file:
+                header = file.readline().rstrip("\r\n")
         if header is not None and header != ",".join(columns):
             raise ValueError(
                 f"{path} has other columns ({header}) than this version writes ({','.join(columns)}): "
@@ -81,13 +84,6 @@ class _CsvFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _first_line(path: Path) -> str | None:
-    if not path.exists() or not path.stat().st_size:
-        return None
-    with path.open(encoding="utf-8") as file:
-        return file.readline().rstrip("\r\n")
 
 
 class JsonlWriter:

@@ -45,33 +45,29 @@ class _Collective:
 def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
     """Bytes that a rank sends in one optimizer step (all micro-batches of a window): by collective, in its ring form,
     and by link."""
-    by_collective, by_link = _data_parallel_volume(trace, run_spec) if run_spec.topology.world_size > 1 else ({}, {})
+    by_collective: Counter[str] = Counter()
+    by_link: Counter[str] = Counter()
+    if run_spec.topology.world_size > 1:
+        num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
+        for call in _iter_collectives(trace, run_spec, num_shards):
+            sent_bytes = RING_FACTOR[call.kind] * call.full_bytes * (num_shards - 1) // num_shards
+            by_collective[call.kind] += call.num_calls * sent_bytes
+            for link, num_bytes in zip((INTRA_NODE, INTER_NODE), _link_bytes(call, run_spec), strict=True):
+                by_link[link] += call.num_calls * num_bytes
+        copies = 1 if run_spec.replicates_states else run_spec.num_site_ranks // run_spec.num_shards
+        if copies > 1:  # MiCS: each shard's gradient is added up over its copies
+            shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
+            link = INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE
+            by_link[link] += 2 * shard * (copies - 1) // copies
+        if run_spec.outer_optimizer is not None:
+            _add_outer_steps(trace, run_spec, by_collective, by_link)
+        if run_spec.gradient_compression is not None:
+            _add_compressed_gradients(trace, run_spec, by_collective, by_link)
     num_traced = min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     for entry in trace.comm_ledger.entries():  # of split layers
         num_bytes = entry.sent_bytes * run_spec.accumulation_steps // num_traced
-        for table, key in ((by_collective, entry.kind), (by_link, run_spec.tp_link)):
-            table[key] = table.get(key, 0) + num_bytes
-    return by_collective, by_link
-
-
-def _data_parallel_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
-    """The data axis' part."""
-    num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
-    by_collective: Counter[str] = Counter()
-    by_link: Counter[str] = Counter()
-    for call in _iter_collectives(trace, run_spec):
-        sent_bytes = RING_FACTOR[call.kind] * call.full_bytes * (num_shards - 1) // num_shards
-        by_collective[call.kind] += call.num_calls * sent_bytes
-        for link, num_bytes in zip((INTRA_NODE, INTER_NODE), _link_bytes(call, run_spec), strict=True):
-            by_link[link] += call.num_calls * num_bytes
-    if (copies := run_spec.num_replica_groups) > 1:  # each shard's gradient is added up over its copies
-        shard = sum(unit.reduce_bytes for unit in trace.units if unit.is_trainable) // run_spec.num_shards
-        link = INTRA_NODE if run_spec.topology.num_nodes == 1 else INTER_NODE
-        by_link[link] += 2 * shard * (copies - 1) // copies
-    if run_spec.outer_optimizer is not None:
-        _add_outer_steps(trace, run_spec, by_collective, by_link)
-    if run_spec.gradient_compression is not None:
-        _add_compressed_gradients(trace, run_spec, by_collective, by_link)
+        by_collective[entry.kind] += num_bytes
+        by_link[run_spec.tp_link] += num_bytes
     return dict(by_collective), {link: total for link, total in by_link.items() if total}
 
 
@@ -80,7 +76,7 @@ def _add_outer_steps(trace: StepTrace, run_spec: RunSpec, by_collective: Counter
     assert run_spec.outer_optimizer is not None
     num_ranks, num_sites = run_spec.num_site_ranks, run_spec.topology.world_size // run_spec.num_site_ranks
     every = run_spec.outer_optimizer.sync_every
-    numel = sum(prod(spec.shape) for name, spec in trace.param_specs.items() if name not in trace.frozen_params)
+    numel = sum(prod(spec.shape) for spec in trace.param_specs.values() if spec.requires_grad)
     part = numel // num_ranks
     row = part // num_sites
     row_bytes = 8 * row
@@ -101,9 +97,7 @@ def _add_compressed_gradients(
     options, num_ranks, num_sites = run_spec.gradient_compression, run_spec.num_site_ranks, run_spec.topology.num_nodes
     assert options is not None
     numbers = 0
-    for name, spec in trace.param_specs.items():
-        if name in trace.frozen_params or not spec.shape:
-            continue
+    for spec in (spec for spec in trace.param_specs.values() if spec.requires_grad):
         rows, columns = -(-spec.shape[0] // run_spec.num_shards), prod(spec.shape[1:])
         if options.type == "topk":  # each number with its place
             numbers += 2 * max(1, round(options.compress_ratio * rows * columns))
@@ -119,9 +113,8 @@ def _add_compressed_gradients(
     by_link[INTRA_NODE] += (num_parts - 1) * factor * part
 
 
-def _iter_collectives(trace: StepTrace, run_spec: RunSpec) -> Iterator[_Collective]:
+def _iter_collectives(trace: StepTrace, run_spec: RunSpec, num_shards: int) -> Iterator[_Collective]:
     num_micro_batches, policy = run_spec.accumulation_steps, run_spec.policy
-    num_shards = run_spec.num_site_ranks if run_spec.replicates_states else run_spec.num_shards
     trained = [unit for unit in trace.units if unit.is_trainable]
     num_reductions = num_micro_batches if policy.reduces_each_backward else 1
     for unit in trained:
@@ -157,7 +150,7 @@ def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec
     total = 0
     for param_spec in (trace.param_specs[name] for name in unit.param_names):
         numel = prod(param_spec.padded_shape)
-        in_few_bits = is_quantized(run_spec.zero, len(param_spec.shape), param_spec.name not in trace.frozen_params)
+        in_few_bits = is_quantized(run_spec.zero, len(param_spec.shape), param_spec.requires_grad)
         total += codec.num_bytes(numel) if in_few_bits else numel * param_spec.compute_dtype.itemsize
     return total
 
@@ -170,7 +163,7 @@ def _gradient_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec) -> 
         return raw_bytes, raw_bytes
     encoded_bytes: Counter[BlockQuantizer] = Counter()
     itemsize = run_spec.precision.reduce_dtype.itemsize
-    for param_spec in (trace.param_specs[name] for name in unit.param_names if name not in trace.frozen_params):
+    for param_spec in (spec for name in unit.param_names if (spec := trace.param_specs[name]).requires_grad):
         numel = prod(param_spec.padded_shape)
         for codec in (GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER):
             encoded_bytes[codec] += codec.num_bytes(numel) if len(param_spec.shape) >= 2 else numel * itemsize

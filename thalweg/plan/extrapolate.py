@@ -87,18 +87,14 @@ def measure_extrapolated(
 def extrapolate_tree(base: Any, short: Any, longer: Any, num_steps: float) -> Any:
     """``base + steps x (longer - short)`` for every number in equal trees of dicts."""
     if isinstance(base, dict):
-        keys = dict.fromkeys((*base, *short, *longer))
-        return {key: extrapolate_tree(*_get_branches(key, base, short, longer), num_steps) for key in keys}
+        result, trees = {}, (base, short, longer)
+        for key in dict.fromkeys((*base, *short, *longer)):
+            # A branch that a tree lacks is empty there.
+            empty: Any = {} if any(isinstance(tree.get(key), dict) for tree in trees) else 0
+            result[key] = extrapolate_tree(*(tree.get(key, empty) for tree in trees), num_steps)
+        return result
     value = base + num_steps * (longer - short)
     return round(value) if all(isinstance(one, int) for one in (base, short, longer)) else value
-
-
-def _get_branches(
-    key: str, base: dict[str, Any], short: dict[str, Any], longer: dict[str, Any]
-) -> tuple[Any, Any, Any]:
-    """One branch of three trees; one that a tree lacks is empty there."""
-    empty: Any = {} if any(isinstance(tree.get(key), dict) for tree in (base, short, longer)) else 0
-    return base.get(key, empty), short.get(key, empty), longer.get(key, empty)
 
 
 def align_segments(segments: dict[str, MemoryBreakdown], depths: dict[str, int]) -> dict[str, dict[str, int]]:

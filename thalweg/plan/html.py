@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 from thalweg.observe.html import render_page
@@ -30,7 +31,9 @@ def plan_to_html(plan: Plan) -> str:
 
 def _timeline_chart(timeline: Sequence[MemorySample], limit: int | None, process_bytes: int) -> dict[str, Any]:
     """Stacked areas of what is alive, the resident line above them, and where the phases begin."""
-    samples = _downsample(timeline)
+    stride = max(1, len(timeline) // _MAX_SAMPLES)
+    windows = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
+    samples = [max(window, key=lambda sample: sum(sample.live_bytes.values())) for window in windows]
     highest = max(max(m.resident_bytes for m in samples), limit or 0) * 1.05
     labels = [label for label in _COLOURS if label == "process" or any(m.live_bytes.get(label) for m in samples)]
 
@@ -52,24 +55,11 @@ def _timeline_chart(timeline: Sequence[MemorySample], limit: int | None, process
         areas.append((label, _COLOURS[label], " ".join([*line(roof), *reversed(line(floor))])))
         floor = roof
     ticks = [highest * step / 4 for step in range(5)]
+    steps = enumerate(pairwise(["", *(sample.phase for sample in samples)]))
+    begun = [(phase, x(index)) for index, (before, phase) in steps if phase != before]
     return {
         "width": _WIDTH, "height": _HEIGHT, "left": _LEFT, "bottom": _HEIGHT - _BOTTOM, "areas": areas,
         "resident": " ".join(line([moment.resident_bytes for moment in samples])),
         "ticks": [(value, y(value)) for value in ticks], "limit": None if limit is None else y(limit),
-        "phases": [(phase, x(index)) for phase, index in _phase_starts(samples)],
+        "phases": [(phase, at) for phase, at in begun if phase in ("forward", "backward", "update")],
     }  # fmt: skip
-
-
-def _phase_starts(samples: Sequence[MemorySample]) -> Iterator[tuple[str, int]]:
-    previous_phase = ""
-    for index, sample in enumerate(samples):
-        if sample.phase != previous_phase and sample.phase in ("forward", "backward", "update"):
-            yield sample.phase, index
-        previous_phase = sample.phase
-
-
-def _downsample(timeline: Sequence[MemorySample]) -> list[MemorySample]:
-    """At most ``_MAX_SAMPLES`` entries, the highest of each window."""
-    stride = max(1, len(timeline) // _MAX_SAMPLES)
-    windows = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
-    return [max(window, key=lambda sample: sum(sample.live_bytes.values())) for window in windows]

@@ -69,9 +69,7 @@ class Planner:
         """The plan of a resolved config."""
         model = self.meta_model.model
         if changes := choose_max_in_cpu(config, self.cluster.host_memory_per_rank()):
-            changed = replace_by_path(config, changes)
-            assert isinstance(changed, Config)
-            config = changed
+            config = replace_by_path(config, changes)
         is_deferred = self.deferred_init
         if is_deferred is None:
             is_deferred = config.zero_optimization.offload_param.device == "nvme"
@@ -170,7 +168,8 @@ class Planner:
         """What neither the config nor the command line says."""
         found = []
         if is_deferred and self.deferred_init is None:
-            found.append(_describe_deferred_init(self.meta_model.model))
+            whole = format_bytes(sum(parameter.nbytes for parameter in self.meta_model.model.parameters()))
+            found.append(f"a model that is built under thalweg.zero.Init(), as built whole it takes {whole} first")
         if self.cluster.is_assumed:
             found.append(f"the speed of {self.cluster.name}, as no device is named")
         return found
@@ -200,11 +199,6 @@ class Planner:
             size = run_spec.micro_batch_size
             return spec if spec_micro_batch == size else spec.with_batch_size(size, spec_micro_batch)
         return infer_input_spec(model, run_spec.micro_batch_size, self.sequence_length)
-
-
-def _describe_deferred_init(model: nn.Module) -> str:
-    whole = format_bytes(sum(parameter.nbytes for parameter in model.parameters()))
-    return f"a model that is built under thalweg.zero.Init(), as built whole it takes {whole} first"
 
 
 def build_planner(

@@ -152,16 +152,13 @@ class Preflight:
         topology = self._topology
         run_spec = run_spec_from_config(self._config, topology, build_shard_options(model, self._config))
         resident_specs = resident_params(build_param_specs(model, run_spec), model, run_spec)
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         state_itemsize = (
             0 if run_spec.zero.offload_optimizer.device == "nvme" else _optimizer_bytes_per_element(run_spec)
         )
         # A split layer's part is no larger than this; what stays whole is left out of the least.
-        in_memory_specs = {
-            name: param_spec for name, param_spec in resident_specs.items() if not run_spec.master_on_disk(param_spec)
-        }
-        shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs.values()) // run_spec.tp_size
-        updated_specs = (spec for name, spec in in_memory_specs.items() if name in trained)
+        in_memory_specs = [spec for spec in resident_specs.values() if not run_spec.master_on_disk(spec)]
+        shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs) // run_spec.tp_size
+        updated_specs = (spec for spec in in_memory_specs if spec.requires_grad)
         updated = sum(spec.padded_numel // spec.num_shards for spec in updated_specs) // run_spec.tp_size
         unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in resident_specs.values())
         grads_leave_early = (

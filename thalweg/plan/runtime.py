@@ -24,7 +24,7 @@ from thalweg.plan.spec.devices import library_bytes, local_device
 from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.log import get_logger
-from thalweg.utils.procfs import available_host_memory, resident_bytes
+from thalweg.utils.procfs import available_host_memory, read_fields, resident_bytes
 
 _log = get_logger(__name__)
 _RESIDENT_REASON = "an eighth of this host's memory"
@@ -119,7 +119,8 @@ def find_memory_limit(config: Config, device: torch.device, num_local_ranks: int
     available = available_host_memory()
     if available is not None:
         limits.append(available + num_local_ranks * resident_bytes)
-    for kind, used in ((resource.RLIMIT_AS, _virtual_bytes()), (resource.RLIMIT_DATA, resident_bytes)):
+    virtual_bytes = int(read_fields("/proc/self/status").get("VmSize", "0 kB").split()[0]) * 1024
+    for kind, used in ((resource.RLIMIT_AS, virtual_bytes), (resource.RLIMIT_DATA, resident_bytes)):
         soft = resource.getrlimit(kind)[0]
         if soft != resource.RLIM_INFINITY:
             limits.append(num_local_ranks * (soft - used + resident_bytes))
@@ -152,8 +153,3 @@ def skip_memory_check(reason: str, error: Exception | None = None) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         cause = "" if error is None else f" ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         _log.warning("Memory check skipped: %s%s.", reason, cause)
-
-
-def _virtual_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[0]) * resource.getpagesize()

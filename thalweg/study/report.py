@@ -82,14 +82,17 @@ def build_blocks(found: dict[str, Any]) -> list[Block]:
         if not rows:
             continue
         blocks += [f"## {title}", _overview_table(rows), _cells_table(rows), *_time_figures(found, task)]
-        blocks += [f"### Why: {title.lower()}", _reasons_table(rows)]
+        lines = [[*_place(row), row["technique"], row["why"]] for row in rows if row["status"] == "ok"]
+        blocks += [f"### Why: {title.lower()}", ReportTable([*_PLACE, "technique", "why"], lines)]
     if found["planned"]:
         blocks += ["## Planned, not measured", _TEXTS["planned"], _planned_table(found["planned"])]
     failed = [row for row in (*found["rows"], *found["planned"]) if row["status"] not in ("ok", "planned")]
     if failed:
         lines = [[*_place(row), row["technique"], row["status"], row["reason"]] for row in failed]
         blocks += ["## Cells without a measurement", ReportTable([*_PLACE, "technique", "status", "reason"], lines)]
-    blocks += ["## Noise", _TEXTS["noise"], _noise_table(found["noise"])]
+    lines = [[*_place(one), one["task"], _ratio(one["ratio"]), one["status"]] for one in found["noise"]]
+    noise = ReportTable([*_PLACE, "task", "baseline to itself", "status"], lines)
+    blocks += ["## Noise", _TEXTS["noise"], noise]
     blocks += ["## Datasets", *_dataset_blocks(found["explored"])]
     return [*blocks, "## Method", _TEXTS["method"].format(**found["config"])]
 
@@ -209,11 +212,6 @@ def _planned_table(rows: list[dict[str, Any]]) -> ReportTable:
     return ReportTable([*headers, "1,000 samples cost"], body)
 
 
-def _reasons_table(rows: list[dict[str, Any]]) -> ReportTable:
-    lines = [[*_place(row), row["technique"], row["why"]] for row in rows if row["status"] == "ok"]
-    return ReportTable([*_PLACE, "technique", "why"], lines)
-
-
 def _recommended_table(recommended: list[dict[str, Any]]) -> ReportTable:
     headers = [*_PLACE, "task", "fastest without loss of quality", "ratio", "its config", "least memory", "bytes"]
     lines = []
@@ -222,11 +220,6 @@ def _recommended_table(recommended: list[dict[str, Any]]) -> ReportTable:
         cells = [*_place(one), one["task"], one["fastest"], _ratio(one["ratio"]), json.dumps(one["config"])]
         lines.append([*cells, one["least_memory"], (format_bytes(size), size), json.dumps(one["least_memory_config"])])
     return ReportTable([*headers, "its config"], lines)
-
-
-def _noise_table(noise: list[dict[str, Any]]) -> ReportTable:
-    lines = [[*_place(one), one["task"], _ratio(one["ratio"]), one["status"]] for one in noise]
-    return ReportTable([*_PLACE, "task", "baseline to itself", "status"], lines)
 
 
 def _dataset_blocks(explored: dict[str, Any]) -> list[Block]:
@@ -336,17 +329,14 @@ def _draw(name: str, title: str, count: int, draw: Any) -> list[Block]:
     return [ReportFigure(name, title, picture.getvalue())]
 
 
-def _cell_text(cell: str | tuple[str, float]) -> str:
-    return cell if isinstance(cell, str) else cell[0]
-
-
 def to_markdown(blocks: Sequence[Block]) -> str:
     """Return the report as Markdown; its figures lie in ``figures/`` beside it."""
     parts = []
     for block in blocks:
         if isinstance(block, ReportTable):
             lines = [block.headers, ["---"] * len(block.headers), *block.rows]
-            texts = [[_cell_text(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+            texts = [[cell if isinstance(cell, str) else cell[0] for cell in line] for line in lines]
+            texts = [[text.replace("|", "\\|").replace("\n", " ") for text in line] for line in texts]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in texts))
         elif isinstance(block, ReportFigure):
             parts.append(f"![{block.title}](figures/{block.name}.svg)")

@@ -57,69 +57,66 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def _group_rows(config: StudyConfig, folder: Path, group: CellGroup) -> list[dict[str, Any]]:
-    rounds = {cell.technique.name: _read_rounds(config, folder, cell) for cell in group.cells}
-    baseline = rounds[group.cells[0].technique.name]
-    return [_make_row(group, cell, rounds[cell.technique.name], baseline, folder) for cell in group.cells]
+    rounds_by_technique = {}
+    for cell in group.cells:
+        paths = [result_path(folder, cell, number) for number in range(config.rounds)]
+        rounds_by_technique[cell.technique.name] = [read_json(path) for path in paths if path.exists()]
+    baseline = rounds_by_technique[group.cells[0].technique.name]
 
+    def make_row(cell: StudyCell) -> dict[str, Any]:
+        rounds = rounds_by_technique[cell.technique.name]
+        model = folder / "models" / f"{Path(cell.name).parts[1]}.json"
+        row: dict[str, Any] = {
+            "hardware": cell.hardware.name, "model": cell.model.name, "dataset": cell.dataset.name, "task": group.task,
+            "random_weights": cell.model.config is not None, "technique": cell.technique.name,
+            "kind": cell.technique.kind, "options": cell.technique.options,
+            "parameters": read_json(model).get("shape", {}).get("parameters") if model.exists() else None,
+        }  # fmt: skip
+        bad = next((one for one in rounds if "reason" in one), None)
+        if bad is not None or not rounds:
+            return row | ({"status": "not measured", "reason": "the study has not come to it"} if bad is None else bad)
+        samples = rounds[0]["samples"]
+        if rounds[0]["status"] == "planned":
+            cost = _cost(cell.hardware, rounds[0]["plan"]["seconds"] / samples)
+            return row | rounds[0] | {"random_weights": False, "cost_per_1000": cost}
 
-def _read_rounds(config: StudyConfig, folder: Path, cell: StudyCell) -> list[dict[str, Any]]:
-    paths = [result_path(folder, cell, number) for number in range(config.rounds)]
-    return [read_json(path) for path in paths if path.exists()]
+        def per_sample(which: list[dict[str, Any]]) -> list[list[float]]:
+            # Of training a turn is a step; of inference it is all samples once.
+            return [[turn["seconds"] / one["samples"] for turn in one["turns"]] for one in which]
 
+        seconds = per_sample(rounds)
+        row |= {
+            "status": "ok", "rounds": len(rounds), "samples": samples, "batch_size": rounds[0]["batch_size"],
+            "seconds_per_sample": interval(seconds),
+            "tokens_per_second": statistics.median(
+                turn["tokens"] / turn["seconds"] for one in rounds for turn in one["turns"]
+            ),
+            "load_seconds": statistics.median(one["load_seconds"] for one in rounds),
+            "host_peak": max(one["host_peak"] + one["host_children_peak"] for one in rounds),
+            "host_run_peak": max(one["host_run_peak"] for one in rounds),
+            "host_imports": min(one["host_imports"] for one in rounds),
+            "device_peak": rounds[0]["device_peak"], "disk": max(one["disk"] for one in rounds),
+            "quality": rounds[0]["quality"], "versions": rounds[0]["versions"],
+        }  # fmt: skip
+        for key in ("first_seconds", "step_seconds"):
+            if key in rounds[0]["turns"][0]:
+                row[key] = interval([[turn[key] for turn in one["turns"]] for one in rounds])
+        joules = [one["joules"] / (one["samples"] * len(one["turns"])) for one in rounds if one["joules"] is not None]
+        row["joules_per_sample"] = statistics.median(joules) if joules else None
+        row["cost_per_1000"] = _cost(cell.hardware, row["seconds_per_sample"][0])
+        if baseline and all(one["status"] == "ok" for one in baseline):
+            row["log_ratios"] = log_ratios(seconds, per_sample(baseline))
+            if "outputs" in rounds[0]:
+                row["equal_outputs"] = agreement(rounds[0]["outputs"], baseline[0]["outputs"])
+                # Equality says little where all samples give the same.
+                row["different_outputs"] = len({tuple(one) for one in rounds[0]["outputs"]})
+        if group.task == "training":
+            row |= {"losses": rounds[0]["losses"], "plan": rounds[0]["plan"]}
+        else:
+            row["work"] = {**rounds[0]["work"], "speeds": _best([one["work"]["speeds"] for one in rounds])}
+        return row
 
-def _make_row(
-    group: CellGroup, cell: StudyCell, rounds: list[dict[str, Any]], baseline: list[dict[str, Any]], folder: Path
-) -> dict[str, Any]:
-    model = folder / "models" / f"{Path(cell.name).parts[1]}.json"
-    row: dict[str, Any] = {
-        "hardware": cell.hardware.name, "model": cell.model.name, "dataset": cell.dataset.name, "task": group.task,
-        "random_weights": cell.model.config is not None, "technique": cell.technique.name,
-        "kind": cell.technique.kind, "options": cell.technique.options,
-        "parameters": read_json(model).get("shape", {}).get("parameters") if model.exists() else None,
-    }  # fmt: skip
-    bad = next((one for one in rounds if "reason" in one), None)
-    if bad is not None or not rounds:
-        return row | ({"status": "not measured", "reason": "the study has not come to it"} if bad is None else bad)
-    samples = rounds[0]["samples"]
-    if rounds[0]["status"] == "planned":
-        cost = _cost(cell.hardware, rounds[0]["plan"]["seconds"] / samples)
-        return row | rounds[0] | {"random_weights": False, "cost_per_1000": cost}
-
-    def per_sample(which: list[dict[str, Any]]) -> list[list[float]]:
-        # Of training a turn is a step; of inference it is all samples once.
-        return [[turn["seconds"] / one["samples"] for turn in one["turns"]] for one in which]
-
-    seconds = per_sample(rounds)
-    row |= {
-        "status": "ok", "rounds": len(rounds), "samples": samples, "batch_size": rounds[0]["batch_size"],
-        "seconds_per_sample": interval(seconds),
-        "tokens_per_second": statistics.median(
-            turn["tokens"] / turn["seconds"] for one in rounds for turn in one["turns"]
-        ),
-        "load_seconds": statistics.median(one["load_seconds"] for one in rounds),
-        "host_peak": max(one["host_peak"] + one["host_children_peak"] for one in rounds),
-        "host_run_peak": max(one["host_run_peak"] for one in rounds),
-        "host_imports": min(one["host_imports"] for one in rounds),
-        "device_peak": rounds[0]["device_peak"], "disk": max(one["disk"] for one in rounds),
-        "quality": rounds[0]["quality"], "versions": rounds[0]["versions"],
-    }  # fmt: skip
-    for key in ("first_seconds", "step_seconds"):
-        if key in rounds[0]["turns"][0]:
-            row[key] = interval([[turn[key] for turn in one["turns"]] for one in rounds])
-    joules = [one["joules"] / (one["samples"] * len(one["turns"])) for one in rounds if one["joules"] is not None]
-    row["joules_per_sample"] = statistics.median(joules) if joules else None
-    row["cost_per_1000"] = _cost(cell.hardware, row["seconds_per_sample"][0])
-    if baseline and all(one["status"] == "ok" for one in baseline):
-        row["log_ratios"] = log_ratios(seconds, per_sample(baseline))
-        if "outputs" in rounds[0]:
-            row["equal_outputs"] = agreement(rounds[0]["outputs"], baseline[0]["outputs"])
-            # Equality says little where all samples give the same.
-            row["different_outputs"] = len({tuple(one) for one in rounds[0]["outputs"]})
-    if group.task == "training":
-        row |= {"losses": rounds[0]["losses"], "plan": rounds[0]["plan"]}
-    else:
-        row["work"] = {**rounds[0]["work"], "speeds": _best([one["work"]["speeds"] for one in rounds])}
-    return row
+    return [make_row(cell) for cell in group.cells]
 
 
 def _cost(hardware: StudyHardware, seconds_per_sample: float) -> float | None:

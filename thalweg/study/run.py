@@ -163,7 +163,9 @@ def _run_cell(config: StudyConfig, folder: Path, group: CellGroup, cell: StudyCe
         reason = _run_process(run_cell, given, log, config.timeout, python, **_environment(cell))
         if path.exists():
             return read_json(path)
-        result = {"status": "out of memory" if "SIGKILL" in reason else "failed", "reason": f"{reason}; {_tail(log)}"}
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        last = lines[-1][:300] if lines else "it said nothing"
+        result = {"status": "out of memory" if "SIGKILL" in reason else "failed", "reason": f"{reason}; {last}"}
     write_json(path, result)
     return result
 
@@ -242,11 +244,6 @@ def _enter(function: Callable[[str], None], argument: str, log: str, variables: 
         os.dup2(output, stream)
     end_with_parent()
     function(argument)
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][:300] if lines else "it said nothing"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -29,24 +29,6 @@ class Generation(NamedTuple):
     first_seconds: float
     seconds: float
     outputs: list[list[int]]
-
-
-class Generator(Protocol):
-    """A loaded model.  ``streamed_bytes``: weights that come from another tier in each step, from ``tier``;
-    ``copies``: how often a byte of the weights crosses memory in a step; ``weight_itemsize``: bytes of a weight."""
-
-    streamed_bytes: int
-    tier: str
-    copies: int
-    weight_itemsize: float
-
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
-        """Generate ``new_tokens`` for each prompt, or fewer where the model ends."""
-        ...
-
-    def close(self) -> None:
-        """Free what outlives the process."""
-        ...
 
 
 class _FirstToken:
@@ -93,7 +75,12 @@ def count_weight_bytes(options: dict[str, Any], shape: dict[str, int]) -> int:
 
 class HuggingFace:
     """Plain transformers: ``from_pretrained`` and ``generate``.  ``dtype``: as torch names it; ``quantization``: the
-    library by which transformers has weights in 8 bits, ``bitsandbytes`` or ``torchao``."""
+    library by which transformers has weights in 8 bits, ``bitsandbytes`` or ``torchao``.
+
+    What every technique says of itself: ``streamed_bytes``: weights that come from another tier in each step, from
+    ``tier``; ``copies``: how often a byte of the weights crosses memory in a step; ``weight_itemsize``: bytes of a
+    weight.
+    """
 
     streamed_bytes, tier, copies = 0, "", 1
 
@@ -104,7 +91,7 @@ class HuggingFace:
         self.pad = self.model.generation_config.pad_token_id or 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
-        """See :class:`Generator`."""
+        """Generate ``new_tokens`` for each prompt, or fewer where the model ends."""
         start = time.perf_counter()
         # A decoder goes on at the right end; an encoder counts positions from the left one.
         side = "right" if self.model.config.is_encoder_decoder else "left"
@@ -178,7 +165,7 @@ class ZeroStage3(HuggingFace):
         self.streamed_bytes = 0 if spec["hardware"]["device"] == "cpu" else 1
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
-        """See :class:`Generator`."""
+        """Generate ``new_tokens`` for each prompt, or fewer where the model ends."""
         with torch.no_grad():
             return super().generate(prompts, new_tokens)
 
@@ -223,21 +210,19 @@ class ThalwegEngine:
         self.streamed_bytes = getattr(ring, "read_bytes", 0)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
-        """See :class:`Generator`."""
+        """Generate ``new_tokens`` for each prompt, or fewer where the model ends."""
         from thalweg.infer import Request, SamplingParams
 
         start = time.perf_counter()
         params = SamplingParams(temperature=0, max_tokens=new_tokens)
-        for number, prompt in enumerate(prompts):
-            self.engine.add(Request(str(number), prompt, params))
         outputs: list[list[int]] = [[] for _ in prompts]
         waiting, first = set(range(len(prompts))), 0.0
-        while self.engine.has_work():
-            for output in self.engine.step():
-                if output.error:
-                    raise RuntimeError(output.error)
-                outputs[int(output.request_id)] += output.token_ids
-                waiting.discard(int(output.request_id))
+        requests = (Request(str(number), prompt, params) for number, prompt in enumerate(prompts))
+        for output in self.engine.run_requests(requests):
+            if output.error:
+                raise RuntimeError(output.error)
+            outputs[int(output.request_id)] += output.token_ids
+            waiting.discard(int(output.request_id))
             if not first and not waiting:
                 first = time.perf_counter() - start
         return Generation(first, time.perf_counter() - start, outputs)
@@ -269,7 +254,7 @@ class OffloadedModules(HuggingFace):
         self.offloader.close()
 
 
-def build_generator(spec: dict[str, Any]) -> Generator:
+def build_generator(spec: dict[str, Any]) -> HuggingFace | ThalwegEngine:
     """Return the loaded technique of a cell.  Raises UnsupportedTechnique with the reason."""
     import transformers
 

@@ -63,12 +63,8 @@ class _LauncherVariables:
     job_id: list[str] = field(default_factory=list)
 
 
-def _read_launchers() -> dict[str, _LauncherVariables]:
-    tables = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text(encoding="utf-8"))
-    return {source: _LauncherVariables(source, **names) for source, names in tables.items()}
-
-
-_LAUNCHERS = _read_launchers()
+_TABLES = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text(encoding="utf-8"))
+_LAUNCHERS = {source: _LauncherVariables(source, **names) for source, names in _TABLES.items()}
 _TORCHRUN, _OPENMPI, _SLURM = _LAUNCHERS["torchrun"], _LAUNCHERS["openmpi"], _LAUNCHERS["slurm"]
 _PMI, _KUBEFLOW = _LAUNCHERS["pmi"], _LAUNCHERS["kubeflow"]
 
@@ -151,13 +147,19 @@ def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
             "python: start it "
             "with `thalweg run script.py` or torchrun, which read it"
         )
-    host, _, port = environ.get("PET_RDZV_ENDPOINT", "").rpartition(":")
-    addr = environ.get("PET_MASTER_ADDR") or host or environ.get("MASTER_ADDR")
-    text = environ.get("PET_MASTER_PORT") or port or environ.get("MASTER_PORT") or "29500"
+    addr, text = read_meeting_point(environ)
     if not addr:
         raise ValueError("PET_NNODES is set but PET_MASTER_ADDR is not: set it to the address of the first pod")
     number = _parse_integer({"PET_MASTER_PORT": text}, "PET_MASTER_PORT")
     return _validate(_KUBEFLOW, RankInfo(rank, num_hosts, 0, 1, addr, number, "kubeflow"))
+
+
+def read_meeting_point(environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """Address and port of the first host, by the variables that torchrun reads, as text."""
+    endpoint = environ.get("PET_RDZV_ENDPOINT", "")
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
+    addr = environ.get("PET_MASTER_ADDR") or host or environ.get("MASTER_ADDR")
+    return addr, environ.get("PET_MASTER_PORT") or port or environ.get("MASTER_PORT") or "29500"
 
 
 def _from_scheduler(environ: Mapping[str, str]) -> RankInfo | None:

@@ -31,6 +31,7 @@ from torch.distributed import (
 
 from thalweg.utils.env import RankInfo, get_launcher_variables
 from thalweg.utils.procfs import boot_id
+from thalweg.utils.timing import wait_until
 
 _READ_TIMEOUT = 5.0  # seconds in which the others read what the first process found
 _WAIT_SLICE = 0.5  # seconds; torch waits in C++, where no signal is heard
@@ -137,7 +138,11 @@ def exchange_cards(
         cards, problem = collect_cards()
         store.set("verdict", json.dumps([cards, problem]))
         if problem:
-            _wait_for_readers(store, num_cards)
+            # The store ends with this process: wait until all have read what is wrong, those too who are still to come.
+            # One that finds no store would wait for it as long as it may, and then say something else.
+            wait_until(
+                lambda: store.add("read", 0) >= max(store.add("count", 0), num_cards) - 1, _READ_TIMEOUT, interval=0.02
+            )
     else:
         _wait_for_key(store, "verdict", timeout + _READ_TIMEOUT)
         cards, problem = json.loads(store.get("verdict"))
@@ -157,18 +162,6 @@ def _wait_for_key(store: Store, key: str, timeout: float) -> None:
         except DistStoreError:
             if time.monotonic() > deadline:
                 raise
-
-
-def _wait_for_readers(store: Store, num_cards: int) -> None:
-    """The store ends with this process: wait until all have read what is wrong, those too who are still to come.
-
-    One that finds no store would wait for it as long as it may, and then say something else.
-    """
-    deadline = time.monotonic() + _READ_TIMEOUT
-    while time.monotonic() < deadline:
-        if store.add("read", 0) >= max(store.add("count", 0), num_cards) - 1:
-            return
-        time.sleep(0.02)
 
 
 def list_missing(cards: list[Card], num_cards: int) -> str:
@@ -213,25 +206,22 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
         )
 
     try:
-        known = PrefixStore("cards", store), _rank_card(info, hostname), info.world_size, timeout
+        card = {
+            "index": info.rank,
+            "host": hostname,
+            "machine": f"{hostname} {boot_id()}",  # two machines may bear one name
+            "pid": os.getpid(),
+            "world_size": info.world_size,
+            "local_rank": info.local_rank,
+            "local_world_size": info.local_world_size,
+        }
+        known = PrefixStore("cards", store), card, info.world_size, timeout
         exchange_cards(*known, find_problem, describe_missing, notify)
     except RuntimeError as error:
         raise ValueError(
             f"rank {info.rank} on {hostname}: {names['rank']}=0 exited during rendezvous; see its error"
         ) from error
     return store
-
-
-def _rank_card(info: RankInfo, hostname: str) -> Card:
-    return {
-        "index": info.rank,
-        "host": hostname,
-        "machine": f"{hostname} {boot_id()}",  # two machines may bear one name
-        "pid": os.getpid(),
-        "world_size": info.world_size,
-        "local_rank": info.local_rank,
-        "local_world_size": info.local_world_size,
-    }
 
 
 def _bind_rank0(info: RankInfo, names: dict[str, str], addr: str, port: int) -> socket.socket:

@@ -1,10 +1,18 @@
-"""Wall-clock spans: where the seconds of a step go."""
+"""Wall-clock spans: where the seconds of a step go; and waiting for what comes to be."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+def wait_until(condition: Callable[[], object], seconds: float, interval: float = 0.05) -> bool:
+    """Ask again and again until ``condition`` holds; whether it did within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(interval)
+    return bool(holds)
 
 
 class PhaseTimer:

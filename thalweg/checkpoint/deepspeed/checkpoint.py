@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from thalweg.checkpoint.deepspeed.checkpoint_folder import is_deepspeed_folder, read_deepspeed_folder
-from thalweg.checkpoint.deepspeed.flat_tensors import ForeignContents, LogicalTensor, flat_range_chunks, flat_start
-from thalweg.checkpoint.deepspeed.torch_file import load_tensors
-from thalweg.checkpoint.directory import LATEST, MANIFEST, find_versions, list_checkpoints, read_latest
+from thalweg.checkpoint.deepspeed.checkpoint_folder import DeepSpeedFolder, is_deepspeed_folder
+from thalweg.checkpoint.deepspeed.flat_tensors import LogicalTensor, flat_range_chunks, flat_start
+from thalweg.checkpoint.directory import LATEST, MANIFEST, list_checkpoints, read_latest
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
 from thalweg.checkpoint.format.chunks import split_chunk
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES
@@ -25,6 +24,7 @@ from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest
 from thalweg.checkpoint.reader import Checkpoint, Corruption
 from thalweg.checkpoint.save import MAX_CHUNK_BYTES
 from thalweg.utils.log import get_logger
+from thalweg.utils.trees import map_tensors
 
 _NO_DIGEST = "0" * 64  # DeepSpeed's files have a CRC-32 for each entry, none for each tensor
 
@@ -34,56 +34,55 @@ _log = get_logger(__name__)
 class ForeignCheckpoint(Checkpoint):
     """A folder of DeepSpeed's; ``state`` is the tree that ``restore_module`` and ``TrainingState`` know."""
 
-    def __init__(self, path: Path, contents: ForeignContents, io: FileSystem) -> None:
-        self._contents = contents
+    def __init__(self, path: Path, folder: DeepSpeedFolder, io: FileSystem) -> None:
+        self._folder = folder
         self._verified = False
-        self.path, self.manifest, self._io = path, _make_manifest(path, contents), io
+        self.path, self.manifest, self._io = path, _make_manifest(path, folder), io
 
     @classmethod
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> ForeignCheckpoint:
         """Open the one directory ``path``, or raise ``CorruptCheckpointError``."""
         io = io or FileSystem()
-        return cls(path, read_deepspeed_folder(io, path), io)
+        return cls(path, DeepSpeedFolder(io, path), io)
 
     @property
     def state(self) -> Any:
         """The state tree; its tensors are read now."""
-        return load_tensors(self._contents.state)
+        return map_tensors(self._folder.state, lambda tensor: tensor.detach().clone())
 
     def find_corruption(self, *, rank: int = 0, world_size: int = 1) -> list[Corruption]:
         """All entries whose CRC-32 differs, found by reading every byte."""
-        names = sorted(self._contents.files)[rank::world_size]
-        reasons = self._map_concurrently(names, lambda name: self._contents.files[name].find_damage())
+        names = sorted(self._folder.files)[rank::world_size]
+        reasons = self._map_concurrently(names, lambda name: self._folder.files[name].find_damage())
         return [Corruption(name, None, reason) for name, reason in zip(names, reasons, strict=True) if reason]
 
     def _read_chunk(self, name: str, chunk: ChunkRecord, *, keep: bool = True) -> torch.Tensor:
-        tensor = self._contents.tensors[name]
+        tensor = self._folder.tensors[name]
         start = flat_start(chunk.chunk, tensor.shape)
         fragment = tensor.fragments[int(chunk.key)]
         return fragment.read(start, start + chunk.chunk.numel).view(chunk.size)
 
 
-def _make_manifest(path: Path, contents: ForeignContents) -> Manifest:
+def _make_manifest(path: Path, folder: DeepSpeedFolder) -> Manifest:
     head = ManifestHead(
         tag=path.name,
-        step=contents.step,
-        epoch=0,
-        world=contents.world_size,
+        step=folder.step,
+        world=folder.world_size,
         sequence=0,
         created="",
-        writer=contents.writer,
+        writer=folder.writer,
     )
     files = {
         name: FileRecord(size=file.size, header_bytes=0, header_sha256=_NO_DIGEST)
-        for name, file in contents.files.items()
+        for name, file in folder.files.items()
     }
     tensors = {
         name: TensorRecord(dtype=DTYPE_NAMES[tensor.dtype], shape=tensor.shape, pieces=tuple(_pieces(tensor)))
-        for name, tensor in contents.tensors.items()
+        for name, tensor in folder.tensors.items()
     }
     # Not validated: a universal folder's files lie in folders of their own, which our own names never do.
     return Manifest.model_construct(
-        head=head, files=files, tensors=tensors, aliases=contents.aliases, state=None, ranks=[]
+        head=head, files=files, tensors=tensors, aliases=folder.aliases, state=None, ranks=[]
     )
 
 
@@ -102,18 +101,15 @@ def find_foreign(io: FileSystem, checkpoint_dir: Path, tag: str | None = None) -
     ``checkpoint_dir`` may itself be the folder of one checkpoint.  Without a tag the pointer decides; where there is
     none, and no checkpoint of ours, the one of the most steps.
     """
-    if tag is not None and tag != LATEST:
-        path = checkpoint_dir / tag
-        ours = bool(find_versions(io, checkpoint_dir, tag)) and io.exists(path / MANIFEST)
-        return path if not ours and is_deepspeed_folder(io, path) else None
-    if is_deepspeed_folder(io, checkpoint_dir):
+    name = None if tag == LATEST else tag
+    if name is None and is_deepspeed_folder(io, checkpoint_dir):
         return checkpoint_dir
-    pointed = read_latest(io, checkpoint_dir)
-    if pointed is None and list_checkpoints(io, checkpoint_dir, ignore_read_errors=True):
-        return None
-    if pointed is not None:
-        path = checkpoint_dir / pointed
+    name = read_latest(io, checkpoint_dir) if name is None else name
+    if name is not None:
+        path = checkpoint_dir / name
         return path if not io.exists(path / MANIFEST) and is_deepspeed_folder(io, path) else None
+    if list_checkpoints(io, checkpoint_dir, ignore_read_errors=True):
+        return None
     folders = [n for n in list_if_there(io, checkpoint_dir) if is_deepspeed_folder(io, checkpoint_dir / n)]
     if not folders:
         return None

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from thalweg.checkpoint.deepspeed.flat_tensors import (
-    ForeignContents,
     Fragment,
     LogicalTensor,
     cut_concatenation,
@@ -63,11 +62,6 @@ def is_deepspeed_folder(io: FileSystem, path: Path) -> bool:
     return any(_MODEL_FILE.fullmatch(name) or _OPTIM_FILE.fullmatch(name) for name in list_if_there(io, path))
 
 
-def read_deepspeed_folder(io: FileSystem, path: Path) -> ForeignContents:
-    """What a folder of DeepSpeed's holds; its tensors are mapped, not read."""
-    return _FolderReader(io, path).read()
-
-
 @dataclass
 class _Part:
     """The files of one ``mp_rank``: the model's tree, each rank's where there are several, and the optimiser's."""
@@ -77,28 +71,38 @@ class _Part:
     optims: list[dict[str, Any]]
 
 
-class _FolderReader:
-    """One folder on its way to ``ForeignContents``."""
+class DeepSpeedFolder:
+    """What a folder holds: tensors under ``model/<fqn>`` and ``optim/<key>/<fqn>``, names of tied weights, the state
+    tree, and what is said about its origin.  Its tensors are mapped, not read."""
 
     def __init__(self, io: FileSystem, path: Path) -> None:
         self.io, self.path = io, path
         self.names = list_if_there(io, path)
-        self.contents = ForeignContents()
+        self.tensors: dict[str, LogicalTensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.files: dict[str, TorchFile] = {}
         self.groups: list[dict[str, Any]] = []
         self.canonical: dict[str, str] = {}
         self.expert_values: dict[str, torch.Tensor] = {}  # by DeepSpeed's names, with the experts' global numbers
         self.stacks: dict[str, dict[int, tuple[tuple[int, ...], list[Fragment]]]] = {}
-
-    def read(self) -> ForeignContents:
-        """Everything that the folder holds."""
         self._refuse_tensor_parallelism()
         parts = [self._read_part(mp_rank) for mp_rank in self._mp_ranks()]
         common = parts[0].model
-        layers = self._read_layers()
+        # The tensors of a pipeline's layers, under the names that a PipelineModule has for them.
+        layers = {
+            f"layers.{int(match.group(1))}.{key}": value
+            for name in self.names
+            if (match := _LAYER_FILE.fullmatch(name))
+            for key, value in self._load(name).items()
+        }
         self.canonical = self._name_layers(parts, layers) if layers else {}
         for name in [name for name in self.names if _EXPERT_FILE.fullmatch(name)]:
             self.expert_values |= self._load(name)
-        self._refuse_autoep()
+        if other := next((name for name in self.expert_values if not _EXPERT_NAME.fullmatch(name)), None):
+            raise CheckpointMismatchError(
+                f"{self.path} holds experts that AutoEP took out of a Hugging Face model ({other}): join them with "
+                "DeepSpeed's ds_to_universal.py, and load the folder that it writes"
+            )
         is_universal = self.io.exists(self.path / UNIVERSAL_FOLDER)
         for part in parts:
             if is_universal:
@@ -114,26 +118,22 @@ class _FolderReader:
                 )
             self._add_module(part)
         for name, value in layers.items():
-            if f"model/{name}" not in self.contents.aliases:
+            if f"model/{name}" not in self.aliases:
                 self._add_stored(f"model/{name}", value)
         for key, value in self.expert_values.items():
             name, row = self._place(key)
             self._add_row(f"model/{name}", row, value.shape, [Fragment(0, value.numel(), value)])
         self._add_stacks()
-        contents = self.contents
-        contents.aliases = {
-            alias: name
-            for alias, name in contents.aliases.items()
-            if name in contents.tensors and alias not in contents.tensors
+        self.aliases = {
+            alias: name for alias, name in self.aliases.items() if name in self.tensors and alias not in self.tensors
         }
-        contents.step = int(common.get("global_steps", 0))
-        contents.world_size = int(common.get("dp_world_size") or 1) * int(common.get("mp_world_size") or 1)
-        contents.writer = f"deepspeed {common.get('ds_version', '(version unknown)')}"
-        contents.state = self._state(common, parts)
-        return contents
+        self.step = int(common.get("global_steps", 0))
+        self.world_size = int(common.get("dp_world_size") or 1) * int(common.get("mp_world_size") or 1)
+        self.writer = f"deepspeed {common.get('ds_version', '(version unknown)')}"
+        self.state = self._state(common, parts)
 
     def _load_any(self, name: str) -> Any:
-        file = self.contents.files[name] = TorchFile(self.io, self.path / name)
+        file = self.files[name] = TorchFile(self.io, self.path / name)
         return file.tree()
 
     def _load(self, name: str) -> dict[str, Any]:
@@ -154,14 +154,6 @@ class _FolderReader:
                 f"{self.path} was saved under tensor parallelism ({len(mp_ranks)} files for each tensor): merge "
                 "it with DeepSpeed's ds_to_universal.py and its parameters' patterns, or save it with a "
                 "tensor-parallel size of 1"
-            )
-
-    def _refuse_autoep(self) -> None:
-        other = next((name for name in self.expert_values if not _EXPERT_NAME.fullmatch(name)), None)
-        if other is not None:
-            raise CheckpointMismatchError(
-                f"{self.path} holds experts that AutoEP took out of a Hugging Face model ({other}): join them with "
-                "DeepSpeed's ds_to_universal.py, and load the folder that it writes"
             )
 
     def _read_part(self, mp_rank: int) -> _Part:
@@ -186,7 +178,7 @@ class _FolderReader:
     # The tensors of the model.
 
     def _add(self, name: str, tensor: LogicalTensor) -> None:
-        self.contents.tensors.setdefault(name, tensor)  # of a pipeline's tied weights each stage has a copy
+        self.tensors.setdefault(name, tensor)  # of a pipeline's tied weights each stage has a copy
 
     def _place(self, raw_name: str, first_expert: int = 0) -> tuple[str, int | None]:
         """Our name of a parameter, and its row where it is an expert's; ``first_expert`` is its team's."""
@@ -225,10 +217,10 @@ class _FolderReader:
         """What the module's own state dict adds: buffers, frozen parameters, all of it where there is no fp32."""
         module, is_stage3 = part.model.get("module") or {}, _stage(part) == 3
         shared = dict(part.model.get("shared_params") or {})
-        self.contents.aliases |= {f"model/{alias}": f"model/{name}" for alias, name in shared.items()}
+        self.aliases |= {f"model/{alias}": f"model/{name}" for alias, name in shared.items()}
         for name, fragments in (part.model.get("frozen_param_fragments") or {}).items():
             shape = tuple(part.model["frozen_param_shapes"][name])
-            shares = [[model["frozen_param_fragments"][name]] for model in part.models]
+            shares = [model["frozen_param_fragments"][name] for model in part.models]
             cut = [Fragment(0, fragments.numel(), fragments)] if fragments.numel() else []
             if is_stage3:
                 cut = next(cut_parameter_shares({name: shape}, shares))[2]
@@ -237,17 +229,6 @@ class _FolderReader:
         for name, value in module.items():
             if name not in shared and not (is_stage3 and buffers is not None and name not in buffers):
                 self._add_stored(f"model/{self._place(name)[0]}", value)
-
-    # A pipeline's layers.
-
-    def _read_layers(self) -> dict[str, torch.Tensor]:
-        """The tensors of a pipeline's layers, under the names that a ``PipelineModule`` has for them."""
-        return {
-            f"layers.{int(match.group(1))}.{key}": value
-            for name in self.names
-            if (match := _LAYER_FILE.fullmatch(name))
-            for key, value in self._load(name).items()
-        }
 
     def _name_layers(self, parts: list[_Part], layers: dict[str, torch.Tensor]) -> dict[str, str]:
         """By DeepSpeed's name of each parameter that of ours; tied layers beyond the first become aliases."""
@@ -260,7 +241,7 @@ class _FolderReader:
                 attribute = name.split(".", 2)[2]
                 places = [n for n in unclaimed if n.split(".", 2)[2] == attribute and layers[n].shape == shapes[name]]
                 names[name] = places[0] if places else name
-                self.contents.aliases |= {f"model/{other}": f"model/{places[0]}" for other in places[1:]}
+                self.aliases |= {f"model/{other}": f"model/{places[0]}" for other in places[1:]}
                 unclaimed = [n for n in unclaimed if n not in places]
         return names
 
@@ -284,12 +265,8 @@ class _FolderReader:
             for number, shares in enumerate(teams):
                 for key in shares[0].vectors:
                     parts = [share.vectors.get(key, shares[0].vectors[key]) for share in shares]
-                    cut = (
-                        cut_parameter_shares(members, [[v] for v in parts])
-                        if is_stage3
-                        else cut_concatenation(members, parts)
-                    )
-                    for raw_name, shape, fragments in cut:
+                    cut = cut_parameter_shares if is_stage3 else cut_concatenation
+                    for raw_name, shape, fragments in cut(members, parts):
                         name, row = self._place(raw_name, number * num_local)
                         stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
                         self._add_row(stored, row, shape, fragments)
@@ -354,7 +331,9 @@ class _FolderReader:
                         continue
                     stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
                     if isinstance(value, torch.Tensor):
-                        self._add(stored, _first_elements(value, tuple(shape), stored))
+                        numel = math.prod(shape)  # a stored one may be padded
+                        cut = [Fragment(0, numel, value)] if numel else []
+                        self._add(stored, LogicalTensor.of(shape, cut, stored))
                 if steps:
                     self._add_step(name, steps[-1])
             group = next((i for i, g in enumerate(param_groups) if index in g.get("params", ())), 0)
@@ -367,7 +346,7 @@ class _FolderReader:
         """The state tree, as ``TrainingState`` keeps one."""
         skipped = int(common.get("skipped_steps") or 0)
         engine: dict[str, Any] = {
-            "global_steps": self.contents.step,
+            "global_steps": self.step,
             "skipped_steps": skipped,
             "lr_scheduler": common.get("lr_scheduler"),
         }
@@ -383,7 +362,7 @@ class _FolderReader:
             }
         own: dict[str, Any] = {}
         if self.groups:
-            keys = {name.split("/")[1] for name in self.contents.tensors if name.startswith("optim/")}
+            keys = {name.split("/")[1] for name in self.tensors if name.startswith("optim/")}
             forms = {key: ["plain"] if key == "step" else ["dtensor"] for key in sorted(keys)}
             own["optim"] = {"groups": self.groups, "values": {}, "loose": {}, "forms": forms}
         client_state = {key: value for key, value in common.items() if key not in _OWN_KEYS}
@@ -430,9 +409,3 @@ def _read_shares(optim: dict[str, Any], is_stage3: bool) -> list[_Share]:
 def _stage(part: _Part) -> int:
     stage = part.optims[0].get("zero_stage", 1) if part.optims else 0
     return int(stage.args[0] if isinstance(stage, InertObject) else stage)
-
-
-def _first_elements(value: torch.Tensor, shape: tuple[int, ...], name: str) -> LogicalTensor:
-    """The tensor of ``shape`` whose elements a (perhaps padded) stored one begins with."""
-    numel = math.prod(shape)
-    return LogicalTensor.of(shape, [Fragment(0, numel, value)] if numel else [], name)

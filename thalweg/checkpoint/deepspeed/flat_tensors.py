@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from thalweg.checkpoint.deepspeed.torch_file import TorchFile
 from thalweg.checkpoint.errors import CorruptCheckpointError
 from thalweg.checkpoint.format.chunks import TensorChunk
 
@@ -64,20 +62,6 @@ class LogicalTensor:
         """One stored tensor."""
         fragments = (Fragment(0, stored.numel(), stored),) if stored.numel() else ()
         return cls(stored.dtype, tuple(stored.shape), fragments)
-
-
-@dataclass
-class ForeignContents:
-    """What a folder holds: tensors under ``model/<fqn>`` and ``optim/<key>/<fqn>``, names of tied weights, the
-    state tree, and what is said about its origin."""
-
-    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, TorchFile] = field(default_factory=dict)
-    step: int = 0
-    world_size: int = 1
-    writer: str = "unknown"
 
 
 def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorChunk]:
@@ -132,30 +116,19 @@ def cut_concatenation(
 
 
 def cut_parameter_shares(
-    shapes: Mapping[str, Sequence[int]], ranks: Sequence[Sequence[torch.Tensor]]
+    shapes: Mapping[str, Sequence[int]], ranks: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Fragment]]]:
-    """Parameters of which each rank holds an equal share, padded (stage 3); ``ranks[r]`` are rank r's vectors, in
-    which its shares lie one after another."""
-    bounds = [0]
-    for values in ranks[0]:
-        bounds.append(bounds[-1] + values.numel())
-    position, index = 0, 0  # in the concatenation of a rank's vectors, and the vector that it lies in
+    """Parameters of which each rank holds an equal share, padded (stage 3); ``ranks[r]`` is rank r's vector, in which
+    its shares lie one after another."""
+    position = 0
     for name, shape in shapes.items():
         numel = math.prod(shape)
         share = -(-numel // len(ranks))
-        pieces, place = [], position  # (offset in the share, vector, first element there, count)
-        while place < position + share and index < len(ranks[0]):
-            end = min(position + share, bounds[index + 1])
-            if end > place:
-                pieces.append((place - position, index, place - bounds[index], end - place))
-                place = end
-            index += place == bounds[index + 1]
         fragments = []
-        for rank, vectors in enumerate(ranks):
-            for offset, vector, first, count in pieces:
-                start = rank * share + offset
-                stop = min(start + count, numel)
-                if start < stop:
-                    fragments.append(Fragment(start, stop, vectors[vector], first))
+        for rank, vector in enumerate(ranks):
+            start = rank * share
+            stop = min(start + share, numel, start + vector.numel() - position)
+            if start < stop:
+                fragments.append(Fragment(start, stop, vector, position))
         yield name, tuple(shape), fragments
         position += share

@@ -112,14 +112,3 @@ class TorchFile:
         except (OSError, zipfile.BadZipFile) as error:
             return f"{self.path} cannot be read: {error}"
         return name and f"{self.path}: the entry {name} has changed since it was saved (its CRC-32 differs)"
-
-
-def load_tensors(tree: Any) -> Any:
-    """``tree`` with tensors of its own, in memory."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: load_tensors(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(load_tensors(value) for value in tree)
-    return tree

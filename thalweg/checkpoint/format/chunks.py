@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +47,6 @@ class TensorChunk:
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.offset, origin, self.size, strict=True))
 
 
-def full_chunk(shape: Iterable[int]) -> TensorChunk:
-    """The box of an entire tensor."""
-    size = tuple(int(n) for n in shape)
-    return TensorChunk((0,) * len(size), size)
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's storage of a plain tensor or DTensor, detached, sharing memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -63,7 +56,8 @@ def local_chunks(name: str, tensor: torch.Tensor) -> list[tuple[TensorChunk, tup
     """The non-empty pieces that this rank holds of ``tensor`` (a plain one is one whole piece), each with the *origin*
     from which ``TensorChunk.slices`` counts its place in the local tensor."""
     if not isinstance(tensor, DTensor):
-        return [(full_chunk(tensor.shape), (0,) * tensor.dim())] if tensor.numel() else []
+        start = (0,) * tensor.dim()
+        return [(TensorChunk(start, tuple(tensor.shape)), start)] if tensor.numel() else []
     if tensor.device_mesh.get_coordinate() is None:
         return []
     per_dim = _local_intervals(name, tensor)

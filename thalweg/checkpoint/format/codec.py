@@ -102,7 +102,17 @@ def decode_tree(node: Any, load_tensor: TensorLoader) -> Any:
     if TAG_KEY not in node:
         return {key: decode_tree(value, load_tensor) for key, value in node.items()}
     try:
-        return _decode_tagged(node[TAG_KEY], node, load_tensor)
+        name, value = node[TAG_KEY], node["v"]
+        if name == "tensor":
+            return load_tensor(value)
+        if name == "bytes_tensor":
+            return load_tensor(value).numpy().tobytes()
+        if name == "numpy":
+            return _view_bytes((), node["dtype"], _base64_decode(value))[()]
+        if name == "ndarray":
+            raw = b"" if value is None else load_tensor(value).numpy().tobytes()
+            return _view_bytes(node["shape"], node["dtype"], raw)
+        return _DECODERS[name](decode_tree(value, load_tensor))
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"the state tree holds a {node.get(TAG_KEY)!r} that cannot be read: {error}"
@@ -127,8 +137,11 @@ class _TreeEncoder:
             return _make_tagged("tensor", self._extract_tensor(_check_tensor(value, self._fail, path), path))
         if isinstance(value, numpy.generic | numpy.ndarray):
             return self._encode_numpy(value, path)
+        if kind is bytes and len(value) <= _INLINE_BYTES:
+            return _make_tagged("bytes", _base64_encode(value))
         if kind is bytes:
-            return self._encode_bytes(value, path)
+            raw = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            return _make_tagged("bytes_tensor", self._extract_tensor(raw, path))
         return self._encode_nested(value, path)
 
     def _encode_nested(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -169,13 +182,6 @@ class _TreeEncoder:
             step = key if isinstance(key, str) else repr(key)
             pairs.append([self.encode(key, (*path, f"key {step}")), self.encode(item, (*path, step))])
         return _make_tagged("dict", pairs)
-
-    def _encode_bytes(self, value: bytes, path: tuple[str, ...]) -> Any:
-        if len(value) <= _INLINE_BYTES:
-            return _make_tagged("bytes", _base64_encode(value))
-        return _make_tagged(
-            "bytes_tensor", self._extract_tensor(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)
-        )
 
     def _encode_numpy(self, value: Any, path: tuple[str, ...]) -> Any:
         if (
@@ -229,25 +235,7 @@ def _check_tensor(value: torch.Tensor, fail: Callable[..., Any], path: tuple[str
     return value.detach()
 
 
-def _decode_tagged(name: Any, node: dict[str, Any], load_tensor: TensorLoader) -> Any:
-    value = node["v"]
-    if name == "tensor":
-        return load_tensor(value)
-    if name == "bytes_tensor":
-        return load_tensor(value).numpy().tobytes()
-    if name == "numpy":
-        return _view_bytes((), node["dtype"], _base64_decode(value))[()]
-    if name == "ndarray":
-        return _view_bytes(node["shape"], node["dtype"], b"" if value is None else load_tensor(value).numpy().tobytes())
-    return _DECODERS[name](decode_tree(value, load_tensor))
-
-
-def parse_numpy_dtype(name: str) -> numpy.dtype:
-    """The dtype of numpy's name for it, if it is one of plain bytes."""
-    if not _SAFE_NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"dtype {name!r} is not plain bytes")
-    return numpy.dtype(name)
-
-
 def _view_bytes(shape: Iterable[int], dtype: str, raw: bytes) -> numpy.ndarray:
-    return numpy.ndarray(tuple(shape), parse_numpy_dtype(dtype), bytearray(raw) or bytearray(1))
+    if not _SAFE_NUMPY_DTYPE.fullmatch(dtype):
+        raise ValueError(f"dtype {dtype!r} is not plain bytes")
+    return numpy.ndarray(tuple(shape), numpy.dtype(dtype), bytearray(raw) or bytearray(1))

@@ -44,7 +44,7 @@ class ManifestHead(_FrozenRecord):
     version: StrictInt = VERSION
     tag: StrictStr
     step: StrictInt
-    epoch: NonNegativeInt
+    epoch: NonNegativeInt = 0
     world: NonNegativeInt
     sequence: NonNegativeInt
     created: StrictStr
@@ -146,7 +146,12 @@ def parse_head(data: bytes, source: str) -> ManifestHead:
         head = ManifestHead.model_validate(json.loads(line[len(_HEAD_PREFIX) : -1]))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{source}: the manifest's head cannot be read: {error}") from error
-    _check_version(head, source)
+    if head.format != FORMAT:
+        raise CorruptCheckpointError(f"{source}: the format is {head.format!r}, not {FORMAT!r}")
+    if head.version > VERSION:
+        raise CorruptCheckpointError(
+            f"{source}: written in version {head.version} of the format; this Thalweg reads up to {VERSION}"
+        )
     return head
 
 
@@ -165,15 +170,6 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     for problem in _find_inconsistencies(manifest):
         raise CorruptCheckpointError(f"{source}: {problem}")
     return manifest
-
-
-def _check_version(head: ManifestHead, source: str) -> None:
-    if head.format != FORMAT:
-        raise CorruptCheckpointError(f"{source}: the format is {head.format!r}, not {FORMAT!r}")
-    if head.version > VERSION:
-        raise CorruptCheckpointError(
-            f"{source}: written in version {head.version} of the format; this Thalweg reads up to {VERSION}"
-        )
 
 
 def _find_inconsistencies(manifest: Manifest) -> Iterator[str]:

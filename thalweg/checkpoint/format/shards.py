@@ -14,10 +14,11 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -46,7 +47,10 @@ class TensorEntry:
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
 
-def sort_for_alignment(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+_Entry = TypeVar("_Entry", bound=TensorEntry)
+
+
+def sort_for_alignment(entries: Iterable[_Entry]) -> list[_Entry]:
     """Slots in the order that keeps each entry's data aligned to its dtype."""
     return sorted(entries, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key))
 
@@ -75,46 +79,37 @@ def build_header(tensor_entries: Sequence[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class ShardWriter:
-    """One new safetensors file, filled slot by slot in the order given; ``finish`` makes it durable.
+def write_shard(
+    io: FileSystem,
+    path: Path,
+    entries: Sequence[TensorEntry],
+    values: Iterator[torch.Tensor],
+    release: Callable[[torch.Tensor], None] = lambda tensor: None,
+) -> tuple[FileRecord, dict[str, str]]:
+    """Write a new safetensors file with the ``values`` of ``entries``, one after the other, and make it durable.
 
-    Use it under ``contextlib.closing``: ``close`` lets go of the file, finished or not.
+    ``release`` is given each tensor once it is written.  Returns what the file is committed with: its record and each
+    key's sha256.
     """
+    header = build_header(entries)
+    size = len(header) + sum(slot.nbytes for slot in entries)
+    with closing(DirectWriter(io, path, size)) as writer:
+        writer.append(memoryview(header), lambda part: None)
+        digests = {entry.key: _write_entry(writer, entry, next(values), release) for entry in entries}
+        writer.finish()
+    return FileRecord(size=size, header_bytes=len(header), header_sha256=_sha256(header)), digests
 
-    def __init__(self, io: FileSystem, path: Path, entries: Sequence[TensorEntry]) -> None:
-        self._remaining = list(entries)
-        self._digests: dict[str, str] = {}
-        header = build_header(entries)
-        size = len(header) + sum(slot.nbytes for slot in entries)
-        self._record = FileRecord(size=size, header_bytes=len(header), header_sha256=_sha256(header))
-        self._writer = DirectWriter(io, path, size)
-        self._pending_header: bytes | None = header  # written with the first slot, so that __init__ cannot half fail
 
-    def write(self, key: str, value: torch.Tensor) -> None:
-        """Write the values of the next slot, which must be ``key``."""
-        self._write_header()
-        entry = self._remaining.pop(0)
-        assert entry.key == key and value.nbytes == entry.nbytes, (entry, key, value.nbytes)
-        digest = hashlib.sha256()
-        for data in tensor_bytes(value):
-            self._writer.append(data, digest.update)
-        self._digests[key] = digest.hexdigest()
-
-    def finish(self) -> tuple[FileRecord, dict[str, str]]:
-        """Flush to the disk; returns what the shard is committed with: its record and each key's sha256."""
-        assert not self._remaining, self._remaining
-        self._write_header()
-        self._writer.finish()
-        return self._record, self._digests
-
-    def close(self) -> None:
-        """Let go of the file, finished or not."""
-        self._writer.close()
-
-    def _write_header(self) -> None:
-        header, self._pending_header = self._pending_header, None
-        if header is not None:
-            self._writer.append(memoryview(header), lambda part: None)
+def _write_entry(
+    writer: DirectWriter, entry: TensorEntry, value: torch.Tensor, release: Callable[[torch.Tensor], None]
+) -> str:
+    """Append one tensor; returns its sha256.  Nothing holds it after that."""
+    assert value.nbytes == entry.nbytes, (entry, value.nbytes)
+    digest = hashlib.sha256()
+    for data in tensor_bytes(value):
+        writer.append(data, digest.update)
+    release(value)
+    return digest.hexdigest()
 
 
 def _sha256(data: bytes | bytearray | memoryview) -> str:

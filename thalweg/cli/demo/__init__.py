@@ -15,20 +15,21 @@ examples:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from thalweg.cli.arguments import int_at_least
 from thalweg.cli.demo.settings import DemoSettings
+from thalweg.launch.cpu_affinity import usable_cpus
 from thalweg.utils.env import DEVICE_VARIABLE
 
 
@@ -63,10 +64,14 @@ def run(args: argparse.Namespace) -> int:
     def log(text: str) -> None:
         print(text, file=stream, flush=True)
 
-    _require_packages()
+    missing = [name for name in ("tokenizers", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the demo needs {' and '.join(missing)}: run `pip install 'thalweg[hf,plots]'`")
     started = time.perf_counter()
     out = _make_output_folder(args.out)
-    _warn_if_oversubscribed(args.nproc)
+    cores = len(usable_cpus())
+    if args.nproc > cores:
+        sys.stderr.write(f"warning: --nproc {args.nproc} on {cores} cores: the processes will wait for each other\n")
     from thalweg.cli.demo.corpus import prepare_corpus
 
     settings = DemoSettings(
@@ -78,13 +83,18 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         device=_resolve_device(args.device, args.nproc),
     )
-    corpus = prepare_corpus(out, settings.vocabulary, log)
-    settings = replace(
-        settings, vocabulary=corpus.vocabulary, precision=_resolve_precision(args.precision, settings.device)
-    )
-    _remove_earlier_run(out)
+    vocabulary = prepare_corpus(out, settings.vocabulary, log)
+    precision = args.precision
+    if precision == "auto":
+        from thalweg.cli.demo.precision import has_fast_bf16
+
+        precision = "bf16" if has_fast_bf16(settings.device) else "fp32"
+    # What an earlier demo left: metrics are appended to, and a checkpoint is never overwritten.
+    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    for name in ("metrics.jsonl", "loss.png", "summary.json"):
+        (out / name).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="thalweg-demo-") as results:
-        settings = replace(settings, results=results)
+        settings = replace(settings, vocabulary=vocabulary, precision=precision, results=results)
         code, facts = _train_and_reload(settings, log)
     if code != 0:
         return code
@@ -95,14 +105,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_summary(summary, log)
     return 0 if _matches_after_reload(summary) else 1
-
-
-def _require_packages() -> None:
-    import importlib.util
-
-    missing = [name for name in ("tokenizers", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the demo needs {' and '.join(missing)}: run `pip install 'thalweg[hf,plots]'`")
 
 
 def _make_output_folder(name: str) -> Path:
@@ -118,12 +120,6 @@ def _make_output_folder(name: str) -> Path:
     return out
 
 
-def _warn_if_oversubscribed(nproc: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if nproc > cores:
-        sys.stderr.write(f"warning: --nproc {nproc} on {cores} cores: the processes will wait for each other\n")
-
-
 def _resolve_device(requested: str, nproc: int) -> str:
     """The device's name; two ranks cannot share one accelerator: with fewer of them than ranks, the processor."""
     import torch
@@ -134,25 +130,10 @@ def _resolve_device(requested: str, nproc: int) -> str:
     return "cpu" if too_few or resolve_device(requested).type == "cpu" else requested
 
 
-def _resolve_precision(requested: str, device: str) -> str:
-    if requested != "auto":
-        return requested
-    from thalweg.cli.demo.precision import has_fast_bf16
-
-    return "bf16" if has_fast_bf16(device) else "fp32"
-
-
-def _remove_earlier_run(out: Path) -> None:
-    """Remove what an earlier demo left: metrics are appended to, and a checkpoint is never overwritten."""
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    for name in ("metrics.jsonl", "loss.png", "summary.json"):
-        (out / name).unlink(missing_ok=True)
-
-
 def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
     """Run both parts; returns the first non-zero exit code, or 0 and what the ranks wrote."""
     results = Path(settings.results)
-    settings.save(results / "settings.json")
+    (results / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
     log(
         f"model: GPT, {settings.num_layers} layers x {settings.width}, sequence {settings.block_size}; "
         f"{settings.nproc} processes, ZeRO stage {settings.stage}, {settings.precision}, "

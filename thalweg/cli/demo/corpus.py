@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from thalweg.data.corpus import split_held_out, stdlib_documents
@@ -17,19 +16,9 @@ _HELD_OUT = 40
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class CorpusInfo:
-    """Facts about the prepared text; ``vocabulary`` is what training the tokenizer arrived at."""
-
-    key: str
-    documents: int
-    bytes: int
-    tokens: int
-    vocabulary: int
-
-
-def prepare_corpus(out: Path, vocabulary: int, log: Callable[[str], None]) -> CorpusInfo:
-    """Write ``tokenizer.json``, ``tokens.npy``, ``held_out.npy`` and ``corpus.json`` below ``out``.
+def prepare_corpus(out: Path, vocabulary: int, log: Callable[[str], None]) -> int:
+    """Write ``tokenizer.json``, ``tokens.npy``, ``held_out.npy`` and ``corpus.json`` below ``out``; returns how many
+    tokens the tokenizer came to have.
 
     Nothing is done twice: files of the same text and vocabulary are used as they are.
     """
@@ -44,8 +33,8 @@ def prepare_corpus(out: Path, vocabulary: int, log: Callable[[str], None]) -> Co
     key = digest.hexdigest()
     cached = _load_cached(out, key)
     if cached is not None:
-        log(f"tokenizer: {cached.vocabulary:,} tokens, kept from before; {cached.tokens / 1e6:.1f} M of text")
-        return cached
+        log(f"tokenizer: {cached['vocabulary']:,} tokens, kept from before; {cached['tokens'] / 1e6:.1f} M of text")
+        return cached["vocabulary"]
     training, held_out = split_held_out(documents, _HELD_OUT)
     tokenizer = train_tokenizer([document.text for document in training], vocabulary)
     tokenizer.save(out / "tokenizer.json")
@@ -56,17 +45,17 @@ def prepare_corpus(out: Path, vocabulary: int, log: Callable[[str], None]) -> Co
         )
         save_tokens(out / name, stream)
         total += len(stream)
-    corpus = CorpusInfo(key, len(documents), size, total, tokenizer.vocab_size)
-    (out / "corpus.json").write_text(json.dumps(asdict(corpus)), encoding="utf-8")
-    log(f"tokenizer: {corpus.vocabulary:,} byte-pair tokens, trained here; {total / 1e6:.1f} M tokens of text")
-    return corpus
+    facts = {"key": key, "tokens": total, "vocabulary": tokenizer.vocab_size}
+    (out / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
+    log(f"tokenizer: {tokenizer.vocab_size:,} byte-pair tokens, trained here; {total / 1e6:.1f} M tokens of text")
+    return tokenizer.vocab_size
 
 
-def _load_cached(out: Path, key: str) -> CorpusInfo | None:
+def _load_cached(out: Path, key: str) -> dict[str, int] | None:
     try:
-        corpus = CorpusInfo(**json.loads((out / "corpus.json").read_text(encoding="utf-8")))
+        facts = json.loads((out / "corpus.json").read_text(encoding="utf-8"))
+        is_same = facts["key"] == key
         BytePairTokenizer.load(out / "tokenizer.json")
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    complete = all((out / name).exists() for name in ("tokens.npy", "held_out.npy"))
-    return corpus if corpus.key == key and complete else None
+    return facts if is_same and all((out / name).exists() for name in ("tokens.npy", "held_out.npy")) else None

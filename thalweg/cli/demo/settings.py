@@ -7,9 +7,7 @@ and 205 thousand tokens AdamW came to 65% of ln(vocabulary) at its best rate, Mu
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -40,32 +38,22 @@ class DemoSettings:
     sample_tokens: int = 160
     prompt: str = "    def __init__(self, name):\n        self._name = name\n"
 
-    def save(self, path: Path) -> None:
-        """Write the settings as JSON."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
-    @staticmethod
-    def load(path: str | Path) -> DemoSettings:
-        """Read what :meth:`save` wrote."""
-        return DemoSettings(**json.loads(Path(path).read_text(encoding="utf-8")))
-
-
-def build_engine_config(settings: DemoSettings | None = None) -> dict[str, Any]:
+def build_engine_config(settings: DemoSettings) -> dict[str, Any]:
     """Return the demo's configuration: the keys of a ``ds_config.json``."""
-    resolved = settings or DemoSettings(out="demo-out", results="demo-out")
-    optimizer = {"lr": resolved.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
-    warmup = {"warmup_num_steps": max(2, min(10, resolved.steps // 5)), "warmup_type": "linear"}
-    scheduler = {"total_num_steps": resolved.steps, **warmup, "cos_min_ratio": 0.05}
+    optimizer = {"lr": settings.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+    warmup = {"warmup_num_steps": max(2, min(10, settings.steps // 5)), "warmup_type": "linear"}
+    scheduler = {"total_num_steps": settings.steps, **warmup, "cos_min_ratio": 0.05}
     return {
-        "train_micro_batch_size_per_gpu": resolved.micro_batch,
+        "train_micro_batch_size_per_gpu": settings.micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
-        "seed": resolved.seed,
+        "seed": settings.seed,
         "steps_per_print": 10,
         "dataloader_drop_last": True,
-        "zero_optimization": {"stage": resolved.stage},
-        "bf16": {"enabled": resolved.precision == "bf16"},
+        "zero_optimization": {"stage": settings.stage},
+        "bf16": {"enabled": settings.precision == "bf16"},
         "optimizer": {"type": "Muon", "params": optimizer},
         "scheduler": {"type": "WarmupCosineLR", "params": scheduler},
-        "jsonl_monitor": {"enabled": True, "output_path": resolved.out, "job_name": ""},
+        "jsonl_monitor": {"enabled": True, "output_path": settings.out, "job_name": ""},
     }

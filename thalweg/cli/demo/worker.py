@@ -80,17 +80,14 @@ def reload_and_evaluate(settings: DemoSettings) -> None:
     config = build_engine_config(settings) | quiet
     fresh_model = build_model(replace(settings, seed=settings.seed + 1))  # other weights: nothing may survive
     engine, _, _, _ = thalweg.initialize(model=fresh_model, config=config)
-    path, _ = engine.load_checkpoint(Path(settings.out) / "checkpoint")
+    engine.load_checkpoint(Path(settings.out) / "checkpoint")
     weights = engine.state_dict()
     model = build_plain_model(settings, weights)
-    steps = engine.global_steps
     engine.close()
     tokenizer = BytePairTokenizer.load(Path(settings.out) / "tokenizer.json")
     facts = {
         "loss_reloaded": held_out_loss(model, settings),
         "weights_reloaded": hash_weights(weights),
-        "loaded": path,
-        "steps_reloaded": steps,
         "sample": settings.prompt + generate(model, tokenizer, settings),
     }
     (Path(settings.results) / "reloaded.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -146,7 +143,7 @@ def main(arguments: list[str]) -> None:
     """Run one part of the demo."""
     phases: dict[str, Any] = {"train": train, "reload": reload_and_evaluate}
     phase, path = arguments
-    phases[phase](DemoSettings.load(path))
+    phases[phase](DemoSettings(**json.loads(Path(path).read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":

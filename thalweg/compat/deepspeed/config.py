@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from thalweg.compat.deepspeed.logs import logger
 from thalweg.config import Config, ConfigError, load_config
+from thalweg.config.aliases import find_parent
 from thalweg.config.batch_size import MICRO, STEPS, TOTAL, resolve_batch_sizes
 from thalweg.config.errors import ConfigProblem
 from thalweg.config.format import DEEPSPEED_DEFAULTS
@@ -58,14 +59,9 @@ def read_numbers_as_flags(tree: dict[str, Any]) -> dict[str, Any]:
     """A config whose 1 and 0 are true and false, where they must be."""
     tree = copy.deepcopy(tree)
     for path, field in list_options(Config):
-        *keys, name = path.split(".")
-        block = tree
-        for key in keys:
-            below = block.get(key)
-            block = below if isinstance(below, dict) else {}
-        value = block.get(name)
-        if field.annotation is bool and type(value) is int and value in (0, 1):
-            block[name] = bool(value)
+        block, name = find_parent(tree, path)
+        if block is not None and field.annotation is bool and type(block.get(name)) is int and block[name] in (0, 1):
+            block[name] = bool(block[name])
     return tree
 
 

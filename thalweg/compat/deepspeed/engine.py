@@ -19,7 +19,7 @@ import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from thalweg.checkpoint.errors import CheckpointError
 from thalweg.compat.deepspeed.logs import logger
 from thalweg.compat.deepspeed.timers import ThroughputTimer
 from thalweg.config import Config
-from thalweg.config.schema.base import replace_by_path
+from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
 from thalweg.data.repeating_loader import RepeatingLoader
 from thalweg.engine import Engine
@@ -48,10 +48,6 @@ _GETTERS_FILE = Path(__file__).with_name("config_getters.toml")
 CONFIG_GETTERS: dict[str, str] = tomllib.loads(_GETTERS_FILE.read_text(encoding="utf-8"))
 
 
-def _read_config(config: Config, path: str) -> Any:
-    return reduce(getattr, path.split("."), config)
-
-
 class DeepSpeedUsageError(ValueError, AssertionError):
     """A call that means nothing here, or not now: DeepSpeed asserts, Thalweg raises a ValueError."""
 
@@ -62,7 +58,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, components: Components, config: Config, loader: Any = None) -> None:
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
-        self._compiled, self._last_save_dir = False, ""
+        self.is_compiled, self._last_save_dir = False, ""
         self._data_iterator: Iterator[Any] | None = None
         self.is_whole_in_eval = False  # ranks that share sequences in training have their own in evaluation
         components.loss_normalizer.user_divides = False
@@ -250,11 +246,6 @@ class DeepSpeedEngine(Engine):
         section = self.resolved_config.optimizer
         return dict(section.params) if section else None
 
-    def scheduler_name(self) -> str | None:
-        """The schedule of the config."""
-        section = self.resolved_config.scheduler
-        return section.type if section else None
-
     def scheduler_params(self) -> dict[str, Any] | None:
         """Its parameters."""
         section = self.resolved_config.scheduler
@@ -312,9 +303,7 @@ class DeepSpeedEngine(Engine):
         """A loader of this rank's batches of ``dataset``."""
         config = self.resolved_config
         if batch_size is not None:
-            changed = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
-            assert isinstance(changed, Config)
-            config = changed
+            config = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
         collate_fn = options.get("collate_fn")
         return build_engine_loader(dataset, config, self.meshes.dp.get_local_rank(), self.dp_world_size, collate_fn)
 
@@ -325,14 +314,9 @@ class DeepSpeedEngine(Engine):
         self._require_optimizer()
         return loss
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
-        return self._compiled
-
     def __getattr__(self, name: str) -> Any:
         if name in CONFIG_GETTERS:
-            return partial(_read_config, self.resolved_config, CONFIG_GETTERS[name])
+            return partial(get_by_path, self.resolved_config, CONFIG_GETTERS[name])
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -349,7 +333,7 @@ class DeepSpeedEngine(Engine):
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
         """Compile the model's forward pass."""
-        self._compiled = True
+        self.is_compiled = True
         self.module.compile(**({} if backend is None else {"backend": backend}), **(compile_kwargs or {}))
 
 

@@ -36,7 +36,6 @@ def _load_with_defaults(source: Any, mpu: SequenceParallelState | None) -> Confi
     if config.elasticity.enabled:
         ensure_immutable_elastic_config(config.to_dict()["elasticity"])
     filled = replace_by_path(config, unsaid)
-    assert isinstance(filled, Config)
     for path in unsaid:
         filled.add_note(path, "DeepSpeed's default")
     return filled

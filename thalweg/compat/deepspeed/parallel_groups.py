@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.compat.deepspeed.live_engines import live_engines
-from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.env import read_rank_info
 
 
@@ -22,17 +20,17 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
-def _meshes() -> ParallelMeshes | None:
-    return next((engine.meshes for engine in live_engines()), None)
-
-
-def _get_group(mesh: DeviceMesh | None) -> Any:
+def _find_group(axis: str, without_engine: Any = None) -> Any:
+    """The newest engine's ranks along an axis of its meshes; None where it has no such axis."""
+    engine = next(iter(live_engines()), None)
+    if engine is None:
+        return without_engine
+    mesh = getattr(engine.meshes, axis)
     return None if mesh is None else mesh.get_group()
 
 
 def _get_data_parallel_group() -> Any:
-    meshes = _meshes()
-    return dist.group.WORLD if meshes is None else meshes.dp.get_group()
+    return _find_group("dp", dist.group.WORLD)
 
 
 def _get_data_parallel_world_size() -> int:
@@ -44,8 +42,7 @@ def _get_data_parallel_rank() -> int:
 
 
 def _get_sequence_parallel_group() -> Any:
-    meshes = _meshes()
-    return None if meshes is None else _get_group(meshes.sequence)
+    return _find_group("sequence")
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -59,13 +56,11 @@ def _get_sequence_parallel_rank() -> int:
 
 
 def _get_sequence_data_parallel_group() -> Any:
-    meshes = _meshes()
-    return dist.group.WORLD if meshes is None else meshes.fsdp.get_group()
+    return _find_group("fsdp", dist.group.WORLD)
 
 
 def _get_model_parallel_group() -> Any:
-    meshes = _meshes()
-    return None if meshes is None else _get_group(meshes.tp)
+    return _find_group("tp")
 
 
 def _get_model_parallel_world_size() -> int:

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thalweg.observe.step_meter import SEQUENCE_META_KEY
 from thalweg.parallel.sequence.batch_split import BatchSplitter, ForwardSignature
 from thalweg.parallel.sequence.partition import SequencePartition
 from thalweg.parallel_dims import init_distributed
+from thalweg.utils.trees import map_tensors
 
 
 class SequenceParallelState:
@@ -89,14 +90,10 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for own in self.dl:
             gathered: list[Any] = [None] * self._size
-            on_host = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
-            dist.all_gather_object(gathered, on_host, self._group)
+            dist.all_gather_object(gathered, map_tensors(own, Tensor.cpu), self._group)
             for batch in gathered:
                 local = self._splitter.split_batch(batch)
                 sequence_meta = replace(local.pop(SEQUENCE_META_KEY), has_own_loss=True)
-                moved = {
-                    key: value.to(self._device) if isinstance(value, torch.Tensor) else value
-                    for key, value in local.items()
-                    if key not in ("labels", "use_cache")
-                }
+                kept = {key: value for key, value in local.items() if key not in ("labels", "use_cache")}
+                moved = map_tensors(kept, lambda value: value.to(self._device))
                 yield {**moved, SEQUENCE_META_KEY: sequence_meta.to(self._device)}

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -151,7 +151,8 @@ class Section(BaseModel):
         )
         if isinstance(value, str) and value == AUTO:
             return field.default if block else value
-        if value is None and (block or field.default in (AUTO, UNSET)) and not accepts_none(field.annotation):
+        may_be_left_out = block or field.default in (AUTO, UNSET)
+        if value is None and may_be_left_out and NoneType not in union_members(field.annotation):
             return field.default
         return freeze(handler(value))
 
@@ -174,11 +175,6 @@ def union_members(annotation: Any) -> Iterator[Any]:
             yield from union_members(option)
     else:
         yield annotation
-
-
-def accepts_none(annotation: Any) -> bool:
-    """Whether ``null`` is itself a value of the option."""
-    return NoneType in union_members(annotation)
 
 
 def literal_choices(annotation: Any) -> tuple[Any, ...]:
@@ -221,7 +217,10 @@ def get_by_path(section: Any, path: str) -> Any:
     return section
 
 
-def replace_by_path(section: Section, values: dict[str, Any]) -> Section:
+_Section = TypeVar("_Section", bound=Section)
+
+
+def replace_by_path(section: _Section, values: dict[str, Any]) -> _Section:
     """A copy with the given dotted paths replaced; the values are taken as they are."""
     direct: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}

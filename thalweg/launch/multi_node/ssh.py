@@ -228,10 +228,13 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
 def _run_once(job: MultiNodeJob, inbox: Inbox) -> tuple[JobResult, set[Host]]:
     """One start of the job; returns how it ended and the hosts that were lost."""
     nodes: list[RemoteNode] = []
-    output_lock, close_timeout = threading.Lock(), 1.0
+    output_lock, close_timeout, python = threading.Lock(), 1.0, job.python or sys.executable
     try:
         for node_rank, host in enumerate(job.hosts):
-            node = RemoteNode(host, _bootstrap_command(job, host), inbox, output_lock)
+            command = [python, "-u", str(_BOOTSTRAP)]
+            if not is_this_host(host.name):
+                command = [*job.ssh, host.name, remote_command(python)]
+            node = RemoteNode(host, command, inbox, output_lock)
             nodes.append(node)
             node.send(_job_message(job, node_rank, host))
         stop_signal, address = _wait_ready(job, nodes, inbox)
@@ -246,13 +249,6 @@ def _run_once(job: MultiNodeJob, inbox: Inbox) -> tuple[JobResult, set[Host]]:
         deadline = time.monotonic() + close_timeout
         for node in nodes:
             node.close(max(0.0, deadline - time.monotonic()))
-
-
-def _bootstrap_command(job: MultiNodeJob, host: Host) -> list[str]:
-    python = job.python or sys.executable
-    if is_this_host(host.name):
-        return [python, "-u", str(_BOOTSTRAP)]
-    return [*job.ssh, host.name, remote_command(python)]
 
 
 def _job_message(job: MultiNodeJob, node_rank: int, host: Host) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from thalweg.launch.hostfile import is_this_host
 from thalweg.launch.spec import LaunchSpec
+from thalweg.utils.env import read_meeting_point
 
 if TYPE_CHECKING:
     from thalweg.launch.rendezvous import NodeSpec
-
-DEFAULT_PORT = 29500
 
 
 def resolve_node(
@@ -36,7 +35,6 @@ def resolve_node(
     num_nodes_text, nodes_name = _option_or_env("--num-nodes", num_nodes, "PET_NNODES", environ)
     node_rank_text, rank_name = _option_or_env("--node-rank", node_rank, "PET_NODE_RANK", environ)
     addr, _ = _option_or_env("--master-addr", master_addr, "PET_MASTER_ADDR", environ)
-    endpoint = environ.get("PET_RDZV_ENDPOINT", "")
     if spec.nproc is None and (per_node := environ.get("PET_NPROC_PER_NODE")):
         spec = replace(spec, nproc=per_node)
     num_hosts = parse_num_nodes(nodes_name, num_nodes_text)
@@ -54,10 +52,8 @@ def resolve_node(
             f"{nodes_name} {num_hosts}: which host is this? Start `thalweg run` on each with --node-rank 0 to "
             f"{num_hosts - 1}, or on one alone with --hostfile"
         )
-    host, _, port_text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
-    addr = addr or host or environ.get("MASTER_ADDR")
-    port_text = environ.get("PET_MASTER_PORT") or port_text or environ.get("MASTER_PORT") or str(DEFAULT_PORT)
-    if addr is None:
+    known_addr, port_text = read_meeting_point(environ)
+    if (addr := addr or known_addr) is None:
         raise ValueError(f"{nodes_name} {num_hosts}: add --master-addr, the first host's address, on each host")
     port = spec.master_port or _parse_int("the port to meet at,", port_text)
     from thalweg.launch.rendezvous import NodeSpec, bind_master

@@ -107,7 +107,9 @@ def _build_module(fields: dict[str, Any]) -> nn.Module:
             f"takes {', '.join(sorted(_GPT_CONFIG_KEYS))} alone"
         )
     library = _import_transformers()
-    rest = {k: v for k, v in fields.items() if k != "model_type" and not _requests_flash_attention(k, v)}
+    # Flash attention is of a library that need not be here: torch's own takes the same memory.
+    flash = [key for key, v in fields.items() if "attn_implementation" in key and isinstance(v, str) and "flash" in v]
+    rest = {key: value for key, value in fields.items() if key not in ("model_type", *flash)}
     kind, config_mapping = fields["model_type"], library.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in config_mapping:
         suggestions = difflib.get_close_matches(str(kind), list(config_mapping), 1)
@@ -120,11 +122,6 @@ def _build_module(fields: dict[str, Any]) -> nn.Module:
     with _explain_config_errors():
         config = library.AutoConfig.for_model(kind, **rest)
     return _build_hf_model(config)
-
-
-def _requests_flash_attention(key: str, value: Any) -> bool:
-    """A wish for a library that need not be here: torch's own attention takes the same memory."""
-    return "attn_implementation" in key and isinstance(value, str) and "flash" in value
 
 
 @contextmanager

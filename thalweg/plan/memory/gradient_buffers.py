@@ -15,6 +15,7 @@ from thalweg.optim.offload.step_in_backward import BUFFER_BYTES, MAX_PENDING_UPD
 from thalweg.plan.memory.rank_memory import RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.plan.trace.fsdp_events import UnitInfo
+from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
 
 
 @dataclass
@@ -31,16 +32,15 @@ class _FakeBufferPool:
         self.buffers: list[_FakeBuffer] = []
 
     def acquire(self, num_bytes: int) -> _FakeBuffer:
-        free = [block for block in self.buffers if not block.in_use]
-        fitting = [block for block in free if block.num_bytes >= num_bytes]
-        if fitting:
-            best_fit = min(fitting, key=lambda block: block.num_bytes)
-            best_fit.in_use = True
-            return best_fit
-        self.release_memory()
-        self.buffers.append(block := _FakeBuffer(num_bytes))
-        self._rank_memory.adjust_mmapped(self._label, num_bytes)
-        return block
+        fitting = [block for block in self.buffers if not block.in_use and block.num_bytes >= num_bytes]
+        if not fitting:
+            self.release_memory()
+            fitting = [_FakeBuffer(num_bytes)]
+            self.buffers += fitting
+            self._rank_memory.adjust_mmapped(self._label, num_bytes)
+        best_fit = min(fitting, key=lambda block: block.num_bytes)
+        best_fit.in_use = True
+        return best_fit
 
     def release_memory(self) -> None:
         """As the pool's: a forward pass begins."""
@@ -62,7 +62,8 @@ class GradientBuffers:
         self._max_pending = 0 if disk_keeps_up else MAX_PENDING_UPDATES
         self._units = {unit.name: unit for unit in units}
         self._device_ids = {unit.name: -(1 << 40) - index for index, unit in enumerate(units, start=1)}
-        self._touched_bytes = [0] * run_spec.num_reduction_slots
+        num_slots = NUM_REPLICATED_REDUCE_SLOTS if run_spec.replicates_states else NUM_REDUCE_SLOTS
+        self._touched_bytes = [0] * num_slots
         self._read_ranges: list[set[tuple[int, int]]] = [set() for _ in self._touched_bytes]
         self._gather_slot_bytes = [0] * 4
         self._num_slot_uses = self._num_gathers = 0

@@ -1,6 +1,6 @@
 """Units that come from a disk, and the update that streams over it: the engine's own pager over stand-ins.
 
-What is in memory when is decided by ``zero/storage/nvme.py: Pager`` itself; a :class:`_FakePagedUnit`
+What is in memory when is decided by ``zero/storage/nvme.py: Pager`` itself; a :class:`FakePagedUnit`
 takes the place of a unit and counts bytes instead of reading them.  How an update cuts parameters,
 gradients and state into buffers is the own doing of ``optim/offload/io_pipeline.py``, over tensors without data.
 """
@@ -25,7 +25,7 @@ from thalweg.zero.storage.base import ParamSpec
 from thalweg.zero.storage.nvme import PagedUnit, Pager, PagingPhase
 
 
-class _FakePagedUnit:
+class FakePagedUnit:
     """Stands in for a :class:`PagedUnit`: bytes that come and go, pages that one unit leaves to another."""
 
     def __init__(self, rank_memory: RankMemory, name: str, packed_bytes: int, unsharded_bytes: int) -> None:
@@ -35,7 +35,7 @@ class _FakePagedUnit:
         self.reserved_bytes = round_up(packed_bytes, HUGE_PAGE)
         self._resident_bytes = 0  # bytes of the image that are in memory
 
-    def start_read(self, page_source: _FakePagedUnit | None = None) -> None:
+    def start_read(self, page_source: FakePagedUnit | None = None) -> None:
         """Start reading, into the pages of ``page_source`` if there is one."""
         if self.phase == "out":
             if page_source is not None and page_source is not self:
@@ -72,43 +72,20 @@ class _FakePagedUnit:
         self._resident_bytes = nbytes
 
 
-class PagedParams:
-    """The units of ``specs_by_unit`` that are paged, under the engine's pager."""
-
-    def __init__(self, rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec) -> None:
-        shared = run_spec.storage_kind == "shared"
-        self.units = {}
-        for name, members in specs_by_unit.items():
-            packed_bytes = sum(
-                round_up(prod(param_spec.padded_shape) * param_spec.compute_dtype.itemsize) for param_spec in members
-            )
-            unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in members) if shared else 0
-            self.units[name] = _FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
-        barrier = _no_barrier if shared else None
-        paged_units = cast(list[PagedUnit], list(self.units.values()))
-        self.pager = Pager(paged_units, run_spec.zero.offload_param.buffer_count, barrier)
-
-    def apply_mark(self, verb: str, name: str) -> None:
-        """``open``, ``close`` or ``prefetch`` of one unit."""
-        {"open": self.pager.acquire, "close": self.pager.release, "prefetch": self.pager.prefetch}[verb](name)
-
-    def invalidate(self, name: str) -> None:
-        """The unit is updated within the backward pass."""
-        self.pager.invalidate([name])
-
-    def end_window(self) -> None:
-        """The update follows: nothing that is in memory is true any more."""
-        self.pager.end_pass()
-        self.pager.invalidate(None)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes read so far."""
-        return sum(page.read_bytes for page in self.units.values())
-
-
-def _no_barrier(name: str) -> None:
-    """All ranks are here."""
+def make_pager(
+    rank_memory: RankMemory, specs_by_unit: dict[str, list[ParamSpec]], run_spec: RunSpec
+) -> tuple[Pager, dict[str, FakePagedUnit]]:
+    """The engine's pager over stand-ins for the units of ``specs_by_unit``, and those by name."""
+    shared = run_spec.storage_kind == "shared"
+    units = {}
+    for name, members in specs_by_unit.items():
+        packed_bytes = sum(
+            round_up(prod(param_spec.padded_shape) * param_spec.compute_dtype.itemsize) for param_spec in members
+        )
+        unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in members) if shared else 0
+        units[name] = FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
+    barrier: Any = (lambda name: None) if shared else None  # all ranks are here
+    return Pager(cast(list[PagedUnit], list(units.values())), run_spec.zero.offload_param.buffer_count, barrier), units
 
 
 @dataclass
@@ -120,24 +97,15 @@ class StreamedUpdate:
     written_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class DiskOperands:
-    """Which operands of an update lie in the swap file."""
-
-    master: bool
-    grad: bool
-    state: bool
-    copy: bool = True
-
-
 def plan_streamed_update(
-    updates: Sequence[Sequence[tuple[ParamSpec, DiskOperands]]], state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
+    updates: Sequence[Sequence[ParamSpec]], paged: set[str], state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> StreamedUpdate:
-    """What the updates of a step (each a list of parameters) move through the ring of buffers."""
+    """What the updates of a step (each a list of parameters) move through the ring of buffers; ``paged``: those whose
+    units come from the disk."""
     depth, size = buffer_ring_args(run_spec.zero.offload_optimizer)
     touched_bytes, result = [0] * depth, StreamedUpdate()
     for members in updates:
-        items = [_make_param_step(param_spec, where, state_dtypes) for param_spec, where in members]
+        items = [_make_param_step(spec, spec.name in paged, state_dtypes, run_spec) for spec in members]
         for chunk_index, chunk in enumerate(split_into_chunks(items, size, CHUNK_ELEMENTS)):
             spans = [*chunk.reads, *chunk.writes]
             ends = max((span.buffer_offset + span.nbytes for span in spans), default=0)
@@ -149,9 +117,11 @@ def plan_streamed_update(
 
 
 def _make_param_step(
-    param_spec: ParamSpec, disk_operands: DiskOperands, state_dtypes: Sequence[torch.dtype]
+    param_spec: ParamSpec, is_paged: bool, state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> ParamStep:
     numel, next_offset = prod(param_spec.padded_shape), 0
+    state_on_disk = run_spec.zero.offload_optimizer.device == "nvme"
+    master_on_disk = is_paged or run_spec.master_on_disk(param_spec)
     operands: dict[str, StepTensor] = {}
 
     def add_operand(name: str, dtype: torch.dtype, on_disk: bool, **how: Any) -> None:
@@ -160,10 +130,10 @@ def _make_param_step(
         next_offset += round_up(numel * dtype.itemsize) if on_disk else 0
         operands[name] = StepTensor(torch.empty(numel, dtype=dtype, device="meta"), offset, **how)
 
-    add_operand("master", param_spec.master_dtype, disk_operands.master, write=True)
-    add_operand("grad", param_spec.master_dtype, disk_operands.grad)
+    add_operand("master", param_spec.master_dtype, master_on_disk, write=True)
+    add_operand("grad", param_spec.master_dtype, state_on_disk and not run_spec.updates_in_backward)
     for index, dtype in enumerate(state_dtypes):
-        add_operand(f"state {index}", dtype, disk_operands.state, write=True)
-    if disk_operands.master and param_spec.compute_dtype != param_spec.master_dtype:
-        add_operand("copy", param_spec.compute_dtype, disk_operands.copy, read=False, write=True)
+        add_operand(f"state {index}", dtype, state_on_disk, write=True)
+    if master_on_disk and param_spec.compute_dtype != param_spec.master_dtype:
+        add_operand("copy", param_spec.compute_dtype, is_paged, read=False, write=True)
     return ParamStep({}, torch.empty(0), numel, operands, (), {}, False)

@@ -27,7 +27,7 @@ from math import prod
 from thalweg.device import LARGE_BLOCK_BYTES
 from thalweg.optim.offload.step_in_backward import BUFFER_BYTES, MAX_PENDING_UPDATES
 from thalweg.plan.memory.gradient_buffers import GradientBuffers
-from thalweg.plan.memory.param_paging import DiskOperands, PagedParams, StreamedUpdate, plan_streamed_update
+from thalweg.plan.memory.param_paging import StreamedUpdate, make_pager, plan_streamed_update
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample, RankMemory
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.plan.trace.alloc_recorder import TraceEvent
@@ -114,7 +114,7 @@ class _Replay:
         members = {unit.name: [trace.param_specs[key] for key in unit.param_names] for unit in paged}
         # A GPU's units come through the host: they are no part of the device's memory.
         paged_memory = RankMemory(0, None) if run_spec.states_on_host else rank_memory
-        self.paged_params = PagedParams(paged_memory, members, run_spec)
+        self.pager, self.paged_units = make_pager(paged_memory, members, run_spec)
         self.streamed_update = self._plan_streamed_update()
         self.disk_grad_bytes = 0
         if run_spec.grads_on_disk and not run_spec.updates_in_backward:
@@ -170,19 +170,23 @@ class _Replay:
                 s.unsharded_bytes // s.num_shards for s in param_specs.values() if s.master_dtype == s.compute_dtype
             )
             rank_memory.adjust_mmapped("gathered", unsharded_bytes - local_bytes)
-        rank_memory.allocate(-storage_id, trace.buffer_bytes + trace.scalar_param_bytes, "buffers")
+        rank_memory.allocate(-storage_id, trace.whole_bytes, "buffers")
 
     def step(self, first: bool, record_timeline: bool) -> None:
         """A window and its update."""
-        read_before = self.paged_params.read_bytes
+        read_before = self._paged_bytes()
         self._replay(self.trace.window_events, record_timeline)
-        self.paged_params.end_window()
+        self.pager.end_pass()
+        self.pager.invalidate(None)  # the update follows: nothing that is in memory is true any more
         if first and not self.run_spec.states_on_host:
             touched = self.streamed_update.buffer_bytes + self._heap_left_by_first_update()
             self.rank_memory.adjust_mmapped("buffers", touched)
         self._replay(self._update_events(first), record_timeline)
         self.gradient_buffers.end_window()
-        self.disk_read_bytes = self.paged_params.read_bytes - read_before + self.streamed_update.read_bytes
+        self.disk_read_bytes = self._paged_bytes() - read_before + self.streamed_update.read_bytes
+
+    def _paged_bytes(self) -> int:
+        return sum(page.read_bytes for page in self.paged_units.values())
 
     def _heap_left_by_first_update(self) -> int:
         """What the heap of the updating thread keeps of the state it has made, before that is written."""
@@ -190,7 +194,7 @@ class _Replay:
             return 0
         dtypes = self.trace.state_dtypes
         state_sizes = (
-            [prod(param_spec.padded_shape) * dtype.itemsize for _, param_spec in unit for dtype in dtypes]
+            [prod(param_spec.padded_shape) * dtype.itemsize for param_spec in unit for dtype in dtypes]
             for unit in self._trained_by_unit()
         )
         return max((sum(size for size in unit if size < LARGE_BLOCK_BYTES) for unit in state_sizes), default=0)
@@ -227,30 +231,25 @@ class _Replay:
         if verb in ("reduce", "last"):
             if not self.run_spec.states_on_host:
                 self.gradient_buffers.reduce(name, verb == "last")
-            if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_params.units:
-                self.paged_params.invalidate(name)
+            if verb == "last" and self.run_spec.updates_in_backward and name in self.paged_units:
+                self.pager.invalidate([name])  # updated within the backward pass
         elif verb == "gather":
             self.gradient_buffers.gather(name)
         elif verb in ("open", "close", "prefetch"):
-            self.paged_params.apply_mark(verb, name)
+            {"open": self.pager.acquire, "close": self.pager.release, "prefetch": self.pager.prefetch}[verb](name)
         else:
             self.rank_memory.phase = label
             if label == "forward":
                 self.gradient_buffers.begin_forward()
-                self.paged_params.pager.end_pass()
+                self.pager.end_pass()
 
     # What rests on a disk
 
-    def _get_disk_operands(self, name: str, param_spec: ParamSpec) -> DiskOperands:
-        on_disk, paged = self.run_spec.zero.offload_optimizer.device == "nvme", name in self.disk_params
-        master = paged or self.run_spec.master_on_disk(param_spec)
-        return DiskOperands(master, on_disk and not self.run_spec.updates_in_backward, on_disk, copy=paged)
-
-    def _trained_by_unit(self) -> list[list[tuple[str, ParamSpec]]]:
+    def _trained_by_unit(self) -> list[list[ParamSpec]]:
         """The trained parameters, unit by unit."""
-        trace = self.trace
-        specs, frozen, trained = trace.param_specs, trace.frozen_params, (u for u in trace.units if u.is_trainable)
-        return [[(key, specs[key]) for key in unit.param_names if key not in frozen] for unit in trained]
+        trained = [unit for unit in self.trace.units if unit.is_trainable]
+        members = ([self.trace.param_specs[name] for name in unit.param_names] for unit in trained)
+        return [[param_spec for param_spec in specs if param_spec.requires_grad] for specs in members]
 
     def _plan_streamed_update(self) -> StreamedUpdate:
         run_spec = self.run_spec
@@ -258,13 +257,10 @@ class _Replay:
             run_spec.zero.offload_optimizer.device == "nvme" or self.disk_params
         ):
             return StreamedUpdate()
-        updates = [
-            [(param_spec, self._get_disk_operands(name, param_spec)) for name, param_spec in members]
-            for members in self._trained_by_unit()
-        ]
+        updates = self._trained_by_unit()
         if not run_spec.updates_in_backward:
-            updates = [[pair for members in updates for pair in members]]
-        return plan_streamed_update(updates, self.trace.state_dtypes, run_spec)
+            updates = [[param_spec for members in updates for param_spec in members]]
+        return plan_streamed_update(updates, self.disk_params, self.trace.state_dtypes, run_spec)
 
     def _compute_disk_bytes(self) -> int:
         total = 0
@@ -277,7 +273,7 @@ class _Replay:
             ):
                 total += round_up(numel * param_spec.master_dtype.itemsize)
         if self.run_spec.zero.offload_optimizer.device == "nvme":
-            for _, param_spec in (pair for members in self._trained_by_unit() for pair in members):
+            for param_spec in (spec for members in self._trained_by_unit() for spec in members):
                 sizes = [param_spec.master_dtype.itemsize, *(dtype.itemsize for dtype in self.trace.state_dtypes)]
                 total += sum(round_up(prod(param_spec.padded_shape) * size) for size in sizes)
             if self.run_spec.updates_in_backward:  # second places for all that an update writes
@@ -302,7 +298,7 @@ class _Replay:
         total += int(sum(grads) * (1 + sent % 1))
         if self.run_spec.zero.offload_optimizer.device != "nvme":
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
-            total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for _, s in members)
-        packed_sizes = sorted((page.packed_bytes for page in self.paged_params.units.values()), reverse=True)
+            total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for s in members)
+        packed_sizes = sorted((page.packed_bytes for page in self.paged_units.values()), reverse=True)
         largest = packed_sizes[: self.run_spec.zero.offload_param.buffer_count]
         return total + sum(largest) + self.streamed_update.buffer_bytes

@@ -354,7 +354,6 @@ def with_auto_values(config: Config, values: Changes, reason: str) -> Config:
     """A copy with ``values``, each derived as ``reason`` says."""
     derived = dict(config.provenance.derived) | dict.fromkeys(values, reason)
     filled_config = replace_by_path(config, values)
-    assert isinstance(filled_config, Config)
     filled_config._provenance = replace(config.provenance, derived=tuple(derived.items()))
     return filled_config
 

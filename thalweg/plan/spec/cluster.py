@@ -68,9 +68,7 @@ class Cluster:
 
     def limit_per_rank(self) -> int | None:
         """Bytes that one rank may use: its device's, or its share of the host."""
-        if self.device != "cpu":
-            return self.device_memory
-        return self.host_memory_per_rank()
+        return self.device_memory if self.device != "cpu" else self.host_memory_per_rank()
 
     def host_memory_per_rank(self) -> int | None:
         """A rank's share of its host's memory."""

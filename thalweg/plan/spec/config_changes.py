@@ -22,9 +22,7 @@ def resolve_with_changes(config: Config, changes: dict[str, Any], world_size: in
     Raises:
         ConfigError: the values contradict each other.
     """
-    changed = replace_by_path(config, {"data_parallel_size": AUTO, **changes})
-    assert isinstance(changed, Config)
-    return resolve(changed, world_size=world_size)
+    return resolve(replace_by_path(config, {"data_parallel_size": AUTO, **changes}), world_size=world_size)
 
 
 def apply_changes(config_dict: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from thalweg.config.schema.training import GradientCompressionConfig, Optimizer,
 from thalweg.optim import build_optimizer
 from thalweg.optim.offload.nvme_step import is_elementwise
 from thalweg.optim.offload.policy import may_step_in_backward
-from thalweg.zero.collectives import NUM_REDUCE_SLOTS, NUM_REPLICATED_REDUCE_SLOTS
 from thalweg.zero.shard import ShardOptions
 from thalweg.zero.storage.base import ParamSpec, StorageKind
 from thalweg.zero.storage.nvme import prefers_low_memory, shards_on_host
@@ -101,11 +100,6 @@ class RunSpec(ShardOptions):
         return world if group <= 0 or group == world else group
 
     @property
-    def num_replica_groups(self) -> int:
-        """Groups that hold the same shards (MiCS)."""
-        return 1 if self.replicates_states else self.num_site_ranks // self.num_shards
-
-    @property
     def shard_topology(self) -> RankTopology:
         """The ranks among which states are sharded (replicated: averaged), by host."""
         topology = self.topology
@@ -155,11 +149,6 @@ class RunSpec(ShardOptions):
         """Whether a reduction's input is its output: see ``comm/collectives/reducer.py: ReplicatedReducer``."""
         same_dtype = self.precision.reduce_dtype == self.precision.master_dtype
         return self.replicates_states and not self.uses_shared_memory and same_dtype
-
-    @property
-    def num_reduction_slots(self) -> int:
-        """Slots of the shared memory that each rank fills in turn."""
-        return NUM_REPLICATED_REDUCE_SLOTS if self.replicates_states else NUM_REDUCE_SLOTS
 
     @property
     def grads_on_disk(self) -> bool:
@@ -248,9 +237,7 @@ def with_optimizer(config: Config, optimizer: Any) -> Config:
     groups = getattr(optimizer, "param_groups", None) or [getattr(optimizer, "keywords", {})]
     state_options = ("momentum", "amsgrad", "centered")  # what makes more state
     params = {key: groups[0][key] for key in state_options if groups[0].get(key)}
-    updated = replace_by_path(config, {"optimizer": Optimizer(type=name, params=params)})
-    assert isinstance(updated, Config)
-    return updated
+    return replace_by_path(config, {"optimizer": Optimizer(type=name, params=params)})
 
 
 def _is_elementwise(config: Config) -> bool:

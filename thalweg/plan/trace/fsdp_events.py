@@ -8,7 +8,7 @@ gradients are reduced behind that.  What comes and goes, and whether by a gather
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class UnitInfo:
     gather_bytes: int
     reduce_bytes: int
     sharded_grad_bytes: int
-    is_trainable: bool = True
-    param_names: list[str] = field(default_factory=list)
+    is_trainable: bool
+    param_names: list[str]
 
 
 class PostBackwardFunction(torch.autograd.Function):
@@ -165,7 +165,6 @@ class FsdpEventSource:
         self.cast_dtype = compute if compute != torch.float32 else None
         self.units: list[FsdpUnitEvents] = []
         self.is_last_micro_batch = self.reduces_grads = True
-        self.reduction_order: list[str] = []
         self._reduce_input_id: int = 0
 
     def begin_micro_batch(self, is_last: bool) -> None:
@@ -183,7 +182,6 @@ class FsdpEventSource:
     def reduce_grads(self, unit: FsdpUnitEvents) -> None:
         """FSDP2's reduction: copy the gradients in, free them, keep the input until the next one."""
         recorder, run_spec, info = self.recorder, self.run_spec, unit.info
-        self.reduction_order.append(info.name)
         self.release_reduce_input()
         mark = f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}"
         if run_spec.reduces_in_place:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -58,10 +58,7 @@ class StepTrace:
     later_update_events: list[TraceEvent]
     param_specs: dict[str, ParamSpec]
     units: list[UnitInfo]
-    reduction_order: list[str]
-    scalar_param_bytes: int
-    buffer_bytes: int
-    frozen_params: frozenset[str]
+    whole_bytes: int  # of parameters without a shape, and of buffers: every rank has all of them
     paged_units: frozenset[str]
     state_dtypes: list[torch.dtype]
     flops: int
@@ -86,7 +83,6 @@ def trace_step(
     ledger = CommsLog()
     apply_fake_tp(model, run_spec.tp_size, ledger, run_spec.tp_partition)
     param_specs = build_param_specs(model, run_spec)
-    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     recorder = AllocationRecorder()
     recorder.cpu_deadline = None if cpu_budget_s is None else time.thread_time() + cpu_budget_s
     recorder.linear_kernels = run_spec.linear_kernels if run_spec.on_cpu else "torch"
@@ -94,35 +90,37 @@ def trace_step(
     apply_fake_sp(model, run_spec.sp_size, list(blocks.values()), ledger)
     stragglers_in_root = run_spec.storage_kind == "wire" or run_spec.zero.offload_param.device == "nvme"
     units = blocks if stragglers_in_root else with_large_leaves(model, blocks)
-    offloads = run_spec.activation_offload == "nvme" or _offloads_to_host(run_spec)
+    to_host = run_spec.activation_offload == "cpu" and not run_spec.on_cpu  # from a GPU
+    offloads = run_spec.activation_offload == "nvme" or to_host
     offload_recorder = OffloadRecorder(recorder) if offloads else None
     apply_activation_checkpointing(model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder)
     tiling = _apply_tiling(model, run_spec)
     source = FsdpEventSource(recorder, run_spec)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        scalar_bytes, buffers = _replace_with_fakes(model, param_specs, run_spec)
+        whole_bytes = _replace_with_fakes(model, param_specs, run_spec)
         sizes = _install_unit_hooks(model, units, param_specs, source)
         if tiling is not None:
             tiling.trust_current_hooks()
         del fake
-        with _autocast_context(run_spec), nullcontext() if run_spec.on_cpu else GpuKernelMode():
-            if input_spec is None:
-                _record_reductions_only(source)
+        dtype = None if run_spec.autocast_dtype is None else parse_dtype(run_spec.autocast_dtype)
+        autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+        with autocast, nullcontext() if run_spec.on_cpu else GpuKernelMode():
+            if input_spec is None:  # reductions alone
+                names = [f"last {unit.name}" for unit in sizes if unit.is_trainable]
+                for name in ("forward", "backward", *names):
+                    recorder.record_mark(name)
             else:
                 with _explain_model_errors(model, input_spec):
                     _run_window(model, input_spec, source)
         window_events = recorder.pop_events()
-        first, later, state = _trace_updates(model, param_specs, run_spec, recorder)
+        first, later, state = _trace_updates(param_specs, run_spec, recorder)
     return StepTrace(
         window_events=window_events,
         first_update_events=first,
         later_update_events=later,
         param_specs=param_specs,
         units=sizes,
-        reduction_order=source.reduction_order,
-        scalar_param_bytes=scalar_bytes,
-        buffer_bytes=buffers,
-        frozen_params=frozen,
+        whole_bytes=whole_bytes,
         paged_units=source.paged_units,
         state_dtypes=state,
         flops=recorder.flops,
@@ -168,10 +166,10 @@ def resident_params(param_specs: dict[str, ParamSpec], model: nn.Module, run_spe
     return {name: param_spec for name, param_spec in param_specs.items() if name not in paged_names}
 
 
-def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec) -> tuple[int, int]:
+def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec) -> int:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     fakes: dict[int, nn.Parameter] = {}
-    scalar_bytes = buffers = 0
+    whole_bytes = 0
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -179,7 +177,7 @@ def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run
             if id(parameter) not in fakes:
                 param_spec = param_specs.get(names[id(parameter)])
                 dtype = param_spec.compute_dtype if param_spec else parameter.dtype
-                scalar_bytes += 0 if param_spec else parameter.nbytes
+                whole_bytes += 0 if param_spec else parameter.nbytes
                 value = torch.empty(parameter.shape, dtype=dtype)
                 fakes[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             module._parameters[key] = fakes[id(parameter)]
@@ -187,14 +185,15 @@ def _replace_with_fakes(model: nn.Module, param_specs: dict[str, ParamSpec], run
             if buffer is not None:
                 cast = run_spec.precision.buffer_dtype if buffer.is_floating_point() else None
                 module._buffers[key] = fake = torch.empty(buffer.shape, dtype=cast or buffer.dtype)
-                buffers += fake.nbytes
-    return scalar_bytes, buffers
+                whole_bytes += fake.nbytes
+    return whole_bytes
 
 
 def _install_unit_hooks(
     model: nn.Module, units: dict[str, nn.Module], param_specs: dict[str, ParamSpec], source: FsdpEventSource
 ) -> list[UnitInfo]:
     """Hang the units' hooks on the model; the root's unit comes first."""
+    precision, num_shards = source.run_spec.precision, source.run_spec.num_shards
     unit_names = ("", *source.run_spec.fp32_modules, *units)
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in unit_names}
     for name, parameter in model.named_parameters():
@@ -207,8 +206,17 @@ def _install_unit_hooks(
         paged = select_paged_units(specs_by_unit, source.run_spec.zero.offload_param, source.run_spec.fp32_modules)
         source.paged_units = frozenset(paged)
     for unit_name, members in by_unit.items():
-        info = _build_unit_info(unit_name, [param_specs[name] for name, _ in members], source.run_spec)
-        info.param_names, info.is_trainable = ([name for name, _ in members], any(p.requires_grad for _, p in members))
+        specs = [param_specs[name] for name, _ in members]
+        trained = [spec for spec in specs if spec.requires_grad]
+        info = UnitInfo(
+            unit_name,
+            gather_bytes=sum(spec.unsharded_bytes for spec in specs),
+            reduce_bytes=sum(spec.padded_numel for spec in trained) * precision.reduce_dtype.itemsize,
+            sharded_grad_bytes=sum(spec.padded_numel // num_shards for spec in trained)
+            * precision.master_dtype.itemsize,
+            is_trainable=bool(trained),
+            param_names=[name for name, _ in members],
+        )
         unit = FsdpUnitEvents(source, info, [p for _, p in members])
         source.units.append(unit)
         module = model.get_submodule(unit_name)
@@ -225,23 +233,6 @@ def _find_unit(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Mod
     return ""
 
 
-def _build_unit_info(name: str, param_specs: list[ParamSpec], run_spec: RunSpec) -> UnitInfo:
-    reduce, master = run_spec.precision.reduce_dtype, run_spec.precision.master_dtype
-    shards = run_spec.num_shards
-    return UnitInfo(
-        name,
-        gather_bytes=sum(param_spec.unsharded_bytes for param_spec in param_specs),
-        reduce_bytes=sum(
-            param_spec.padded_numel * reduce.itemsize for param_spec in param_specs if param_spec.requires_grad
-        ),
-        sharded_grad_bytes=sum(
-            param_spec.padded_numel // shards * master.itemsize
-            for param_spec in param_specs
-            if param_spec.requires_grad
-        ),
-    )
-
-
 def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
     section = run_spec.tiling
     if not run_spec.on_cpu and section.loss_tokens is None:  # the fakes say that they are on a CPU
@@ -249,17 +240,6 @@ def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
         if isinstance(size, int) and size > 0:
             section = section.model_copy(update={"loss_tokens": tile_rows(1 << 40, size, "cuda")})
     return apply_tiling(model, section)
-
-
-def _offloads_to_host(run_spec: RunSpec) -> bool:
-    """Whether inputs of checkpointed units go from a GPU to the host."""
-    return run_spec.activation_offload == "cpu" and not run_spec.on_cpu
-
-
-def _autocast_context(run_spec: RunSpec) -> AbstractContextManager[Any]:
-    if run_spec.autocast_dtype is None:
-        return nullcontext()
-    return torch.autocast("cpu", dtype=parse_dtype(run_spec.autocast_dtype))
 
 
 def _run_window(model: nn.Module, input_spec: InputSpec, source: FsdpEventSource) -> None:
@@ -304,11 +284,6 @@ def _explain_model_errors(model: nn.Module, input_spec: InputSpec) -> Iterator[N
         ) from error
 
 
-def _record_reductions_only(source: FsdpEventSource) -> None:
-    for name in ("forward", "backward", *(f"last {u.info.name}" for u in source.units if u.info.is_trainable)):
-        source.recorder.record_mark(name)
-
-
 def scalar_loss(output: Any) -> Tensor:
     """The loss of what a model returns, or a number that stands for it."""
     try:
@@ -319,14 +294,13 @@ def scalar_loss(output: Any) -> Tensor:
 
 
 def _trace_updates(
-    model: nn.Module, param_specs: dict[str, ParamSpec], run_spec: RunSpec, recorder: AllocationRecorder
+    param_specs: dict[str, ParamSpec], run_spec: RunSpec, recorder: AllocationRecorder
 ) -> tuple[list[TraceEvent], list[TraceEvent], list[torch.dtype]]:
     """Events of the first update, which makes the optimizer's state, and of a later one; dtypes of state."""
     if run_spec.optimizer is None:
         return [], [], []
-    trained = [param_specs[name] for name, p in model.named_parameters() if p.requires_grad and name in param_specs]
     shards = []
-    for param_spec in trained:
+    for param_spec in (spec for spec in param_specs.values() if spec.requires_grad):
         shape = param_spec.padded_shape
         shard = nn.Parameter(torch.empty(shape, dtype=param_spec.master_dtype))
         shard.grad = torch.empty(shape, dtype=param_spec.master_dtype)
