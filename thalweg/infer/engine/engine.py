@@ -320,9 +320,9 @@ class LLMEngine:
             step = scheduler.max_num_batched_tokens
             for start in range(0, len(tokens), step):
                 chunk = tokens[start : start + step]
-                batch = ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], [], [blocks])
-                states = self.runner.hidden_states(batch)
-                total = total + states.sum(0)
+                span = QuerySpan(slot, start, len(chunk))
+                batch = ModelInput(chunk, [span], range(len(chunk)), [blocks], wants_hidden_states=True)
+                total = total + self.runner.run(batch).sum(0)
             return total / len(tokens)
         finally:
             scheduler.release_slot(slot)

@@ -38,7 +38,6 @@ from thalweg.infer.runners.base import (
     RunnerRequest,
     count_kv_blocks,
 )
-from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
@@ -186,8 +185,6 @@ def _load_generator(
     if draft_spec is not None:
         proposer = _make_proposer(draft_model, draft_spec, runner, options, metadata)
     is_transformers = isinstance(runner, TransformersRunner)
-    if options.batch_invariant and isinstance(getattr(runner, "inner", runner), TorchRunner):
-        runner = BatchInvariantRunner(runner)
     num_speculative_tokens = options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0)
     return LLMEngine(
         runner,
@@ -394,7 +391,8 @@ def _make_proposer(
         raise ValueError(
             f"draft_model: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_model_len"
         )
-    options = replace(options, max_model_len=max_length)
+    # What it proposes is verified: it may depend on who else runs.
+    options = replace(options, max_model_len=max_length, batch_invariant=False)
     runner_type, num_blocks = choose_runner(DECODER_RUNNERS[:2], draft_spec, options), target_runner.num_blocks
     request = RunnerRequest(draft_model, draft_spec, options, max_length, options.max_num_seqs, num_blocks)
     return DraftModelProposer(

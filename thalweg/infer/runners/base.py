@@ -72,6 +72,8 @@ class ModelInput:
     encoder_seq_lens: list[int] = field(default_factory=list)
     # Which adapter each span's sequence has, -1 for none.
     lora_ids: list[int] = field(default_factory=list)
+    # Whether the last hidden states are wanted in place of logits; of all rows then.
+    wants_hidden_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class ModelRunner(BaseRunner):
         raise NotImplementedError
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), valid until the next run."""
+        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), or the last hidden states
+        (tokens, width), valid until the next run."""
         raise NotImplementedError
 
     def argmax(self) -> tuple[list[int], list[float]] | None:
@@ -179,10 +182,6 @@ class ModelRunner(BaseRunner):
 
     def free_slot(self, slot: int) -> None:
         """Drop what the slot's sequence keeps outside of the blocks."""
-
-    def hidden_states(self, batch: ModelInput) -> Tensor:
-        """Like ``run`` with all rows, but return the last hidden states, fp32 (tokens, width)."""
-        raise NotImplementedError
 
     def sleep(self) -> None:
         """Give back the memory of the weights and the cache, and keep everything else until :meth:`wake_up`."""
