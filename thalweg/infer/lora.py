@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, LinearSpec
-from thalweg.infer.runners.packed_weights import all_linears
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, LinearSpec, list_linears
 
 # A (rank, inputs) and B transposed (rank, outputs), scaled; both fp32.
 LoraWeights = tuple[Tensor, Tensor]
@@ -40,7 +39,7 @@ class LoraManager:
         modules = dict(model.named_modules())
         loaded = [_load_adapter(name, Path(folder), model) for name, folder in folders.items()]
         used_modules: list[set[nn.Module]] = [set() for _ in loaded]
-        for layer, _ in all_linears(spec, "fp32", include_moe=True):
+        for layer in list_linears(spec):
             pairs = [_stack_weights(layer, found) for found in loaded]
             if any(pair is not None for pair in pairs):
                 self._weights[id(layer)] = pairs

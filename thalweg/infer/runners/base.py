@@ -19,9 +19,9 @@ from torch import Tensor
 from thalweg.device import copy_to_device, graph_module, resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
-from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, list_linears
 from thalweg.infer.precision import get_compute_dtype, get_kv_cache_dtype, get_weight_format
-from thalweg.infer.runners.packed_weights import WeightStore, all_linears
+from thalweg.infer.runners.packed_weights import WeightStore
 
 if TYPE_CHECKING:
     from thalweg.infer.parallel.communicator import StageCommunicator
@@ -234,8 +234,8 @@ def count_kv_blocks(
             num_copies = 3
         per_block += BLOCK_SIZE * max(2 * num_copies * heads * dim * compute_size for heads, dim in shapes)
         if draft_spec is not None:  # whose weights come after the cache
-            linears = [x for x, _ in all_linears(draft_spec, "bf16")]
-            free -= compute_size * (draft_spec.embed.numel() + sum(x.out_features * x.in_features for x in linears))
+            linears = sum(x.out_features * x.in_features for x in list_linears(draft_spec))
+            free -= compute_size * (draft_spec.embed.numel() + linears)
         usable = _DEVICE_MEMORY_FRACTION * free
     free_blocks = int(usable) // max(num_processes * per_block, 1)  # a rank with experts alone has none
     return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))
