@@ -105,7 +105,32 @@ def load_engine(
     if draft_model is None and options.draft_model is not None:
         _check_same_vocab(tokenizer, load_tokenizer(options.draft_model, options), options.draft_model)
         draft_model = load_model(options.draft_model, replace(options, device="cpu"))
-    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers, spec)
+    if options.lora_adapters and options.weight_offload:
+        raise ValueError("lora_adapters: they need weights in memory; leave weight_offload out")
+    draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
+    if workers is not None:
+        model_runner, max_length = _make_parallel_runner(model, options, runner, workers, spec)
+    else:
+        model_runner, max_length = _make_runner(model, options, runner, loaded_id, draft_spec, spec)
+    metadata = _make_metadata(model, options, name, kind, max_length)
+    proposer = None
+    if draft_spec is not None:
+        proposer = _make_proposer(draft_model, draft_spec, model_runner, options, metadata)
+    is_transformers = isinstance(model_runner, TransformersRunner)
+    num_speculative_tokens = options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0)
+    return LLMEngine(
+        model_runner,
+        metadata,
+        tokenizer,
+        max_num_seqs=model_runner.num_slots,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        prefix_cache=options.enable_prefix_caching and not is_transformers,
+        # The cache of a model's own code cannot take back a rejected token.
+        num_speculative_tokens=0 if is_transformers else num_speculative_tokens,
+        proposer=proposer,
+        grammar_compiler=make_grammar_compiler(tokenizer, metadata),
+        decoder_start_ids=_decoder_start_ids(model) if kind == "seq2seq" else (),
+    )
 
 
 def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
@@ -158,47 +183,6 @@ def _load_encoder(
         max_length = get_max_model_len(spec, options.max_model_len)
     runner = runner_type(RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
     return EmbeddingEngine(runner, _make_metadata(model, options, name, "encoder", max_length), tokenizer, pooling)
-
-
-def _load_generator(
-    model: Any,
-    options: EngineConfig,
-    tokenizer: Any,
-    forced_runner: str | None,
-    weights_id: Any,
-    name: str,
-    draft_model: Any,
-    workers: Any,
-    spec: DecoderSpec | None,
-) -> LLMEngine:
-    """Return the engine of a model that generates."""
-    if options.lora_adapters and options.weight_offload:
-        raise ValueError("lora_adapters: they need weights in memory; leave weight_offload out")
-    kind = get_model_kind(model)
-    draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
-    if workers is not None:
-        runner, max_length = _make_parallel_runner(model, options, forced_runner, workers, spec)
-    else:
-        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec, spec)
-    metadata = _make_metadata(model, options, name, kind, max_length)
-    proposer = None
-    if draft_spec is not None:
-        proposer = _make_proposer(draft_model, draft_spec, runner, options, metadata)
-    is_transformers = isinstance(runner, TransformersRunner)
-    num_speculative_tokens = options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0)
-    return LLMEngine(
-        runner,
-        metadata,
-        tokenizer,
-        max_num_seqs=runner.num_slots,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        prefix_cache=options.enable_prefix_caching and not is_transformers,
-        # The cache of a model's own code cannot take back a rejected token.
-        num_speculative_tokens=0 if is_transformers else num_speculative_tokens,
-        proposer=proposer,
-        grammar_compiler=make_grammar_compiler(tokenizer, metadata),
-        decoder_start_ids=_decoder_start_ids(model) if kind == "seq2seq" else (),
-    )
 
 
 def choose_runner(

@@ -33,7 +33,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, batch_prompts
 from thalweg.serve import engine_process as wire
 from thalweg.serve import errors
-from thalweg.serve.replicas.launcher import ReplicaHandle
+from thalweg.serve.replicas.launcher import ReplicaProcess
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -246,7 +246,7 @@ class BasePool:
 class ReplicaPool(BasePool):
     """Runs ``num_replicas`` replicas made by ``start_replica`` and spreads requests over them."""
 
-    def __init__(self, start_replica: Callable[[int], ReplicaHandle], num_replicas: int, limits: PoolLimits) -> None:
+    def __init__(self, start_replica: Callable[[int], ReplicaProcess], num_replicas: int, limits: PoolLimits) -> None:
         super().__init__(limits)
         self.num_restarts = 0
         self._start_replica = start_replica
@@ -487,7 +487,7 @@ class _Attempt:
 class Replica:
     """One replica as the server sees it: messages out, outputs in; ``died`` is set when it is dead."""
 
-    def __init__(self, index: int, start_replica: Callable[[int], ReplicaHandle], start_seconds: float) -> None:
+    def __init__(self, index: int, start_replica: Callable[[int], ReplicaProcess], start_seconds: float) -> None:
         self.index = index
         self.state = "starting"
         self.model_info: ModelMetadata | None = None
@@ -497,7 +497,7 @@ class Replica:
         # Sequences that were handed over and have not ended.
         self.num_outstanding = 0
         self._start_replica, self._start_seconds = start_replica, start_seconds
-        self._handle: ReplicaHandle | None = None
+        self._handle: ReplicaProcess | None = None
         self._callbacks: dict[str, tuple[EventCallback, int]] = {}  # by request, with its sequences that run
         self._stalled_seconds = 0.0
         self._last_message_time = time.monotonic()
