@@ -88,7 +88,7 @@ class HardenedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("")
         if self._in_headers and self._header_bytes > HEADER_BYTES and not self.transport.is_closing():
-            self._reject(errors.HeadersTooLarge(f"the headers are larger than {HEADER_BYTES} bytes"))
+            self._reject(errors.ApiError(f"the headers are larger than {HEADER_BYTES} bytes", status=431))
 
     def _feed_parser(self, data: bytes) -> None:
         while True:
@@ -321,7 +321,8 @@ class RequestGuard:
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in LOCAL_HOSTS:
-            raise errors.Forbidden("this server answers to localhost alone: start it with --api-key for other names")
+            message = "this server answers to localhost alone: start it with --api-key for other names"
+            raise errors.ApiError(message, status=403)
 
     def _check_api_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._key_digests or path in PUBLIC_PATHS:
@@ -370,13 +371,13 @@ class _Disconnected(Exception):
 def _check_content_type(headers: dict[bytes, bytes]) -> None:
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json":
-        raise errors.UnsupportedMediaType("send JSON with `Content-Type: application/json`")
+        raise errors.ApiError("send JSON with `Content-Type: application/json`", code="content_type", status=415)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise errors.BadRequest("compressed bodies are not taken: send plain JSON", code="content_encoding")
 
 
-def _body_too_large(limit: int) -> errors.BodyTooLarge:
-    return errors.BodyTooLarge(f"the body is larger than {limit} bytes: send less")
+def _body_too_large(limit: int) -> errors.ApiError:
+    return errors.ApiError(f"the body is larger than {limit} bytes: send less", code="body_too_large", status=413)
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from thalweg.infer.types import FinishReason, ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
-from thalweg.serve.errors import ApiError, BadRequest, ModelNotFound
+from thalweg.serve.errors import ApiError, BadRequest, NotFound
 from thalweg.serve.openai import requests as api
 from thalweg.serve.openai.tools import ToolParser
 from thalweg.serve.replicas.pool import MAX_EMBED_PROMPTS, ReplicaPool
@@ -63,7 +63,8 @@ class AppState:
             return None
         if name in self.model_info.adapters:
             return name
-        raise ModelNotFound(f"there is no model {name[:200]!r} here: ask for {', '.join(self.model_names)}", "model")
+        message = f"there is no model {name[:200]!r} here: ask for {', '.join(self.model_names)}"
+        raise NotFound(message, "model", code="model_not_found")
 
 
 @dataclass

@@ -311,8 +311,8 @@ class ReplicaPool(BasePool):
         have ended, so that a replica may be lost at any time before.
 
         Closing the generator cancels what still runs.  Raises :class:`ApiError`, by class: what :meth:`admit` and
-        ``tokenize`` raise; BadRequest for what the engine refuses; EngineFailed; ReplicaLost when the replica is
-        lost and the request cannot be tried again; DeadlineExceeded; ShuttingDown.
+        ``tokenize`` raise; BadRequest for what the engine refuses; ReplicaLost when the replica is lost and the
+        request cannot be tried again; DeadlineExceeded; ShuttingDown; itself where the engine fails.
         """
         record_output = self.metrics.start_timer()
         with self.admit(num_sequences), self._open_inbox() as inbox:
@@ -669,4 +669,4 @@ def _model_mismatch(model_info: ModelMetadata, replica: Replica) -> str:
 def _engine_error(output: RequestOutput) -> errors.ApiError:
     if output.invalid_request:
         return errors.BadRequest(f"{output.error}: ask for a simpler one")
-    return errors.EngineFailed(f"the engine failed on this request: {output.error}")
+    return errors.ApiError(f"the engine failed on this request: {output.error}", code="engine_error")
