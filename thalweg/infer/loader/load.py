@@ -8,7 +8,7 @@ description).  The first that supports the model builds it; an error while it bu
 
 from __future__ import annotations
 
-import contextlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -144,10 +144,13 @@ def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
 
 def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
     """Start the other ranks; a live model goes to them through files."""
-    from thalweg.infer.parallel.process_group import saved_to_tempdir, spawn_workers
+    from thalweg.infer.parallel.process_group import spawn_workers
 
-    with saved_to_tempdir(model) if isinstance(model, nn.Module) else contextlib.nullcontext(model) as folder:
-        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(folder, options))
+    with tempfile.TemporaryDirectory(prefix="thalweg-infer-") as folder:
+        if isinstance(model, nn.Module):
+            model.save_pretrained(folder)  # type: ignore[operator]
+        workers = spawn_workers(folder if isinstance(model, nn.Module) else model, options)
+        return load_engine(model, options, tokenizer, runner=runner, workers=workers)
 
 
 def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind, max_length: int) -> ModelMetadata:

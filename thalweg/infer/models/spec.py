@@ -408,19 +408,21 @@ def deinterleave_qkv(layer: LinearSpec, num_heads: int, head_dim: int) -> Linear
 
 
 def build_layer_norm(module: Any) -> NormSpec:
-    """Describe an nn.LayerNorm."""
+    """Describe an nn.LayerNorm, or a family's own."""
     raw_bias = getattr(module, "bias", None)
     weight = torch.ones(module.normalized_shape) if module.weight is None else module.weight.detach()
     bias = torch.zeros_like(weight) if raw_bias is None else raw_bias.detach()
-    return NormSpec("layer", weight, bias, module.eps)
+    return NormSpec("layer", weight, bias, _norm_eps(module))
+
+
+def _norm_eps(module: Any) -> float:
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
 def build_rms_norm(module: Any, offset: float = 0.0) -> NormSpec:
     """Describe an RMS norm; ``offset`` is added to its weight (Gemma stores weight - 1)."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    assert eps is not None
     weight = module.weight.detach()
-    return NormSpec("rms", weight if offset == 0 else weight.float() + offset, None, eps)
+    return NormSpec("rms", weight if offset == 0 else weight.float() + offset, None, _norm_eps(module))
 
 
 def build_norm(module: Any) -> NormSpec:

@@ -27,11 +27,10 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -360,14 +359,6 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
         group.close()
         raise
     return group
-
-
-@contextlib.contextmanager
-def saved_to_tempdir(model: Any) -> Iterator[str]:
-    """Write a live model where other processes can read it, for as long as the context is open."""
-    with tempfile.TemporaryDirectory(prefix="thalweg-infer-") as folder:
-        model.save_pretrained(folder)
-        yield folder
 
 
 def is_launched(num_ranks: int) -> bool:

@@ -243,27 +243,16 @@ class ChatCompletion(_OpenAIAnswer):
         return self._body("chat.completion", [self._choice(index, result) for index, result in enumerate(results[0])])
 
     def _choice(self, index: int, result: SequenceResult) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": self._strip_template_space(result.text),
-            "refusal": None,
-        }
-        reason = result.finish_reason
-        if self._parse_tool_calls:
-            parser = self._new_tool_parser()
-            content, calls = parser.feed(message["content"], final=True)
-            if calls:
-                message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
-                content = content.strip() or None
-                reason = reason if parser.truncated else "tool_calls"
-            message["content"] = content
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(result.logprobs),
-            "finish_reason": reason,
-            "stop_reason": result.stop_reason,
-        }
+        """What a stream of one output says, in one message."""
+        whole = RequestOutput("", index, (), result.text, tuple(result.logprobs), finish_reason=result.finish_reason)
+        *_, last = self.chunks(0, whole)
+        (choice,) = last["choices"]
+        delta = choice.pop("delta")
+        message: dict[str, Any] = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
+        if calls := delta.get("tool_calls"):
+            message["content"] = message["content"].strip() or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return {**choice, "message": message, "stop_reason": result.stop_reason}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         index, text, reason, calls = output.index, output.text, output.finish_reason, []
