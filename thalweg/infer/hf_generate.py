@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import secrets
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.parallel.executor import GroupEngine
-from thalweg.infer.types import Request, RequestOutput, SamplingParams
+from thalweg.infer.types import Request, SamplingParams
 
 _HANDLED_ARGS = {"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "use_cache"}
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -118,10 +117,6 @@ def unsupported_reason(
     return "a penalty that counts padding" if padded and config.repetition_penalty not in (None, 1.0) else ""
 
 
-def _run(engine: LLMEngine | GroupEngine, requests: list[Request]) -> Generator[RequestOutput]:
-    yield from engine.run_requests(requests)
-
-
 def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated.
 
@@ -151,7 +146,7 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
     saved = getattr(core, "tokenizer", None)
     core.tokenizer = other_kwargs.get("tokenizer") or saved
     try:
-        with contextlib.closing(_run(engine, requests)) as received:
+        with contextlib.closing(engine.run_requests(requests)) as received:
             for output in received:
                 if output.error:
                     raise RuntimeError(f"generation failed: {output.error}")

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -162,12 +162,12 @@ class GroupEngine:
     def __init__(self, member: LLMEngine | WorkerLoop, group: InferenceGroup) -> None:
         self.member, self.group = member, group
 
-    def run_requests(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Run all ranks' requests together; return the outputs of this rank's.
+    def run_requests(self, requests: Iterable[Request]) -> Generator[RequestOutput]:
+        """Run all ranks' requests together, and yield the outputs of this rank's.
 
         Each rank calls it, or :meth:`finish`.  Raises an error of rank 0 on all of them, and WorkerDiedError.
         """
-        return self._run(list(requests)) or []
+        yield from self._run(list(requests)) or ()
 
     def finish(self) -> None:
         """Compute with the others until none of them has requests any more; collective."""
