@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 
 from thalweg import __version__
 from thalweg.infer.types import Request as EngineRequest
-from thalweg.infer.types import RequestOutput
+from thalweg.infer.types import RequestOutput, SequenceResult
 from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
 from thalweg.serve.openai import requests as api
 from thalweg.serve.openai import responses, responses_api
-from thalweg.serve.openai.responses import AppState, SequenceResult
+from thalweg.serve.openai.responses import AppState
 from thalweg.serve.replicas.router import ReplicaRouter
 
 _CONTENT_SECURITY_POLICY = (

@@ -19,14 +19,14 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from thalweg.infer.types import FinishReason, ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
+from thalweg.infer.types import ModelMetadata, Request, RequestOutput, SamplingParams, SequenceResult, TokenLogprob
 from thalweg.serve.errors import ApiError, BadRequest, NotFound
 from thalweg.serve.openai import requests as api
 from thalweg.serve.openai.tools import ToolParser
@@ -65,29 +65,6 @@ class AppState:
             return name
         message = f"there is no model {name[:200]!r} here: ask for {', '.join(self.model_names)}"
         raise NotFound(message, "model", code="model_not_found")
-
-
-@dataclass
-class SequenceResult:
-    """What came of one sequence."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    num_tokens: int = 0
-
-    def add(self, output: RequestOutput) -> None:
-        """Append what a step gave."""
-        self.text += output.text
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or ()
-        self.prompt_logprobs += output.prompt_logprobs or ()
-        self.num_tokens = output.num_generated_tokens
-        if output.finish_reason is not None:
-            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
 @dataclass
