@@ -288,19 +288,14 @@ def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
     try:
         return model_class.model_validate_json(body)
     except ValidationError as error:
-        errors = _error_list(error)
-    if not any(e["type"] == "extra_forbidden" and e["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for e in errors):
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+    unknown = {e["loc"][0] for e in errors if e["type"] == "extra_forbidden"}
+    fields = from_json(body) if unknown else {}
+    ignored = unknown & IGNORED_FIELDS | {name for name in unknown & _NULL_ONLY_FIELDS if fields.get(name) is None}
+    if not ignored - model_class.model_fields.keys():
         raise _to_api_error(model_class, errors)
-    known = model_class.model_fields.keys()
-    accepted = {
-        name: value
-        for name, value in from_json(body).items()
-        if name in known or not (name in IGNORED_FIELDS or (name in _NULL_ONLY_FIELDS and value is None))
-    }
-    try:
-        return model_class.model_validate_json(json.dumps(accepted))
-    except ValidationError as error:
-        raise _to_api_error(model_class, _error_list(error)) from None
+    kept = {name: value for name, value in fields.items() if name not in ignored or name in model_class.model_fields}
+    return parse_body(model_class, json.dumps(kept).encode())
 
 
 def parse_mii_body(body: bytes) -> tuple[MiiRequest, bool]:
@@ -314,10 +309,6 @@ def parse_mii_body(body: bytes) -> tuple[MiiRequest, bool]:
     legacy = parse_body(LegacyMiiRequest, body)
     fields = {**LEGACY_MII_DEFAULTS, **legacy.kwargs, "prompts": legacy.request.query}
     return parse_body(MiiRequest, json.dumps(fields).encode()), True
-
-
-def _error_list(error: ValidationError) -> list[Any]:
-    return error.errors(include_url=False, include_input=False, include_context=False)
 
 
 def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
