@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sized
 from functools import partial
 from typing import Any
@@ -45,7 +46,9 @@ class PassthroughLoader(PositionedLoader):
     @property
     def at_epoch_end(self) -> bool:
         """Whether the batch just handed over was the epoch's last; False where the length is unknown."""
-        return self._started and self.position >= _length_or_inf(self.loader)
+        with contextlib.suppress(TypeError):
+            return self._started and self.position >= len(self.loader)
+        return False
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches of it handed over, as JSON scalars."""
@@ -124,10 +127,3 @@ def _draw_order(sampler: Any, seed: int, epoch: int) -> list[int]:
 
 def _as_sized(value: Any) -> Sized:
     return value
-
-
-def _length_or_inf(loader: Any) -> float:
-    try:
-        return len(loader)
-    except TypeError:
-        return float("inf")

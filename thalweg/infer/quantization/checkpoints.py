@@ -156,9 +156,7 @@ def _dequantize_awq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tens
         _unpack_int32(tensors[name], bits).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
         for name in ("qweight", "qzeros")
     )
-    group_size = len(values) // len(zeros)
-    scales = tensors["scales"].float().repeat_interleave(group_size, 0)
-    return ((values - zeros.repeat_interleave(group_size, 0)).float() * scales).t()
+    return ((values - _expand_scale(zeros, values)).float() * _expand_scale(tensors["scales"].float(), values)).t()
 
 
 def _dequantize_compressed_tensors(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:

@@ -410,8 +410,6 @@ class ChatTokenizer:
 
     async def render_chat(self, *args: Any) -> tuple[str, bool]:
         """:meth:`apply_chat_template` in a thread: a template is a program, and a long conversation its input."""
-        if self.chat_template is None:
-            return self.apply_chat_template(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self.apply_chat_template, *args)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
