@@ -114,7 +114,7 @@ class LLMEngine:
         for index in range(params.n):
             sequence = Sequence(request, index, self._num_arrivals, max_length, stop_ids, self.decoder_start_ids)
             sequence.prefix_owner = sequences[0] if sequences else None
-            sequence.grammar = None if grammar is None else grammar.new_state(stop_ids)
+            sequence.grammar = None if grammar is None else self._grammar_compiler.new_state(grammar, stop_ids)
             if self.tokenizer is not None:
                 sequence.detokenizer = IncrementalDetokenizer(
                     self.tokenizer, params.stop, include_stop=params.include_stop,
