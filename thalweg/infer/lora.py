@@ -38,16 +38,15 @@ class LoraManager:
         self._weights: dict[int, list[LoraWeights | None]] = {}
         modules = dict(model.named_modules())
         loaded = [_load_adapter(name, Path(folder), model) for name, folder in folders.items()]
-        used_modules: list[set[nn.Module]] = [set() for _ in loaded]
+        described: set[nn.Module] = set()
         for layer in list_linears(spec):
             pairs = [_stack_weights(layer, found) for found in loaded]
             if any(pair is not None for pair in pairs):
                 self._weights[id(layer)] = pairs
-            for index in range(len(loaded)):
-                used_modules[index].update(module for module in layer.modules if module in loaded[index])
-        for name, found, used in zip(self.names, loaded, used_modules, strict=True):
+            described.update(layer.modules)
+        for name, found in zip(self.names, loaded, strict=True):
             for module in found:
-                if module not in used:
+                if module not in described:
                     label = next(key for key, value in modules.items() if value is module)
                     raise ValueError(f"adapter {name}: {label} is no linear layer that can be adapted here")
 

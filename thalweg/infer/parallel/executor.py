@@ -206,7 +206,7 @@ class GroupEngine:
 def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     """Let launched followers know the end of the block: the dict it fills in, or its error."""
     result: dict[str, Any] = {}
-    if not isinstance(runner, DriverRunner) or runner.group.is_spawned:
+    if not isinstance(runner, DriverRunner) or runner.group.processes:  # which this rank has started
         yield result
         return
     try:

@@ -88,11 +88,6 @@ class InferenceGroup:
         self.on_failure: list[Callable[[int], None]] = []
         self._closed = threading.Event()
 
-    @property
-    def is_spawned(self) -> bool:
-        """Whether the other ranks are processes that this one has started."""
-        return bool(self.processes)
-
     def connect(self) -> None:
         """Meet the other ranks and watch their processes; collective.  Raises WorkerDiedError."""
         self._group = self._connect(self)

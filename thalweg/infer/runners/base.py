@@ -111,11 +111,6 @@ class RunnerRequest:
         return resolve_device(self.config.device)
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the model runs on the processor."""
-        return self.device.type == "cpu"
-
-    @property
     def max_encoder_tokens(self) -> int:
         """Of one run of an encoder: a prompt is never cut."""
         return max(self.config.max_num_batched_tokens, self.max_model_len)

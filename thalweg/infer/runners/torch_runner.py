@@ -174,16 +174,17 @@ class TorchLayers:
         self._lora, self.lora_rows = request.lora, dict[int, Tensor]()
         self.dtype, self.device = dtype or get_compute_dtype(request.config), request.device
         self.max_length = request.max_model_len
-        self._attention_choice = nullcontext if self.device.type == "cpu" else attention_of_many_shapes
+        on_cpu = self.device.type == "cpu"
+        self._attention_choice = nullcontext if on_cpu else attention_of_many_shapes
         self._cache_weights = cache_weights and request.config.weight_offload is None
         self._weight_ring: Any = None
         # Layers of experts for the ring, by mixture and number.
         self._expert_layers: dict[tuple[int, int], tuple[LinearSpec, LinearSpec]] = {}
-        if dtype is None and request.config.weight_offload is not None and not request.on_cpu:
+        if dtype is None and request.config.weight_offload is not None and not on_cpu:
             from thalweg.infer.offload.weight_ring import DeviceWeightRing
 
             self._weight_ring = DeviceWeightRing(self.device, self.dtype, request.config.weight_offload == "cpu")
-        has_packed = request.on_cpu or request.config.quantization is not None
+        has_packed = on_cpu or request.config.quantization is not None
         self._packs = dtype is None and has_packed and request.config.weight_offload is None
         packer = linear_packer(request.weight_format, self.device, self.dtype) if self._packs else None
         self._make_linear: Callable[[LinearSpec], Callable[[Tensor], Tensor]] = packer or self._plain_linear
