@@ -453,7 +453,10 @@ class ChatTokenizer:
         piece = self.hf_tokenizer.convert_ids_to_tokens(token) or ""
         if len(piece) == 6 and piece.startswith("<0x"):
             return text, [int(piece[3:5], 16)]
-        table = _byte_decoder()
+        # The alphabet of byte-level tokenizers (GPT-2).
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        table = {character: byte for byte, character in bytes_to_unicode().items()}
         return text, [table[c] for c in piece] if all(c in table for c in piece) else list(text.encode())
 
 
@@ -469,13 +472,6 @@ def apply_fallback_template(messages: Sequence[dict[str, Any]], continue_final_m
     names = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
     lines = [f"{names.get(m['role'], 'User')}: {m['content']}" for m in messages]
     return "\n".join(lines if continue_final_message else [*lines, "Assistant:"])
-
-
-def _byte_decoder() -> dict[str, int]:
-    """The alphabet of byte-level tokenizers (GPT-2): which character stands for which byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:

@@ -182,6 +182,7 @@ class BasePool:
         self.draining = False
         self.num_outstanding = 0
         self._replica_ready = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
+        self._watchers: list[asyncio.Task[None]] = []  # one for each replica
 
     def ready_replicas(self) -> list[Any]:
         """The replicas that take requests."""
@@ -213,6 +214,13 @@ class BasePool:
             yield
         finally:
             self.num_outstanding -= num_sequences
+
+    async def close(self) -> None:
+        """End; what still waits gets an error."""
+        self.draining = True
+        for task in self._watchers:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
 
     def health(self) -> tuple[bool, str]:
         """Whether a request that comes now would be served, and why not."""
@@ -253,7 +261,6 @@ class ReplicaPool(BasePool):
         self.replicas = [Replica(i, start_replica, limits.start_seconds) for i in range(num_replicas)]
         self.metrics = Metrics(self)
         self._model_info: ModelMetadata | None = None
-        self._supervisors: list[asyncio.Task[None]] = []
         self._request_numbers = itertools.count()
         self._finish_times: deque[float] = deque(maxlen=64)  # when sequences ended lately, for Retry-After
         self._num_crashes = [0] * num_replicas  # of each replica, one soon after the other
@@ -272,15 +279,12 @@ class ReplicaPool(BasePool):
             if mismatch := _model_mismatch(model_info, replica):
                 await self.close()
                 raise RuntimeError(mismatch)
-        self._supervisors = [asyncio.create_task(self._supervise(i)) for i in range(len(self.replicas))]
+        self._watchers = [asyncio.create_task(self._supervise(i)) for i in range(len(self.replicas))]
         return model_info
 
     async def close(self) -> None:
         """End all replicas; what still waits gets an error."""
-        self.draining = True
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await super().close()
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     def abort_all(self) -> None:

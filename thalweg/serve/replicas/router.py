@@ -272,7 +272,6 @@ class ReplicaRouter(BasePool):
         self.model, self.num_retries = model, 0
         self.replicas = [RemoteReplica(index, url, key) for index, url in enumerate(urls)]
         self.metrics = RouterMetrics(self)
-        self._probes: list[asyncio.Task[None]] = []
         self._aborted = False
         self._expected: dict[str, Any] | None = None  # of each replica's model: what the first one said
         exposed = [r.url for r in self.replicas if r.url.startswith("http://") and not is_local(r.url)]
@@ -292,14 +291,11 @@ class ReplicaRouter(BasePool):
                 raise RuntimeError(self.health()[1])
             await asyncio.sleep(_PROBE_INTERVAL)
             await asyncio.gather(*map(self._probe, self.replicas))
-        self._probes = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+        self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     async def close(self) -> None:
         """End; what still waits gets an error."""
-        self.draining = True
-        for task in self._probes:
-            task.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
+        await super().close()
         self.abort_all()
 
     def abort_all(self) -> None:
