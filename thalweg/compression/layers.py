@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thalweg.compression.quantize import fake_quantize, straight_through
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class Compression(nn.Module):
         self.seen.copy_(self.seen.new_tensor([math.inf, -math.inf]))
 
 
-class CompressedLayer(DynamicSubclass):
+class CompressedLayer(nn.Module):
     """Mixin: the layer with its ``compression``; of a table the weight alone, a convolution's rows are channels."""
 
     compression: Compression
@@ -221,6 +220,17 @@ class CompressedLayer(DynamicSubclass):
         x = self.compression.inputs(x)
         return self._conv_forward(x, weight, bias) if isinstance(self, nn.Conv2d) else F.linear(x, weight, bias)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles: the class has no place in a module
+        return _rebuild, (_plain_class(self),), self.__dict__
+
+
+def _rebuild(kind: type) -> nn.Module:
+    return _compressed_class(kind).__new__(_compressed_class(kind))
+
+
+def _plain_class(layer: CompressedLayer) -> type:
+    return next(k for k in type(layer).__mro__ if issubclass(k, nn.Module) and not issubclass(k, CompressedLayer))
+
 
 def _is_conv1d(kind: type) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
@@ -228,7 +238,7 @@ def _is_conv1d(kind: type) -> bool:
 
 @cache
 def _compressed_class(kind: type) -> type:
-    return make_subclass(kind, CompressedLayer)
+    return type(f"Compressed{kind.__name__}", (CompressedLayer, kind), {"__doc__": kind.__doc__})
 
 
 def is_compressible(module: nn.Module) -> bool:
@@ -249,7 +259,7 @@ def compress_layer(module: nn.Module, seed: int) -> Compression:
 def restore_layer(module: CompressedLayer) -> None:
     """Make it the plain layer that it was, with the parameters that it has."""
     del module.compression
-    module.__class__ = original_class(module)
+    module.__class__ = _plain_class(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
