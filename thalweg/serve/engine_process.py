@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -173,9 +173,9 @@ class EngineLoop:
             self._sock.sendall(data)
 
     def _read_loop(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for message in read_messages(self._sock):
-                self._inbox.put(message)
+        with contextlib.suppress(OSError, ValueError), self._sock.makefile("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                self._inbox.put(json.loads(line))
         self._inbox.put({"type": "stop"})
         if not self._done.is_set():
             self._on_disconnect()
@@ -195,13 +195,6 @@ class _StopRequested(Exception):
 def encode_message(message: Message) -> bytes:
     """Return a message as a line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def read_messages(sock: socket.socket) -> Iterator[Message]:
-    """Yield messages from a blocking socket until the other side is gone; ValueError for what is none."""
-    with sock.makefile("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            yield json.loads(line)
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message | None:

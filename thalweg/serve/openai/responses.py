@@ -132,7 +132,7 @@ class Answer:
         if self.streams:
             items = self.stream(outputs)
             first_item = await first_or_close(receive, items)
-            return SSEResponse(first_item, items, pool.metrics.count_cancelled, self.end_marker, self.encode)
+            return SSEResponse(first_item, items, pool.metrics.cancelled.inc, self.end_marker, self.encode)
         return JSONResponse(self.body(await run_until_disconnect(receive, self._collect(outputs))))
 
     async def stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[dict[str, Any]]:

@@ -71,14 +71,11 @@ class InputMessage(_InputItem):
     content: str | list[InputPart]
 
 
-class InputFunctionCall(_InputItem):
+class InputFunctionCall(_InputItem, api.FunctionCall):
     """A call that the model made earlier."""
 
     type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
-    parsed_arguments: Any = None
 
 
 class InputFunctionCallOutput(_InputItem):

@@ -88,7 +88,7 @@ class ServerMetrics:
         self._pool, self._unit = pool, unit
         self._e2e_latency = self.histogram("request_seconds", "From arrival to the last token", _E2E_LATENCY_BUCKETS)
         self._responses = self.counter("http_responses", "Responses", "path", "status")
-        self._cancelled = self.counter("cancelled", "Requests whose client left before the end")
+        self.cancelled = self.counter("cancelled", "Requests whose client left before the end")
         self.registry.register(self)  # pyright: ignore[reportArgumentType]
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -102,10 +102,6 @@ class ServerMetrics:
     def count_response(self, path: str, status: int) -> None:
         """Count an HTTP response."""
         self._responses.labels(path, status).inc()
-
-    def count_cancelled(self) -> None:
-        """Count a client that left."""
-        self._cancelled.inc()
 
     def collect(self) -> Iterator[Any]:
         """Yield the gauges of this moment, as a registry asks for them."""
