@@ -76,14 +76,8 @@ class TransformersRunner(ModelRunner):
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
         """Let the model's encoder compute encoder prompts."""
-        device = next(self._model.parameters()).device
         for encoder_input in inputs:
-            tokens = torch.tensor([list(encoder_input.tokens)], device=device)
-            encoder = self._model.get_encoder()
-            with eval_mode(encoder):
-                self._encoder_outputs[encoder_input.slot] = encoder(
-                    input_ids=tokens, attention_mask=torch.ones_like(tokens), return_dict=True
-                )
+            self._encoder_outputs[encoder_input.slot] = _run_encoder(self._model, encoder_input.tokens)
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
@@ -186,11 +180,14 @@ class TransformersEncoder(EncoderRunner):
 @torch.inference_mode()
 def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
     """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
+    return _run_encoder(model, tokens).last_hidden_state[0].float()
+
+
+def _run_encoder(model: Any, tokens: Sequence[int]) -> Any:
     encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
     ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
     with eval_mode(encoder):
-        out = encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
-    return out.last_hidden_state[0].float()
+        return encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
 
 
 def _placed(request: RunnerRequest) -> Any:
