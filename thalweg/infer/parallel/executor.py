@@ -37,7 +37,6 @@ from thalweg.infer.parallel.process_group import (
     InferenceGroup,
     WorkerDiedError,
     connect_by_store,
-    connect_devices_by_store,
 )
 from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
@@ -296,10 +295,8 @@ def main(argument: str) -> int:
         model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
         ranks = fields["rank"], fields["num_ranks"]
         device = fields["options"]["device"]
-        connect_devices = connect_devices_by_store(store, torch.device(device), *ranks, fields["ranks_per_stage"])
-        group = InferenceGroup(
-            connect_by_store(store), *ranks, num_threads=fields["num_threads"], connect_devices=connect_devices
-        )
+        connect = connect_by_store(store, device, fields["ranks_per_stage"])
+        group = InferenceGroup(connect, *ranks, num_threads=fields["num_threads"])
         worker_loop = start_worker(build_decoder_spec(model), group, device)
         del model
         worker_loop.run()
