@@ -16,7 +16,7 @@ from tests.toy_engine import ToyTokenizer
 from thalweg.infer.types import EngineCore
 from thalweg.serve.engine_process import EngineLoop
 from thalweg.serve.openai.requests import ChatTokenizer
-from thalweg.serve.replicas.launcher import EngineSpec, ProcessLauncher, ReplicaHandle
+from thalweg.serve.replicas.launcher import EngineSpec, ProcessLauncher
 from thalweg.serve.server import ServeOptions, serve, serve_router
 
 
@@ -26,7 +26,7 @@ class ThreadLauncher:
     def __init__(self, load_engine: Callable[[], EngineCore]) -> None:
         self._load_engine = load_engine
 
-    def __call__(self, index: int) -> ReplicaHandle:
+    def __call__(self, index: int) -> Any:
         """Start replica ``index``."""
         return _ReplicaThread(self._load_engine, index)
 

@@ -6,18 +6,24 @@ Ray is a large package with versions of its own, so it lives in an environment o
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.launch_support import clean_environ
 from tests.repo.source import ROOT
 from tests.toy_engine import expected_text
+from thalweg.infer.config import EngineConfig
+from thalweg.serve.integrations.ray import RayApp
+from thalweg.serve.replicas.launcher import EngineSpec
+from thalweg.serve.replicas.pool import PoolLimits
 
 OWN = ROOT / ".venv-ray" / "bin" / "python"
 PYTHON = str(OWN) if OWN.exists() else sys.executable if importlib.util.find_spec("ray") else None
@@ -101,3 +107,40 @@ def test_without_ray_the_error_names_the_cure() -> None:
 
     with pytest.raises(ImportError, match=r"pip install 'ray\[serve\]'"):
         application("model")
+
+
+def test_the_application_has_an_engine_from_the_servers_start_to_its_end() -> None:
+    """What a server of Ray's says to it, without Ray."""
+    spec = EngineSpec("toy:delay=0.0", EngineConfig(), "tests.toy_engine:load_engine")
+    app = RayApp(spec, "toy", (), PoolLimits())
+    asked = json.dumps({"prompt": "ray", "max_tokens": 20}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "headers": headers,
+        "query_string": b"", "root_path": "", "http_version": "1.1", "scheme": "http",
+    }  # fmt: skip
+    answer: list[Any] = []
+
+    async def run() -> tuple[Any, Any]:
+        to_app, from_app = asyncio.Queue[Any](), asyncio.Queue[Any]()
+        lifespan = asyncio.create_task(app({"type": "lifespan"}, to_app.get, from_app.put))
+        await to_app.put({"type": "lifespan.startup"})
+        begun = await from_app.get()
+        app.check()
+        request = asyncio.Queue[Any]()
+        await request.put({"type": "http.request", "body": asked, "more_body": False})
+
+        async def send(message: Any) -> None:
+            answer.append(message)
+
+        await app(scope, request.get, send)
+        await to_app.put({"type": "lifespan.shutdown"})
+        await lifespan
+        return begun, await from_app.get()
+
+    begun, ended = asyncio.run(run())
+    assert begun["type"] == "lifespan.startup.complete" and ended["type"] == "lifespan.shutdown.complete"
+    assert answer[0]["status"] == 200
+    assert json.loads(answer[1]["body"])["choices"][0]["text"] == expected_text("ray", 20)
+    with pytest.raises(RuntimeError, match="shutting down"):
+        app.check()

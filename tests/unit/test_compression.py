@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,19 @@ def test_the_extra_state_goes_on_where_it_was() -> None:
     assert torch.equal(model(x), resumed(x)) and resumed[0].compression.bits == 5
     tick(model, 3), tick(resumed, 3)
     assert torch.equal(model(x), resumed(x)) and resumed[2].compression.bits == 4
+
+
+def test_compressed_layers_are_copied_and_pickled_as_what_they_are() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 16), Conv1D(4, 16))
+    plain, ids = copy.deepcopy(model), torch.arange(9)
+    init_compression(model, technique("weight_quantization", ["*"], {"start_bits": 4, "target_bits": 4}))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for made in copies:
+        assert [type(layer) for layer in made] == [type(layer) for layer in model]
+        assert torch.equal(made(ids), model(ids)) and not torch.equal(made(ids), plain(ids))
 
 
 # Cleaning

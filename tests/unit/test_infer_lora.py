@@ -28,6 +28,7 @@ TARGETS = {
     "phi3": ["qkv_proj", "gate_up_proj", "lm_head"],
     "qwen3": ["k_proj", "o_proj", "gate_proj"],
     "qwen3_moe": ["q_proj", "o_proj"],
+    "qwen2_moe": ["v_proj", "shared_expert.down_proj"],
     "granite": ["o_proj", "down_proj"],
 }
 RUNNERS = ["torch"] if cpu_kernels.unsupported_reason() else ["cpu", "torch"]

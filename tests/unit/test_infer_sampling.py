@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,19 +20,31 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from thalweg.infer import Request, SamplingParams
+from thalweg.infer import Request, SamplingParams, TokenLogprob
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
-from thalweg.infer.engine.sampler import SampledRow, SampledToken, sample, sample_token, seeded_uniform
+from thalweg.infer.engine.sampler import NotFiniteError, SampledRow, sample, sample_token, seeded_uniform
 from thalweg.infer.engine.scheduler import Sequence
 
 VOCAB = 40
 
 
-def choose(logits: torch.Tensor, sequences: list[Any]) -> list[SampledToken]:
+class Chosen(NamedTuple):
+    token: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+def choose(logits: torch.Tensor, sequences: list[Any]) -> list[Chosen]:
     """Choose a token for each row, of rows that are padded as the CPU kernels' are."""
     logits = torch.nn.functional.pad(logits, (0, 3), value=math.inf)[:, : logits.shape[1]]
     output = sample(logits, [SampledRow(row, of_row) for row, of_row in enumerate(sequences)])
-    return [sample_token(output, row, of_row) for row, of_row in enumerate(sequences)]
+    chosen = []
+    for row, of_row in enumerate(sequences):
+        try:
+            chosen.append(Chosen(*sample_token(output, row, of_row)))
+        except NotFiniteError as error:
+            chosen.append(Chosen(0, error=str(error)))
+    return chosen
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **fields: Any) -> Sequence:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.unit.infer_models import greedy_generate, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine import engine as loop
-from thalweg.infer.engine.sampler import SampledToken
 from thalweg.infer.spec_decode.draft_model import DraftModelProposer
 from thalweg.infer.spec_decode.ngram import NgramIndex
 from thalweg.ops import cpu_kernels
@@ -181,7 +180,7 @@ def test_drawn_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -
 
     def gullible(output: Any, row: int, sequence: Any) -> Any:
         guessed = taken.pop((id(sequence), sequence.num_generated_tokens), None)
-        return choose(output, row, sequence) if guessed is None else SampledToken(guessed)
+        return choose(output, row, sequence) if guessed is None else (guessed, None)
 
     monkeypatch.setattr(DraftModelProposer, "propose", noted)
     monkeypatch.setattr(loop, "sample_token", gullible)

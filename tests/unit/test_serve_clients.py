@@ -276,7 +276,7 @@ def test_tools_may_be_allowed_by_name() -> None:
     ask = chosen()
     assert ask.tool_choice == "required" and [tool.function.name for tool in ask.tools] == ["f", "h"]
     schema = tool_choice_schema(ask.tool_choice, [tool.function for tool in ask.tools])
-    assert schema is not None and len(schema["anyOf"]) == 2
+    assert len(schema["anyOf"]) == 2
     none = schema["anyOf"][0]["properties"]["arguments"]
     assert none["additionalProperties"] is False, "a function without parameters has none"
     for bad in ({"mode": "always"}, {"tools": []}, {"tools": [{"name": "f"}]}, {"tools": 3}):

@@ -24,7 +24,8 @@ import transformers
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_encoder
 from thalweg.infer.models import build_decoder_spec
-from thalweg.infer.runners.packed_weights import all_linears, packed_bytes
+from thalweg.infer.models.spec import list_linears
+from thalweg.infer.runners.packed_weights import packed_bytes
 from thalweg.study import cell as cell_module
 from thalweg.study import datasets as study_datasets
 from thalweg.study import run as study_run
@@ -796,7 +797,7 @@ def test_planned_bytes_of_int8_are_those_that_are_packed(tied: bool) -> None:
     )  # fmt: skip
     shape = describe_shape(config)
     spec = build_decoder_spec(transformers.AutoModelForCausalLM.from_config(config).eval())
-    packed = sum(packed_bytes(one.out_features, one.in_features, kind) for one, kind in all_linears(spec, "int8"))
+    packed = sum(packed_bytes(one.out_features, one.in_features, "int8") for one in list_linears(spec))
     planned = count_weight_bytes({"quantization": "int8"}, shape)
     assert planned == pytest.approx(packed + 2 * spec.embed.numel(), rel=0.02)
     assert count_weight_bytes({}, shape) == 4 * shape["parameters"]

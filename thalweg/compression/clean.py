@@ -10,7 +10,7 @@ do not.  A model without such a config loses all that has ``related_modules``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from thalweg.compression.layers import CompressedLayer, Mask, get_rows, is_transposed, iter_compressed, restore_layer
 from thalweg.utils.log import get_logger
+from thalweg.utils.trees import copy_to_meta
 from thalweg.zero.whole_tensors import gather_master
 
 _log = get_logger(__name__)
@@ -55,7 +56,8 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
             "returned, with the trained weights loaded into it"
         )
     if plain is not model or any(type(param) is not nn.Parameter for param in plain.parameters()):
-        plain = _copy_with(plain, gather_master)  # collective
+        whole = {id(p): nn.Parameter(gather_master(p), requires_grad=p.requires_grad) for p in plain.parameters()}
+        plain = copy.deepcopy(plain, whole)  # collective
     layers = iter_compressed(plain)
     for layer in layers.values():
         spec = layer.compression.weight
@@ -75,12 +77,6 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
     for layer in layers.values():
         restore_layer(layer)
     return plain
-
-
-def _copy_with(model: nn.Module, values: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a model whose parameters are plain, with these values."""
-    params = list(model.parameters())
-    return copy.deepcopy(model, {id(p): nn.Parameter(values(p), requires_grad=p.requires_grad) for p in params})
 
 
 def _iter_removals(model: nn.Module, layers: dict[str, CompressedLayer]) -> Iterator[_Removal]:
@@ -162,7 +158,7 @@ def _build_smaller(model: Any, removals: list[_Removal]) -> nn.Module | None:
             for name in ("num_attention_heads", "num_key_value_heads"):
                 if (heads := getattr(model.config, name, None)) is not None:
                     setattr(config, name, heads * left // total)
-    cut = _copy_with(model, lambda param: param.detach().to("meta"))
+    cut = copy_to_meta(model)
     _remove(cut, removals)
     try:
         with torch.device("meta"):

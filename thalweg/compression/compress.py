@@ -26,6 +26,7 @@ _log = get_logger(__name__)
 PRUNING = {"sparse_pruning": "sparse", "row_pruning": "row", "channel_pruning": "row", "head_pruning": "head"}
 
 
+# The techniques, in the order in which they come to a layer, and what each cannot do without.
 _REQUIRED_PARAMS: dict[str, tuple[str, ...]] = {
     "weight_quantization": ("start_bits", "target_bits"),
     "activation_quantization": ("bits",),
@@ -51,7 +52,7 @@ def init_compression(model: Any, deepspeed_config: Any, teacher_model: nn.Module
     section: Any = config.compression_training
     if section.layer_reduction.enabled:
         init_student(plain, teacher_model, section.layer_reduction)
-    for technique in ("weight_quantization", "activation_quantization", *PRUNING):
+    for technique in _REQUIRED_PARAMS:
         block = getattr(section, technique)
         if block.shared_parameters.enabled:
             _apply_technique(plain, technique, block.shared_parameters, block.different_groups)
@@ -61,8 +62,7 @@ def init_compression(model: Any, deepspeed_config: Any, teacher_model: nn.Module
 def is_enabled(config: Config) -> bool:
     """Whether a technique that changes layers is on."""
     section: Any = config.compression_training
-    techniques = ("weight_quantization", "activation_quantization", *PRUNING)
-    return any(getattr(section, name).shared_parameters.enabled for name in techniques)
+    return any(getattr(section, technique).shared_parameters.enabled for technique in _REQUIRED_PARAMS)
 
 
 def _apply_technique(model: nn.Module, technique: str, shared: Any, groups: Mapping[str, Any]) -> None:

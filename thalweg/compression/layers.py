@@ -208,42 +208,28 @@ class Compression(nn.Module):
 
 
 class CompressedLayer(nn.Module):
-    """Mixin: the layer with its ``compression``."""
+    """Mixin: the layer with its ``compression``; of a table the weight alone, a convolution's rows are channels."""
 
     compression: Compression
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         weight, bias = self.compression.rows_and_bias(get_rows(self), getattr(self, "bias", None))
-        return self._compute(x, weight, bias)
+        if isinstance(self, nn.Embedding):
+            kept = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+            return F.embedding(x, weight, *kept)
+        x = self.compression.inputs(x)
+        return self._conv_forward(x, weight, bias) if isinstance(self, nn.Conv2d) else F.linear(x, weight, bias)
 
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(self.compression.inputs(x), weight, bias)
-
-
-class CompressedLinear(CompressedLayer, nn.Linear):
-    """A linear layer."""
-
-
-class CompressedEmbedding(CompressedLayer, nn.Embedding):
-    """A table: its weight alone can be compressed."""
-
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        kept = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
-        return F.embedding(x, weight, *kept)
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles: the class has no place in a module
+        return _rebuild, (_plain_class(self),), self.__dict__
 
 
-class CompressedConv2d(CompressedLayer, nn.Conv2d):
-    """A convolution; its rows are channels."""
-
-    def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._conv_forward(self.compression.inputs(x), weight, bias)
+def _rebuild(kind: type) -> nn.Module:
+    return _compressed_class(kind).__new__(_compressed_class(kind))
 
 
-_CLASSES: dict[type, type] = {
-    nn.Linear: CompressedLinear,
-    nn.Embedding: CompressedEmbedding,
-    nn.Conv2d: CompressedConv2d,
-}
+def _plain_class(layer: CompressedLayer) -> type:
+    return next(k for k in type(layer).__mro__ if issubclass(k, nn.Module) and not issubclass(k, CompressedLayer))
 
 
 def _is_conv1d(kind: type) -> bool:
@@ -252,28 +238,28 @@ def _is_conv1d(kind: type) -> bool:
 
 @cache
 def _compressed_class(kind: type) -> type:
-    return type(f"Compressed{kind.__name__}", (CompressedLayer, kind), {"__doc__": "Hugging Face's linear layer."})
+    return type(f"Compressed{kind.__name__}", (CompressedLayer, kind), {"__doc__": kind.__doc__})
 
 
 def is_compressible(module: nn.Module) -> bool:
     """Whether a module is of a kind that can be compressed, and not replaced by something else."""
-    return isinstance(module, CompressedLayer) or type(module) in _CLASSES or _is_conv1d(type(module))
+    is_plain = type(module) in (nn.Linear, nn.Embedding, nn.Conv2d) or _is_conv1d(type(module))
+    return is_plain or isinstance(module, CompressedLayer)
 
 
 def compress_layer(module: nn.Module, seed: int) -> Compression:
     """The layer's compression, empty where it had none; in place."""
     if not isinstance(module, CompressedLayer):
-        kind = type(module)
         module.compression = Compression(seed)
         module.compression.train(module.training)
-        module.__class__ = _CLASSES.get(kind) or _compressed_class(kind)
+        module.__class__ = _compressed_class(type(module))
     return module.compression  # type: ignore[return-value]
 
 
 def restore_layer(module: CompressedLayer) -> None:
     """Make it the plain layer that it was, with the parameters that it has."""
     del module.compression
-    module.__class__ = type(module).__mro__[2]
+    module.__class__ = _plain_class(module)
 
 
 def is_transposed(module: nn.Module) -> bool:

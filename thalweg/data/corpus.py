@@ -72,17 +72,11 @@ def _iter_text_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str | None:
+    encoding = "utf-8"
     try:
         raw = path.read_bytes()
-    except OSError:
-        return None
-    encoding = "utf-8"
-    if path.suffix == ".py":
-        try:
+        if path.suffix == ".py":
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-        except SyntaxError:
-            return None
-    try:
         return raw.decode(encoding).replace("\r\n", "\n")
-    except (UnicodeDecodeError, LookupError):
+    except (OSError, SyntaxError, UnicodeDecodeError, LookupError):
         return None

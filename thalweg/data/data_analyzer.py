@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from thalweg.utils.atomic_file import publish_file
 
@@ -120,12 +120,12 @@ class DataAnalyzer:
             raise ValueError(f"metric_types must be {_PER_SAMPLE!r} or {_ACCUMULATE!r}, not {unknown}")
         self.save_path = Path(save_path)
         self.num_workers, self.worker_id, self.num_threads = num_workers, worker_id, num_threads
-        self._metrics = list(zip(metric_names, types, dtypes, strict=True))
+        self._metrics, self._functions = list(zip(metric_names, types, dtypes, strict=True)), list(metric_functions)
+        self._dataset, self._sample_indices, self._batch_size = dataset, sample_indices, batch_size
+        self._collate = collate_fn or default_collate
         self._num_samples = len(dataset) if sample_indices is None else len(sample_indices)
-        self._parts = _Parts(
-            dataset, sample_indices, self._num_samples, batch_size, self._metrics, list(metric_functions),
-            self.save_path, collate_fn or default_collate,
-        )  # fmt: skip
+        self._part_size = max(1, -(-self._num_samples // _MAX_PARTS))
+        self._parts = range(-(-self._num_samples // self._part_size))
 
     def run_map(self) -> None:
         """Compute the parts of this worker that are not there yet.
@@ -144,13 +144,17 @@ class DataAnalyzer:
         for name, _, _ in self._metrics:
             (self.save_path / name / "parts").mkdir(parents=True, exist_ok=True)
         publish_file(file, lambda target: target.write(json.dumps(about, indent=1).encode()))
-        mine = range(self.worker_id, len(self._parts), self.num_workers)
-        missing = [part for part in mine if not self._parts.is_done(part)]
+        missing: Any = [part for part in self._parts[self.worker_id :: self.num_workers] if not self._is_done(part)]
         processes = self.num_threads if self.num_threads > 1 else 0
         # Forked: metrics are any functions; what Python 3.14 starts by default takes those alone that it can import.
         context = "fork" if processes and sys.platform == "linux" else None
+        # So torch's own loader is the pool of processes.
         for _ in DataLoader(
-            self._parts, batch_size=None, sampler=missing, num_workers=processes, multiprocessing_context=context
+            missing,
+            batch_size=None,
+            collate_fn=self._compute_part,
+            num_workers=processes,
+            multiprocessing_context=context,
         ):
             pass
 
@@ -160,7 +164,7 @@ class DataAnalyzer:
         Raises:
             ValueError: parts are missing.
         """
-        missing = [part for part in range(len(self._parts)) if not self._parts.is_done(part)]
+        missing = [part for part in self._parts if not self._is_done(part)]
         if missing:
             workers = sorted({part % self.num_workers for part in missing})
             raise ValueError(
@@ -168,7 +172,7 @@ class DataAnalyzer:
                 f"{workers}"
             )
         for name, kind, dtype in self._metrics:
-            parts = [np.load(self._parts.file(name, k), allow_pickle=False) for k in range(len(self._parts))]
+            parts = [np.load(self._part_file(name, part), allow_pickle=False) for part in self._parts]
             base = self.save_path / name / name
             if kind == _ACCUMULATE:
                 _publish_array(Path(f"{base}_metric_value.npy"), np.sum(parts, axis=0, dtype=dtype))
@@ -190,36 +194,14 @@ class DataAnalyzer:
         if together:
             dist.barrier(group=comm_group)
 
+    def _part_file(self, metric: str, part: int) -> Path:
+        return self.save_path / metric / "parts" / f"{part:05d}.npy"
 
-class _Parts(Dataset[int]):
-    """``parts[k]`` computes and saves part k; so torch's own loader is the pool of processes."""
+    def _is_done(self, part: int) -> bool:
+        return all(self._part_file(name, part).exists() for name, _, _ in self._metrics)
 
-    def __init__(
-        self,
-        dataset: Any,
-        sample_indices: Sequence[int] | None,
-        num_samples: int,
-        batch_size: int,
-        metrics: list[tuple[str, str, np.dtype]],
-        functions: list[Callable[[Any], Any]],
-        save_path: Path,
-        collate_fn: Callable[[list[Any]], Any],
-    ) -> None:
-        self._dataset, self._sample_indices, self._num_samples = dataset, sample_indices, num_samples
-        self._batch_size, self._metrics, self._functions = batch_size, metrics, functions
-        self._save_path, self._collate = save_path, collate_fn
-        self._part_size = -(-num_samples // _MAX_PARTS)
-
-    def __len__(self) -> int:
-        return -(-self._num_samples // self._part_size) if self._num_samples else 0
-
-    def file(self, metric: str, part: int) -> Path:
-        return self._save_path / metric / "parts" / f"{part:05d}.npy"
-
-    def is_done(self, part: int) -> bool:
-        return all(self.file(name, part).exists() for name, _, _ in self._metrics)
-
-    def __getitem__(self, part: int) -> int:
+    def _compute_part(self, part: int) -> int:
+        """Compute and save a part."""
         collected: list[list[np.ndarray]] = [[] for _ in self._metrics]
         for num_samples, batch in self._iter_batches(part):
             for values, (name, kind, dtype), function in zip(collected, self._metrics, self._functions, strict=True):
@@ -235,7 +217,7 @@ class _Parts(Dataset[int]):
                 values.append(cast.reshape(-1) if kind == _PER_SAMPLE else cast)
         for values, (name, kind, dtype) in zip(collected, self._metrics, strict=True):
             joined = np.concatenate(values) if kind == _PER_SAMPLE else np.sum(values, axis=0, dtype=dtype)
-            _publish_array(self.file(name, part), joined)
+            _publish_array(self._part_file(name, part), joined)
         return part
 
     def _iter_batches(self, part: int) -> Iterator[tuple[int, Any]]:

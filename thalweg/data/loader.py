@@ -112,7 +112,7 @@ class StatefulLoader(PositionedLoader):
             "version": _STATE_VERSION,
             "epoch": self.epoch + finished,
             "position": 0 if finished else self.position,
-            "num_samples": self._num_samples,
+            "num_samples": None if self._is_iterable else self.epoch_sampler.num_samples,
             "seed": self.epoch_sampler.seed,
             "shuffle": self.epoch_sampler.shuffle,
         }
@@ -175,10 +175,6 @@ class StatefulLoader(PositionedLoader):
             options |= {"batch_sampler": batch_sampler, "collate_fn": self.collate_fn}
             self._dataloader = DataLoader(self.dataset, **options)
         return self._dataloader
-
-    @property
-    def _num_samples(self) -> int | None:
-        return None if self._is_iterable else self.epoch_sampler.num_samples
 
 
 class _RankBatchSampler:

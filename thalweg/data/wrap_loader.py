@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,9 @@ class PassthroughLoader(PositionedLoader):
     @property
     def at_epoch_end(self) -> bool:
         """Whether the batch just handed over was the epoch's last; False where the length is unknown."""
-        return self._started and self.position >= _length_or_inf(self.loader)
+        with contextlib.suppress(TypeError):
+            return self._started and self.position >= len(self.loader)
+        return False
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches of it handed over, as JSON scalars."""
@@ -89,11 +92,12 @@ def wrap_dataloader(
             "a DataLoader with its own batch_sampler (or batch_size=None) cannot be divided over "
             f"{world_size} ranks from outside: give the batch sampler its rank, or pass the dataset instead"
         )
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
+    dataset: Any = loader.dataset
     options = get_dataloader_options(loader)
     has_standard_order = is_iterable or is_distributed or type(sampler) in (SequentialSampler, RandomSampler)
     is_shuffled = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(_as_sized(loader.dataset))):
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(dataset)):
         has_standard_order = False
     common: dict[str, Any] = {"batch_size": loader.batch_size, "rank": rank, "world_size": world_size, "seed": seed}
     common["drop_last"] = loader.drop_last
@@ -102,7 +106,7 @@ def wrap_dataloader(
     if has_standard_order:
         return wrapped
     order = partial(_draw_order, sampler, seed)
-    epoch_sampler = EpochSampler(num_samples=len(_as_sized(sampler)), shuffle=True, order=order, **common)
+    epoch_sampler = EpochSampler(num_samples=len(sampler), shuffle=True, order=order, **common)
     return StatefulLoader(loader.dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
 
 
@@ -120,14 +124,3 @@ def _draw_order(sampler: Any, seed: int, epoch: int) -> list[int]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not the accelerator's, whose state is not kept here
         return [int(index) for index in sampler]
-
-
-def _as_sized(value: Any) -> Sized:
-    return value
-
-
-def _length_or_inf(loader: Any) -> float:
-    try:
-        return len(loader)
-    except TypeError:
-        return float("inf")

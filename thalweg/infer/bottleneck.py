@@ -102,6 +102,5 @@ def _find_ends(model: Any) -> list[str]:
 def _insert(model: Any) -> None:
     adapters, hidden_size = getattr(model.config, _KEY), model.config.get_text_config().hidden_size
     for name in adapters["modules"]:
-        owner, _, key = name.rpartition(".")
-        parent = model.base_model.get_submodule(owner)
-        setattr(parent, key, BottleneckAdapter(getattr(parent, key), hidden_size, adapters["width"]))
+        adapter = BottleneckAdapter(model.base_model.get_submodule(name), hidden_size, adapters["width"])
+        model.base_model.set_submodule(name, adapter)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import secrets
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.parallel.executor import GroupEngine
-from thalweg.infer.types import Request, RequestOutput, SamplingParams
+from thalweg.infer.types import Request, SamplingParams, collect_results
 
 _HANDLED_ARGS = {"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "use_cache"}
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -118,10 +116,6 @@ def unsupported_reason(
     return "a penalty that counts padding" if padded and config.repetition_penalty not in (None, 1.0) else ""
 
 
-def _run(engine: LLMEngine | GroupEngine, requests: list[Request]) -> Generator[RequestOutput]:
-    yield from engine.run_requests(requests)
-
-
 def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return (batch * num_return_sequences, longest) token ids: the prompts, then what was generated.
 
@@ -139,7 +133,6 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
     max_new_tokens = _max_new_tokens(module, config, prompt_length)
     vocab_size = engine.metadata.vocab_size if alone else module.config.vocab_size
     stop_ids = tuple(token for token in eos_ids if 0 <= token < vocab_size)
-    outputs: dict[tuple[str, int], list[int]] = {}
     # Drawn from torch's generator, so that torch.manual_seed makes the samples repeatable.
     seed = int(torch.randint(2**31, ()).item()) if config.do_sample else 0
     tag, requests = secrets.token_hex(4), []
@@ -151,14 +144,10 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
     saved = getattr(core, "tokenizer", None)
     core.tokenizer = other_kwargs.get("tokenizer") or saved
     try:
-        with contextlib.closing(_run(engine, requests)) as received:
-            for output in received:
-                if output.error:
-                    raise RuntimeError(f"generation failed: {output.error}")
-                outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        results = collect_results(engine.run_requests(requests), "generation failed")
     finally:
         core.tokenizer = saved
-    order = [outputs.get((x.request_id, index), []) for x in requests for index in range(num_samples)]
+    order = [results[x.request_id, index].token_ids for x in requests for index in range(num_samples)]
     pad = config.pad_token_id if config.pad_token_id is not None else (eos_ids[0] if eos_ids else 0)
     generated = pad_sequence([tokens.new_tensor(new) for new in order], batch_first=True, padding_value=pad)
     prefix = tokens.new_tensor([decoder_start_ids] * len(tokens)) if decoder_start_ids else tokens

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, LinearSpec
-from thalweg.infer.runners.packed_weights import all_linears
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, LinearSpec, list_linears
 
 # A (rank, inputs) and B transposed (rank, outputs), scaled; both fp32.
 LoraWeights = tuple[Tensor, Tensor]
@@ -39,16 +38,15 @@ class LoraManager:
         self._weights: dict[int, list[LoraWeights | None]] = {}
         modules = dict(model.named_modules())
         loaded = [_load_adapter(name, Path(folder), model) for name, folder in folders.items()]
-        used_modules: list[set[nn.Module]] = [set() for _ in loaded]
-        for layer, _ in all_linears(spec, "fp32", include_moe=True):
+        described: set[nn.Module] = set()
+        for layer in list_linears(spec):
             pairs = [_stack_weights(layer, found) for found in loaded]
             if any(pair is not None for pair in pairs):
                 self._weights[id(layer)] = pairs
-            for index in range(len(loaded)):
-                used_modules[index].update(module for module in layer.modules if module in loaded[index])
-        for name, found, used in zip(self.names, loaded, used_modules, strict=True):
+            described.update(layer.modules)
+        for name, found in zip(self.names, loaded, strict=True):
             for module in found:
-                if module not in used:
+                if module not in described:
                     label = next(key for key, value in modules.items() if value is module)
                     raise ValueError(f"adapter {name}: {label} is no linear layer that can be adapted here")
 

@@ -16,7 +16,9 @@ The invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -238,6 +240,41 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether this sequence has ended."""
         return self.finish_reason is not None
+
+
+@dataclass
+class SequenceResult:
+    """What came of one sequence."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Append what a step gave."""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.prompt_logprobs += output.prompt_logprobs or ()
+        self.num_tokens = output.num_generated_tokens
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+
+def collect_results(outputs: Generator[RequestOutput], failure: str) -> dict[tuple[str, int], SequenceResult]:
+    """Return what came of each sequence, by request and index; RuntimeError, which begins with ``failure``, where a
+    request fails."""
+    results: defaultdict[tuple[str, int], SequenceResult] = defaultdict(SequenceResult)
+    with closing(outputs):
+        for output in outputs:
+            if output.finish_reason == "error":
+                raise RuntimeError(f"{failure}: {output.error}")
+            results[output.request_id, output.index].add(output)
+    return results
 
 
 @dataclass(frozen=True)

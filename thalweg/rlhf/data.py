@@ -133,7 +133,8 @@ class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
     """Examples gathered to rows of ``max_length`` tokens at most, the longest first, each where there is room."""
 
     def __init__(self, data: AnswerDataset, max_length: int) -> None:
-        self.data, self.bins = data, first_fit(data.rows, _length, max_length)
+        self.data = data
+        self.bins = first_fit(data.rows, lambda row: len(row["prompt"]) + len(row["chosen"]), max_length)
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -144,10 +145,6 @@ class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
     def collate(self, bins: Sequence[list[dict[str, list[int]]]]) -> dict[str, Tensor]:
         """As :meth:`AnswerDataset.collate`: the model's rows are laid out anew (:mod:`.packing`)."""
         return self.data.collate([row for rows in bins for row in rows])
-
-
-def _length(row: dict[str, list[int]]) -> int:
-    return len(row["prompt"]) + len(row["chosen"])
 
 
 def first_fit(items: Sequence[_Item], get_width: Callable[[_Item], int], width: int) -> list[list[_Item]]:

@@ -282,18 +282,19 @@ class GRPOTrainer:
 
     def micro_batch(self, part: Experience) -> dict[str, Tensor | float]:
         """Forward, backward, and the end of a micro-batch."""
-        config, mask = self.config, part.rollout.mask.to(self.actor.device)
+        clip_range, mask = self.config.clip_range, part.rollout.mask.to(self.actor.device)
         logprobs, entropy = self._actor_forward(part)
-        policy, clipped = self._policy_loss(part, logprobs, mask)
-        kl = losses.masked_mean(losses.kl_estimate(logprobs, part.reference_logprobs.to(logprobs)), mask)
-        self.actor.backward(policy + config.beta * kl + self._pretraining_loss(), num_items=int(mask.sum()))
+        weights = None if part.weights is None else part.weights.to(logprobs)
+        old, advantages = part.logprobs.to(logprobs), part.advantages.to(logprobs)
+        policy, clipped = losses.policy_loss(logprobs, old, advantages, mask, clip_range=clip_range, weights=weights)
+        loss = policy + self._kl_loss(part, logprobs, mask) + self._pretraining_loss()
+        self.actor.backward(loss, num_items=int(mask.sum()))
         self.actor.step()
         return {"policy_loss": policy.detach(), "clipped": clipped.detach(), "entropy": entropy}
 
-    def _policy_loss(self, part: Experience, logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        weights = None if part.weights is None else part.weights.to(logprobs)
-        old, advantages = part.logprobs.to(logprobs), part.advantages.to(logprobs)
-        return losses.policy_loss(logprobs, old, advantages, mask, clip_range=self.config.clip_range, weights=weights)
+    def _kl_loss(self, part: Experience, logprobs: Tensor, mask: Tensor) -> Tensor | float:
+        kl = losses.kl_estimate(logprobs, part.reference_logprobs.to(logprobs))
+        return self.config.beta * losses.masked_mean(kl, mask)
 
     def _pretraining_loss(self) -> Tensor | float:
         """The loss of the next texts, times its coefficient; which they are depends on the iteration alone."""
@@ -385,24 +386,19 @@ class PPOTrainer(GRPOTrainer):
 
     def micro_batch(self, part: Experience) -> dict[str, Tensor | float]:
         """The same of actor and critic."""
-        config, mask = self.config, part.rollout.mask.to(self.actor.device)
-        num_tokens = int(mask.sum())
-        logprobs, entropy = self._actor_forward(part)
-        policy, clipped = self._policy_loss(part, logprobs, mask)
-        self.actor.backward(policy + self._pretraining_loss(), num_items=num_tokens)
-        self.actor.step()
+        metrics, mask = super().micro_batch(part), part.rollout.mask.to(self.actor.device)
         assert part.values is not None and part.returns is not None, "advantages() has made them"
         values, places = forward_rows(self.critic, vars(part.rollout))
         values = values[places[:, :-1]]
         value = losses.value_loss(
-            values, part.values.to(values), part.returns.to(values), mask, clip_range=config.value_clip_range
+            values, part.values.to(values), part.returns.to(values), mask, clip_range=self.config.value_clip_range
         )
-        self.critic.backward(value, num_items=num_tokens)
+        self.critic.backward(value, num_items=int(mask.sum()))
         self.critic.step()
-        return {
-            "policy_loss": policy.detach(), "value_loss": value.detach(), "clipped": clipped.detach(),
-            "entropy": entropy, "kl_coef": self.kl.coef,
-        }  # fmt: skip
+        return metrics | {"value_loss": value.detach(), "kl_coef": self.kl.coef}
+
+    def _kl_loss(self, *_: Any) -> float:
+        return 0.0  # the rewards have it
 
     def state_dict(self) -> dict[str, Any]:
         """The KL coefficient, too."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.parallel.executor import GroupEngine
-from thalweg.infer.types import Request, SamplingParams
+from thalweg.infer.types import Request, SamplingParams, collect_results
 
 # What a rank generates with: an inference engine of its own, or its part of one.
 RolloutEngine = LLMEngine | GroupEngine
@@ -158,23 +158,13 @@ def generate_rollout(
         Request(f"rollout-{i}", prompt, replace(params, n=num_samples, seed=seed + i, logprobs=0))
         for i, prompt in enumerate(prompts)
     ]
-    keys = [(request.request_id, index) for request in requests for index in range(num_samples)]
-    tokens: dict[tuple[str, int], list[int]] = {key: [] for key in keys}
-    logprobs: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
-    reasons: dict[tuple[str, int], str] = {}
-    for output in core.run_requests(requests):
-        if output.error:
-            raise RuntimeError(f"a rollout failed: {output.error}")
-        key = (output.request_id, output.index)
-        tokens[key] += output.token_ids
-        logprobs[key] += [x.logprob for x in output.logprobs or ()]
-        if output.finish_reason:
-            reasons[key] = output.finish_reason
+    results = collect_results(core.run_requests(requests), "a rollout failed")
+    responses = [results[request.request_id, index] for request in requests for index in range(num_samples)]
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    input_ids, attention_mask, response_mask = pad_sequences(repeated, [tokens[key] for key in keys], pad_id)
+    input_ids, attention_mask, response_mask = pad_sequences(repeated, [x.token_ids for x in responses], pad_id)
     chosen = torch.zeros(input_ids.shape[0], input_ids.shape[1] - 1)
-    for row, key in enumerate(keys):
+    for row, response in enumerate(responses):
         start = len(repeated[row]) - 1
-        chosen[row, start : start + len(logprobs[key])] = torch.tensor(logprobs[key])
-    ended = torch.tensor([reasons[key] == "stop" for key in keys])
+        chosen[row, start : start + len(response.logprobs)] = torch.tensor([x.logprob for x in response.logprobs])
+    ended = torch.tensor([response.finish_reason == "stop" for response in responses])
     return Rollout(input_ids, attention_mask, response_mask, chosen, ended)

@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,14 @@ def _train_supervised(
         collate_fn=data.collate, name=step,
     )  # fmt: skip
     engines.enter_context(closing(engine))
-    loss_fn: LossFn = {"sft": _sft, "reward": _reward, "dpo": DPOLoss(config, reference)}[step]  # type: ignore[assignment]
+    loss_fns: dict[str, LossFn] = {"sft": _sft, "reward": _reward, "dpo": partial(_dpo, config, reference)}
     start, _ = checkpoint.resume(folder / "checkpoint", {"model": engine})
     run_log, batches = RunLog(folder, start), cycle(engine.training_dataloader)
     for update in range(start + 1, config.stop(num_updates) + 1):
         totals: dict[str, float] = {}
         for _ in range(config.gradient_accumulation_steps):
             engine.train()
-            loss, num_items, more = loss_fn(engine, next(batches))
+            loss, num_items, more = loss_fns[step](engine, next(batches))
             engine.backward(loss, num_items=num_items)
             engine.step()
             for key, value in {"loss": loss.detach(), **more}.items():
@@ -190,23 +191,18 @@ def _reward(engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor
     return losses.pairwise_loss(chosen, rejected), len(chosen), more
 
 
-class DPOLoss:
+def _dpo(
+    config: RLHFConfig, reference: Engine | None, engine: Engine, batch: Batch
+) -> tuple[Tensor, int, dict[str, Tensor]]:
     """DPO of a batch whose first half is chosen; ``reference`` None: the actor without its adapters."""
-
-    def __init__(self, config: RLHFConfig, reference: Engine | None) -> None:
-        self.config, self.reference = config, reference
-
-    def __call__(self, engine: Engine, batch: Batch) -> tuple[Tensor, int, dict[str, Tensor]]:
-        """Return the loss, how many pairs it is over, and its metrics."""
-        with as_reference(self.reference, engine) as base:
-            reference = _summed_logprobs(base, batch)
-        (chosen, rejected), (ref_chosen, ref_rejected) = _summed_logprobs(engine, batch).chunk(2), reference.chunk(2)
-        config = self.config
-        loss = losses.dpo_loss(
-            chosen, rejected, ref_chosen, ref_rejected, beta=config.beta, label_smoothing=config.label_smoothing
-        )
-        margin = config.beta * ((chosen - ref_chosen) - (rejected - ref_rejected)).detach()
-        return loss, len(chosen), {"accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
+    with as_reference(reference, engine) as base:
+        ref_chosen, ref_rejected = _summed_logprobs(base, batch).chunk(2)
+    chosen, rejected = _summed_logprobs(engine, batch).chunk(2)
+    loss = losses.dpo_loss(
+        chosen, rejected, ref_chosen, ref_rejected, beta=config.beta, label_smoothing=config.label_smoothing
+    )
+    margin = config.beta * ((chosen - ref_chosen) - (rejected - ref_rejected)).detach()
+    return loss, len(chosen), {"accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
 
 
 def _summed_logprobs(engine: Engine, batch: Batch) -> Tensor:

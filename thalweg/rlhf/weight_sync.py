@@ -267,8 +267,7 @@ class ActorWeights:
             plain = nn.Linear(module.in_features, module.out_features, bias=False, device=originals[0].device)
             plain.weight = nn.Parameter(plain.weight.detach().to(self.dtype), requires_grad=False)
             plain.bias = module.bias
-            owner, _, key = path.rpartition(".")
-            setattr(skeleton.get_submodule(owner), key, plain)
+            skeleton.set_submodule(path, plain)
             found[f"{path}.weight"] = [names[id(tensor)] for tensor in originals], parts["weight"][0]
             self._tensors[f"{path}.weight"] = plain.weight
         return found

@@ -6,6 +6,7 @@ import importlib.resources
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,11 +15,12 @@ from starlette.exceptions import HTTPException
 
 from thalweg import __version__
 from thalweg.infer.types import Request as EngineRequest
-from thalweg.infer.types import RequestOutput
+from thalweg.infer.types import RequestOutput, SequenceResult
 from thalweg.serve.errors import ApiError, BadRequest, NotFound, Unhealthy
+from thalweg.serve.mii import deployment as mii
 from thalweg.serve.openai import requests as api
 from thalweg.serve.openai import responses, responses_api
-from thalweg.serve.openai.responses import AppState, SequenceResult
+from thalweg.serve.openai.responses import AppState
 from thalweg.serve.replicas.router import ReplicaRouter
 
 _CONTENT_SECURITY_POLICY = (
@@ -36,7 +38,7 @@ def build_app(app_state: AppState, deployment_name: str | None = None) -> FastAP
     _add_openai_routes(app, app_state)
 
     @app.post("/mii/{name:path}")
-    async def mii(name: str, http_request: Request) -> Response:
+    async def mii_endpoint(name: str, http_request: Request) -> Response:
         if name != (deployment_name or app_state.model_name):
             raise NotFound(f"there is no deployment {name[:100]!r}: use {deployment_name or app_state.model_name}")
         request, is_legacy = api.parse_mii_body(await http_request.body())
@@ -57,7 +59,7 @@ def build_router_app(router: ReplicaRouter) -> FastAPI:
         parts: AsyncGenerator[Any] = router.submit(method, target, await http_request.body())
         response = await responses.first_or_close(http_request.receive, parts)
         if response.is_stream:
-            count = router.metrics.count_cancelled
+            count = router.metrics.cancelled.inc
             return responses.SSEResponse(response.body, parts, count, end_marker=b"", encode=bytes)
         await parts.aclose()
         return Response(response.body, response.status, response.headers)
@@ -157,7 +159,7 @@ def _new_app(pool: Any) -> FastAPI:
 
     @app.exception_handler(responses.ClientDisconnected)
     async def client_disconnected(_: Request, __: responses.ClientDisconnected) -> Response:
-        pool.metrics.count_cancelled()
+        pool.metrics.cancelled.inc()
         return Response(status_code=499)
 
     @app.exception_handler(Exception)
@@ -185,7 +187,7 @@ def _require_model_kind(app_state: AppState, task: str, generative: bool) -> Non
 
 
 class _MiiAnswer(responses.Answer):
-    """DeepSpeed-MII's REST form: a list of ``{generated_text, prompt_length, generated_length, ...}``."""
+    """DeepSpeed-MII's REST form: a list of the fields of :class:`.deployment.Response`."""
 
     def __init__(self, app_state: AppState, request: api.MiiRequest) -> None:
         super().__init__(app_state, request.stream)
@@ -206,24 +208,16 @@ class _MiiAnswer(responses.Answer):
         return [EngineRequest("", p, api.mii_sampling_params(self._request, len(p), model_info)) for p in prompts]
 
     def body(self, results: list[list[SequenceResult]]) -> Any:
-        return [
-            {
-                "generated_text": text + result.text if self._request.return_full_text else result.text,
-                "prompt_length": length,
-                "generated_length": result.num_tokens,
-                "finish_reason": result.finish_reason,
-            }
-            for text, length, (result,) in zip(self._texts, self._lengths, results, strict=True)
-        ]
+        items = []
+        for text, length, (result,) in zip(self._texts, self._lengths, results, strict=True):
+            generated = text + result.text if self._request.return_full_text else result.text
+            items.append(asdict(mii.Response(generated, length, result.num_tokens, result.finish_reason)))
+        return items
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         if self._prefix or output.text or output.finished:
-            yield {
-                "generated_text": self._prefix + output.text,
-                "prompt_length": output.num_prompt_tokens,
-                "generated_length": output.num_generated_tokens,
-                "finish_reason": output.finish_reason,
-            }
+            about = output.num_prompt_tokens, output.num_generated_tokens, output.finish_reason
+            yield asdict(mii.Response(self._prefix + output.text, *about))
         self._prefix = ""
 
 

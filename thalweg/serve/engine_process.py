@@ -2,8 +2,8 @@
 
 The engine thread takes what has arrived, runs one step, sends what came out, and sleeps when there is
 nothing to do.  The reader thread moves messages from the socket into a queue and notices when the server is
-gone.  The heartbeat thread reports, several times a second, how long ago the engine last came back from a
-step: it is the one that still speaks when a step hangs, so the server can tell "slow" from "stuck".
+gone.  The heartbeat thread reports, several times a second, for how long the engine has been in a step:
+it is the one that still speaks when a step hangs, so the server can tell "slow" from "stuck".
 
 A request that needs preparing (a large grammar takes seconds) goes through a thread for that first, while the
 engine works for the others.
@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -59,8 +59,7 @@ class EngineLoop:
         self._done = threading.Event()
         self._stats = EngineStats()
         self._engine: EngineCore | None = None
-        self._last_progress: float | None = None  # when the engine last came back, None while it loads
-        self._busy = False
+        self._entered: float | None = None  # when the engine was last called, None since it came back
         self._preparing_ids: set[str] = set()
         self._prepare_executor = ThreadPoolExecutor(2, "thalweg-serve-prepare")
 
@@ -71,7 +70,7 @@ class EngineLoop:
         engine = None
         try:
             engine = self._engine = self._load_engine()
-            self._record_progress(engine)
+            self._record_return(engine)
             self._send({"type": "ready", "model": asdict(engine.metadata)})
             self._run_engine(engine)
         except _StopRequested:
@@ -97,8 +96,9 @@ class EngineLoop:
     def _run_engine(self, engine: EngineCore) -> None:
         while True:
             self._drain_inbox(engine)
+            self._entered = time.monotonic()
             outputs = engine.step()
-            self._record_progress(engine)
+            self._record_return(engine)
             if outputs:
                 self._send({"type": "out", "outputs": OUTPUTS.dump_python(outputs, exclude_defaults=True)})
             if not engine.has_work():
@@ -107,20 +107,16 @@ class EngineLoop:
     def _drain_inbox(self, engine: EngineCore) -> None:
         """Hand over what has arrived; sleep while the engine has nothing to do."""
         while not engine.has_work() or not self._inbox.empty():
-            self._busy = engine.has_work()
             message = self._inbox.get()
             if message["type"] == "stop":
                 raise _StopRequested
             if message["type"] == "lost":
                 raise RuntimeError(message["error"])
-            if not self._busy:
-                self._last_progress = time.monotonic()
-            self._busy = True
+            self._entered = time.monotonic()
             self._handle_message(engine, message)
-            self._record_progress(engine)
+            self._record_return(engine)
             if message["type"] == "abort" and not engine.has_work():
                 self._send(self._heartbeat_message())
-        self._busy = True
 
     def _handle_message(self, engine: EngineCore, message: Message) -> None:
         kind, request_id = message["type"], message.get("id", "")
@@ -163,14 +159,12 @@ class EngineLoop:
             message["error"] = error if is_exception else ValueError(f"the request broke its preparation: {error}")
         self._inbox.put(message)
 
-    def _record_progress(self, engine: EngineCore) -> None:
-        self._stats = engine.stats()
-        self._busy = engine.has_work()
-        self._last_progress = time.monotonic()
+    def _record_return(self, engine: EngineCore) -> None:
+        self._stats, self._entered = engine.stats(), None
 
     def _heartbeat_message(self) -> Message:
-        since = self._last_progress if self._busy else None
-        stalled_seconds = 0.0 if since is None else time.monotonic() - since
+        entered = self._entered
+        stalled_seconds = 0.0 if entered is None else time.monotonic() - entered
         return {"type": "beat", "stuck": stalled_seconds, "stats": asdict(self._stats)}
 
     def _send(self, message: Message) -> None:
@@ -179,9 +173,9 @@ class EngineLoop:
             self._sock.sendall(data)
 
     def _read_loop(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for message in read_messages(self._sock):
-                self._inbox.put(message)
+        with contextlib.suppress(OSError, ValueError), self._sock.makefile("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                self._inbox.put(json.loads(line))
         self._inbox.put({"type": "stop"})
         if not self._done.is_set():
             self._on_disconnect()
@@ -201,13 +195,6 @@ class _StopRequested(Exception):
 def encode_message(message: Message) -> bytes:
     """Return a message as a line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def read_messages(sock: socket.socket) -> Iterator[Message]:
-    """Yield messages from a blocking socket until the other side is gone; ValueError for what is none."""
-    with sock.makefile("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            yield json.loads(line)
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message | None:

@@ -1,4 +1,7 @@
-"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``; each class has its HTTP status."""
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``.
+
+What several places raise or catch has a class, with its HTTP status.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 class ApiError(Exception):
     """What a client is told: ``message`` names the cure, ``param`` the field, ``code`` is for programs.
 
-    ``status`` is the class's own unless one is given, as it is for what another server answered.
+    ``status`` is the class's own unless one is given.
     """
 
     status: int = 500
@@ -52,52 +55,16 @@ class InvalidApiKey(ApiError):
     headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
-class Forbidden(ApiError):
-    """A ``Host`` that this server does not answer to."""
-
-    status = 403
-
-
 class NotFound(ApiError):
     """No such path, model or deployment."""
 
     status = 404
 
 
-class ModelNotFound(NotFound):
-    """No such model here."""
-
-    code = "model_not_found"
-
-
 class RequestTimeout(ApiError):
     """Headers or body did not arrive in time."""
 
     status, code = 408, "timeout"
-
-
-class BodyTooLarge(ApiError):
-    """The body has more bytes than the server takes."""
-
-    status, code = 413, "body_too_large"
-
-
-class UnsupportedMediaType(ApiError):
-    """The body is not declared as JSON."""
-
-    status, code = 415, "content_type"
-
-
-class HeadersTooLarge(ApiError):
-    """The headers have more bytes than the server takes."""
-
-    status = 431
-
-
-class EngineFailed(ApiError):
-    """The engine failed on this request alone."""
-
-    status, code = 500, "engine_error"
 
 
 class _RetryLater(ApiError):

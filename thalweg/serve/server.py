@@ -27,7 +27,7 @@ from thalweg.serve.app import build_app, build_router_app
 from thalweg.serve.http.guard import BodyLimits, HardenedProtocol, RequestGuard, tls_context, tls_protocol_factory
 from thalweg.serve.openai.requests import ChatTokenizer
 from thalweg.serve.openai.responses import AppState
-from thalweg.serve.replicas.launcher import ReplicaHandle
+from thalweg.serve.replicas.launcher import ReplicaProcess
 from thalweg.serve.replicas.pool import BasePool, PoolLimits, ReplicaPool
 from thalweg.serve.replicas.router import ReplicaRouter
 from thalweg.utils.env import is_loopback
@@ -92,7 +92,7 @@ class ServeOptions:
 
 async def serve(
     options: ServeOptions,
-    start_replica: Callable[[int], ReplicaHandle],
+    start_replica: Callable[[int], ReplicaProcess],
     load_tokenizer: Callable[[], ChatTokenizer],
     on_ready: Callable[[str], None] = lambda url: None,
     stop_event: asyncio.Event | None = None,

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from thalweg.infer import types as infer_types
 from thalweg.infer.engine.detokenizer import IncrementalDetokenizer
-from thalweg.infer.engine.sampler import SampledRow, SampledToken, sample, sample_token, token_logprobs
+from thalweg.infer.engine.sampler import NotFiniteError, SampledRow, sample, sample_token, token_logprobs
 from thalweg.infer.engine.scheduler import BlockPool, Proposer, Scheduler, SchedulerOutput, Sequence
+from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 from thalweg.infer.spec_decode.ngram import NgramProposer
@@ -113,7 +114,7 @@ class LLMEngine:
         for index in range(params.n):
             sequence = Sequence(request, index, self._num_arrivals, max_length, stop_ids, self.decoder_start_ids)
             sequence.prefix_owner = sequences[0] if sequences else None
-            sequence.grammar = None if grammar is None else grammar.new_state(stop_ids)
+            sequence.grammar = None if grammar is None else self._grammar_compiler.new_state(grammar, stop_ids)
             if self.tokenizer is not None:
                 sequence.detokenizer = IncrementalDetokenizer(
                     self.tokenizer, params.stop, include_stop=params.include_stop,
@@ -216,9 +217,9 @@ class LLMEngine:
                 try:
                     # Appends the next token, and those after it as long as the draft tokens are what is sampled.
                     for number in range(len(draft_tokens) + 1):
-                        sampled = sample_token(sampler_output, first_rows[index] + number, sequence)
-                        outputs.append(self._append_token(sequence, sampled))
-                        if sequence.done or number == len(draft_tokens) or sampled.token != draft_tokens[number]:
+                        token, logprob = sample_token(sampler_output, first_rows[index] + number, sequence)
+                        outputs.append(self._append_token(sequence, token, logprob))
+                        if sequence.done or number == len(draft_tokens) or token != draft_tokens[number]:
                             break
                         sequence.num_computed_tokens += 1  # the draft token was right, so its keys and values are
                     if draft_tokens:
@@ -236,27 +237,26 @@ class LLMEngine:
         """
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
-        log.error("request %s failed", sequence.request.request_id, exc_info=error)
+        text, is_invalid = str(error), isinstance(error, GrammarError)
+        if not is_invalid and not isinstance(error, NotFiniteError):
+            log.error("request %s failed", sequence.request.request_id, exc_info=error)
+            text = f"{type(error).__name__}: {error}"
         if not sequence.done:
             self._finish_sequence(sequence, "error")
-            outputs.append(_make_output(sequence, finish_reason="error", error=f"{type(error).__name__}: {error}"))
+            outputs.append(_make_output(sequence, finish_reason="error", error=text, invalid_request=is_invalid))
 
-    def _append_token(self, sequence: Sequence, sampled: SampledToken) -> RequestOutput:
+    def _append_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         """Append a token to its sequence, end the sequence where it must, and return the output."""
         if sequence.num_generated_tokens == 0:
             self._counters["prompt_tokens"] += sequence.num_prompt_tokens
             self._counters["cached_tokens"] += sequence.num_cached_tokens
-        if sampled.error:
-            self._finish_sequence(sequence, "error")
-            error = {"error": sampled.error, "invalid_request": sampled.invalid_request}
-            return _make_output(sequence, finish_reason="error", **error)
-        sequence.tokens.append(sampled.token)
+        sequence.tokens.append(token)
         self._counters["generated_tokens"] += 1
-        reason, stop, text = self._check_stop(sequence, sampled.token)
+        reason, stop, text = self._check_stop(sequence, token)
         if reason is not None:
             self._finish_sequence(sequence, reason)
-        logprobs = None if sampled.logprob is None else (sampled.logprob,)
-        return _make_output(sequence, (sampled.token,), text, logprobs, finish_reason=reason, stop_reason=stop)
+        logprobs = None if logprob is None else (logprob,)
+        return _make_output(sequence, (token,), text, logprobs, finish_reason=reason, stop_reason=stop)
 
     def _check_stop(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | str | None, str]:
         """Return why the sequence ends with this token, if it does, what stopped it, and the new text."""
@@ -320,9 +320,9 @@ class LLMEngine:
             step = scheduler.max_num_batched_tokens
             for start in range(0, len(tokens), step):
                 chunk = tokens[start : start + step]
-                batch = ModelInput(chunk, [QuerySpan(slot, start, len(chunk))], [], [blocks])
-                states = self.runner.hidden_states(batch)
-                total = total + states.sum(0)
+                span = QuerySpan(slot, start, len(chunk))
+                batch = ModelInput(chunk, [span], range(len(chunk)), [blocks], wants_hidden_states=True)
+                total = total + self.runner.run(batch).sum(0)
             return total / len(tokens)
         finally:
             scheduler.release_slot(slot)

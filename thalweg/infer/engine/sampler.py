@@ -30,7 +30,6 @@ from torch import Tensor
 
 from thalweg.device import widest_float
 from thalweg.infer.engine.scheduler import Sequence
-from thalweg.infer.engine.structured_output import GrammarError
 from thalweg.infer.runners.base import arrays_to_device
 from thalweg.infer.types import SamplingParams, TokenLogprob
 
@@ -40,15 +39,8 @@ _NOT_FINITE, _NEEDS_ALL = -1, -2  # in a token's place: the logits are no number
 _MAX_SCORED_ROWS = 64  # rows of the vocabulary whose log-probabilities are in memory at a time
 
 
-@dataclass(frozen=True)
-class SampledToken:
-    """The chosen token; ``error`` where the logits are not finite or the grammar fails."""
-
-    token: int
-    logprob: TokenLogprob | None = None
-    error: str | None = None
-    # Whether ``error`` is the request's own fault.
-    invalid_request: bool = False
+class NotFiniteError(ArithmeticError):
+    """A row of logits holds what is no number."""
 
 
 class SampledRow(NamedTuple):
@@ -125,19 +117,19 @@ def sample(logits: Tensor, rows: AbstractSequence[SampledRow], argmax: ArgmaxRes
     return output
 
 
-def sample_token(output: SamplerOutput, row: int, sequence: Sequence) -> SampledToken:
-    """Take a row's token for its sequence, whose grammar goes on with it.  Raises what went wrong with the row."""
-    try:
-        if (failure := output.failures.get(row)) is not None:
-            raise failure
-        token = output.tokens[row]
-        if token == _NOT_FINITE:
-            return SampledToken(0, error="the model's output was not a finite number")
-        if sequence.grammar is not None:
-            sequence.grammar.advance(token)
-    except GrammarError as error:
-        return SampledToken(0, error=str(error), invalid_request=True)
-    return SampledToken(token, output.logprobs.get(row))
+def sample_token(output: SamplerOutput, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
+    """Take a row's token for its sequence, whose grammar goes on with it, and its log-probability where asked for.
+
+    Raises what went wrong with the row: NotFiniteError, GrammarError, or anything else.
+    """
+    if (failure := output.failures.get(row)) is not None:
+        raise failure
+    token = output.tokens[row]
+    if token == _NOT_FINITE:
+        raise NotFiniteError("the model's output was not a finite number")
+    if sequence.grammar is not None:
+        sequence.grammar.advance(token)
+    return token, output.logprobs.get(row)
 
 
 @torch.inference_mode()

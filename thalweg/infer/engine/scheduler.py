@@ -191,7 +191,7 @@ class BlockPool:
     def find_prefix(
         self, tokens: AbstractSequence[int], root_key: Hashable, require_full: bool = False
     ) -> tuple[list[int], int]:
-        """Return the blocks that hold a prefix of ``tokens``, and how many of them nobody holds.
+        """Return the blocks that hold a prefix of ``tokens``, and how many of them nobody holds; none without caching.
 
         At least one token is left over, as there must be something to compute.  ``require_full``: all of them
         or none, the last block maybe not full.
@@ -361,8 +361,11 @@ class Scheduler:
             if sequence is None:
                 return budget
             pool, encoder_prompt = self.block_pool, sequence.encoder_prompt
-            prefix_blocks, num_evictable = self._find_prefix(sequence)
-            encoder_blocks, num_encoder_evictable = self._find_encoder_prefix(sequence)
+            prefix_blocks, num_evictable = [], 0
+            if sequence.params.prompt_logprobs is None:
+                prefix_blocks, num_evictable = pool.find_prefix(sequence.tokens, sequence.prefix_root)
+            root = sequence.encoder_prefix_root
+            encoder_blocks, num_encoder_evictable = pool.find_prefix(encoder_prompt, root, require_full=True)
             num_new_encoder_blocks = 0 if encoder_blocks else pool.num_blocks_for(len(encoder_prompt))
             if num_new_encoder_blocks and encoder_sequences and len(encoder_prompt) > encoder_budget:
                 return budget
@@ -391,12 +394,6 @@ class Scheduler:
             scheduled.append((sequence, count))
             budget -= count
         return budget
-
-    def _find_encoder_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Return the cached blocks of an encoder prompt, and how many of them nobody holds."""
-        if not sequence.encoder_prompt or not self.block_pool.prefix_caching:
-            return [], 0
-        return self.block_pool.find_prefix(sequence.encoder_prompt, sequence.encoder_prefix_root, require_full=True)
 
     def _propose(self, scheduled: list[tuple[Sequence, int]], budget: int) -> dict[int, list[int]]:
         """Return draft tokens by sequence, with blocks for them; nothing is preempted for drafts."""
@@ -428,11 +425,6 @@ class Scheduler:
                 break
             count -= 1
         return count
-
-    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        if not self.block_pool.prefix_caching or sequence.params.prompt_logprobs is not None:
-            return [], 0
-        return self.block_pool.find_prefix(sequence.tokens, sequence.prefix_root)
 
     def _prefix_is_ready(self, sequence: Sequence) -> bool:
         """Whether it need not wait any more for the first sample of its request to compute the prompt."""

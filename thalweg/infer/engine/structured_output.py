@@ -10,7 +10,6 @@ import importlib.util
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,14 +30,15 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._eos_token_ids = list(eos_token_ids) or [tokenizer.eos_token_id]
         self._llg_tokenizer: Any = None
-        self._compiled: dict[StructuredOutput, CompiledGrammar] = {}
+        # Matchers, and how many characters their sources have.
+        self._compiled: dict[StructuredOutput, tuple[Any, int]] = {}
         self._lock = threading.Lock()
 
     def __contains__(self, structure: StructuredOutput) -> bool:
         return structure in self._compiled
 
-    def compile(self, structure: StructuredOutput) -> CompiledGrammar:
-        """Return a grammar; raises ValueError with the reason where the structure is not understood.
+    def compile(self, structure: StructuredOutput) -> Any:
+        """Return a matcher for :meth:`new_state`; raises ValueError where the structure is not understood, with why.
 
         May take seconds; any thread may call it.
         """
@@ -46,7 +46,7 @@ class GrammarCompiler:
 
         cached = self._compiled.get(structure)
         if cached is not None:
-            return cached
+            return cached[0]
         with self._lock:
             if self._llg_tokenizer is None:
                 from llguidance.hf import from_tokenizer
@@ -58,12 +58,16 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = str(matcher.get_error()).strip().splitlines()[0]
             raise ValueError(f"the structure is not understood: {reason}")
-        compiled = CompiledGrammar(matcher, len(source), list(self._llg_tokenizer.eos_tokens))
         with self._lock:
-            self._compiled[structure] = compiled
-            while len(self._compiled) > 1 and sum(x.size for x in self._compiled.values()) > _CACHE_BYTES:
+            self._compiled[structure] = matcher, len(source)
+            while len(self._compiled) > 1 and sum(size for _, size in self._compiled.values()) > _CACHE_BYTES:
                 self._compiled.pop(next(iter(self._compiled)))
-        return compiled
+        return matcher
+
+    def new_state(self, matcher: Any, stop_ids: frozenset[int]) -> GrammarState:
+        """Return the state of a sequence that these tokens end."""
+        # A table has an end token even where the model has none: another one then stands in for it.
+        return GrammarState(matcher.deep_copy(), stop_ids, list(self._llg_tokenizer.eos_tokens))
 
 
 def make_grammar_compiler(tokenizer: Any, metadata: ModelMetadata) -> GrammarCompiler | None:
@@ -88,20 +92,6 @@ def _grammar_source(structure: StructuredOutput) -> str:
         raise ValueError(f"the structure is not understood: {error}") from None
     assert structure.choices is not None
     return "start: " + " | ".join(json.dumps(choice) for choice in structure.choices)
-
-
-@dataclass(frozen=True)
-class CompiledGrammar:
-    """What a request's text must look like; ``size`` in characters of its source."""
-
-    matcher: Any
-    size: int
-    eos_token_ids: list[int]
-
-    def new_state(self, stop_ids: frozenset[int]) -> GrammarState:
-        """Return the state of a sequence that these tokens end."""
-        # A table has an end token even where the model has none: another one then stands in for it.
-        return GrammarState(self.matcher.deep_copy(), stop_ids, self.eos_token_ids)
 
 
 class GrammarState:

@@ -8,7 +8,7 @@ description).  The first that supports the model builds it; an error while it bu
 
 from __future__ import annotations
 
-import contextlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,6 @@ from thalweg.infer.runners.base import (
     RunnerRequest,
     count_kv_blocks,
 )
-from thalweg.infer.runners.batch_invariant import BatchInvariantRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
@@ -106,7 +105,32 @@ def load_engine(
     if draft_model is None and options.draft_model is not None:
         _check_same_vocab(tokenizer, load_tokenizer(options.draft_model, options), options.draft_model)
         draft_model = load_model(options.draft_model, replace(options, device="cpu"))
-    return _load_generator(model, options, tokenizer, runner, loaded_id, name, draft_model, workers, spec)
+    if options.lora_adapters and options.weight_offload:
+        raise ValueError("lora_adapters: they need weights in memory; leave weight_offload out")
+    draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
+    if workers is not None:
+        model_runner, max_length = _make_parallel_runner(model, options, runner, workers, spec)
+    else:
+        model_runner, max_length = _make_runner(model, options, runner, loaded_id, draft_spec, spec)
+    metadata = _make_metadata(model, options, name, kind, max_length)
+    proposer = None
+    if draft_spec is not None:
+        proposer = _make_proposer(draft_model, draft_spec, model_runner, options, metadata)
+    is_transformers = isinstance(model_runner, TransformersRunner)
+    num_speculative_tokens = options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0)
+    return LLMEngine(
+        model_runner,
+        metadata,
+        tokenizer,
+        max_num_seqs=model_runner.num_slots,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        prefix_cache=options.enable_prefix_caching and not is_transformers,
+        # The cache of a model's own code cannot take back a rejected token.
+        num_speculative_tokens=0 if is_transformers else num_speculative_tokens,
+        proposer=proposer,
+        grammar_compiler=make_grammar_compiler(tokenizer, metadata),
+        decoder_start_ids=_decoder_start_ids(model) if kind == "seq2seq" else (),
+    )
 
 
 def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
@@ -120,10 +144,13 @@ def _with_device(options: EngineConfig, model: Any) -> EngineConfig:
 
 def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner: str | None) -> Any:
     """Start the other ranks; a live model goes to them through files."""
-    from thalweg.infer.parallel.process_group import saved_to_tempdir, spawn_workers
+    from thalweg.infer.parallel.process_group import spawn_workers
 
-    with saved_to_tempdir(model) if isinstance(model, nn.Module) else contextlib.nullcontext(model) as folder:
-        return load_engine(model, options, tokenizer, runner=runner, workers=spawn_workers(folder, options))
+    with tempfile.TemporaryDirectory(prefix="thalweg-infer-") as folder:
+        if isinstance(model, nn.Module):
+            model.save_pretrained(folder)  # type: ignore[operator]
+        workers = spawn_workers(folder if isinstance(model, nn.Module) else model, options)
+        return load_engine(model, options, tokenizer, runner=runner, workers=workers)
 
 
 def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind, max_length: int) -> ModelMetadata:
@@ -159,49 +186,6 @@ def _load_encoder(
         max_length = get_max_model_len(spec, options.max_model_len)
     runner = runner_type(RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
     return EmbeddingEngine(runner, _make_metadata(model, options, name, "encoder", max_length), tokenizer, pooling)
-
-
-def _load_generator(
-    model: Any,
-    options: EngineConfig,
-    tokenizer: Any,
-    forced_runner: str | None,
-    weights_id: Any,
-    name: str,
-    draft_model: Any,
-    workers: Any,
-    spec: DecoderSpec | None,
-) -> LLMEngine:
-    """Return the engine of a model that generates."""
-    if options.lora_adapters and options.weight_offload:
-        raise ValueError("lora_adapters: they need weights in memory; leave weight_offload out")
-    kind = get_model_kind(model)
-    draft_spec = None if draft_model is None else _build_draft_spec(draft_model, kind, options)
-    if workers is not None:
-        runner, max_length = _make_parallel_runner(model, options, forced_runner, workers, spec)
-    else:
-        runner, max_length = _make_runner(model, options, forced_runner, weights_id, draft_spec, spec)
-    metadata = _make_metadata(model, options, name, kind, max_length)
-    proposer = None
-    if draft_spec is not None:
-        proposer = _make_proposer(draft_model, draft_spec, runner, options, metadata)
-    is_transformers = isinstance(runner, TransformersRunner)
-    if options.batch_invariant and isinstance(getattr(runner, "inner", runner), TorchRunner):
-        runner = BatchInvariantRunner(runner)
-    num_speculative_tokens = options.num_speculative_tokens or (_DEFAULT_DRAFT_TOKENS if proposer is not None else 0)
-    return LLMEngine(
-        runner,
-        metadata,
-        tokenizer,
-        max_num_seqs=runner.num_slots,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        prefix_cache=options.enable_prefix_caching and not is_transformers,
-        # The cache of a model's own code cannot take back a rejected token.
-        num_speculative_tokens=0 if is_transformers else num_speculative_tokens,
-        proposer=proposer,
-        grammar_compiler=make_grammar_compiler(tokenizer, metadata),
-        decoder_start_ids=_decoder_start_ids(model) if kind == "seq2seq" else (),
-    )
 
 
 def choose_runner(
@@ -394,7 +378,8 @@ def _make_proposer(
         raise ValueError(
             f"draft_model: it takes {draft_spec.max_length} tokens and the model {max_length}: set max_model_len"
         )
-    options = replace(options, max_model_len=max_length)
+    # What it proposes is verified: it may depend on who else runs.
+    options = replace(options, max_model_len=max_length, batch_invariant=False)
     runner_type, num_blocks = choose_runner(DECODER_RUNNERS[:2], draft_spec, options), target_runner.num_blocks
     request = RunnerRequest(draft_model, draft_spec, options, max_length, options.max_num_seqs, num_blocks)
     return DraftModelProposer(

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from thalweg.infer.models.llama import build_llama_like, scale_norm
-from thalweg.infer.models.spec import DecoderSpec, NormSpec, UnsupportedModelError
+from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError, build_layer_norm
 
 
 def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     if model.config.use_qk_norm:
         raise UnsupportedModelError("Cohere with layer norms on queries and keys")
-    norm = scale_norm(_build_norm(model.model.norm), float(model.config.logit_scale))
-    return build_llama_like(model, _build_norm, final_norm=norm, parallel=True, interleaved=True)
-
-
-def _build_norm(module: Any) -> NormSpec:
-    weight = module.weight.detach()
-    return NormSpec("layer", weight, torch.zeros_like(weight), module.variance_epsilon)
+    norm = scale_norm(build_layer_norm(model.model.norm), float(model.config.logit_scale))
+    return build_llama_like(model, build_layer_norm, final_norm=norm, parallel=True, interleaved=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,17 +79,18 @@ class LinearSpec:
         def pick(t: Tensor) -> Tensor:
             return t[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([t[low:high] for low, high in ranges])
 
-        def copy(start: int, stop: int, out: Tensor) -> None:
-            offset = 0
-            for low, high in ranges:
-                first, last = max(start, offset), min(stop, offset + high - low)
-                if first < last:
-                    self.copy_rows(low + first - offset, low + last - offset, out[first - start : last - start])
-                offset += high - low
-
         bias = None if self.bias is None else pick(self.bias)
         shape = sum(high - low for low, high in ranges), self.in_features
-        return LinearSpec(lambda: self.select(pick), bias, shape, copy_rows_fn=copy)
+        return LinearSpec(lambda: self.select(pick), bias, shape, copy_rows_fn=partial(self.copy_ranges, ranges))
+
+    def copy_ranges(self, ranges: Sequence[tuple[int, int]], start: int, stop: int, out: Tensor) -> None:
+        """Copy rows ``start`` to ``stop`` of these ranges of outputs, one behind the other."""
+        offset = 0
+        for low, high in ranges:
+            first, last = max(start, offset), min(stop, offset + high - low)
+            if first < last:
+                self.copy_rows(low + first - offset, low + last - offset, out[first - start : last - start])
+            offset += high - low
 
     def slice_inputs(self, low: int, high: int, *, keep_bias: bool) -> LinearSpec:
         """Return the layer of inputs ``low`` to ``high`` alone: a part of the sum that makes each output."""
@@ -386,17 +388,9 @@ def permute_outputs(layer: LinearSpec, permutation: Tensor) -> LinearSpec:
     bias = None if layer.bias is None else layer.bias[permutation]
     combined = permutation if layer.output_permutation is None else layer.output_permutation[permutation]
     shape = (len(permutation), layer.in_features)
-    run_ends = [*(torch.where(permutation.diff() != 1)[0] + 1).tolist(), len(permutation)]  # of runs of neighbours
-
-    def copy(start: int, stop: int, out: Tensor) -> None:
-        first = 0
-        for last in run_ends:
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                source_row = int(permutation[low])
-                layer.copy_rows(source_row, source_row + high - low, out[low - start : high - start])
-            first = last
-
+    runs = [0, *(torch.where(permutation.diff() != 1)[0] + 1).tolist(), len(permutation)]  # of neighbours
+    ranges = [(int(permutation[first]), int(permutation[last - 1]) + 1) for first, last in pairwise(runs)]
+    copy = partial(layer.copy_ranges, ranges)
     order: dict[str, Any] = {"modules": layer.modules, "output_permutation": combined, "copy_rows_fn": copy}
     return LinearSpec(lambda: layer.weight[permutation], bias, shape, **order)
 
@@ -408,19 +402,21 @@ def deinterleave_qkv(layer: LinearSpec, num_heads: int, head_dim: int) -> Linear
 
 
 def build_layer_norm(module: Any) -> NormSpec:
-    """Describe an nn.LayerNorm."""
+    """Describe an nn.LayerNorm, or a family's own."""
     raw_bias = getattr(module, "bias", None)
     weight = torch.ones(module.normalized_shape) if module.weight is None else module.weight.detach()
     bias = torch.zeros_like(weight) if raw_bias is None else raw_bias.detach()
-    return NormSpec("layer", weight, bias, module.eps)
+    return NormSpec("layer", weight, bias, _norm_eps(module))
+
+
+def _norm_eps(module: Any) -> float:
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
 def build_rms_norm(module: Any, offset: float = 0.0) -> NormSpec:
     """Describe an RMS norm; ``offset`` is added to its weight (Gemma stores weight - 1)."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    assert eps is not None
     weight = module.weight.detach()
-    return NormSpec("rms", weight if offset == 0 else weight.float() + offset, None, eps)
+    return NormSpec("rms", weight if offset == 0 else weight.float() + offset, None, _norm_eps(module))
 
 
 def build_norm(module: Any) -> NormSpec:

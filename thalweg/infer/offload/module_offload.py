@@ -16,7 +16,7 @@ Numbers are not touched: results have the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from thalweg.infer.offload.packed_file import PackedWeightsFile, default_weights_folder
 from thalweg.storage_io.allocator import round_up
 from thalweg.storage_io.evictable_memory import aligned_empty
-from thalweg.storage_io.io_threads import IoFuture
 from thalweg.utils.procfs import available_host_memory
 
 _ALIGNMENT = 64
@@ -70,32 +69,21 @@ class OffloadUnit:
     num_active_calls: int = 0
 
 
-@dataclass
-class _PendingFetch:
-    """A unit's bytes on their way."""
+def begin_copy(pinned: Sequence[Tensor], device: torch.device, copy_stream: torch.Stream) -> Callable[[], list[Tensor]]:
+    """Begin to copy pinned tensors to the device on a stream; what is returned gives the copies, for what the current
+    stream computes from then on."""
+    with copy_stream:
+        copies = [tensor.to(device, non_blocking=True) for tensor in pinned]
+        ready = copy_stream.record_event()
 
-    buffer: Tensor
-    future: IoFuture | None = None
-    event: torch.Event | None = None
-
-    def wait(self, device: torch.device, copy_stream: torch.Stream | None) -> Tensor:
-        """Return them on the device, for what its current stream computes from here on."""
-        if self.future is not None:
-            self.future.wait()
-        if copy_stream is None:
-            return self.buffer
-        ready = self.event or self.copy(device, copy_stream)  # the latter out of the file, by way of pinned memory
+    def finish() -> list[Tensor]:
         stream = torch.accelerator.current_stream(device)
         stream.wait_event(ready)
-        self.buffer.record_stream(stream)
-        return self.buffer
+        for tensor in copies:
+            tensor.record_stream(stream)
+        return copies
 
-    def copy(self, device: torch.device, copy_stream: torch.Stream) -> torch.Event:
-        """Begin to copy pinned bytes to the device; return what says that they are there."""
-        with copy_stream:
-            self.buffer = self.buffer.to(device, non_blocking=True)
-            self.event = copy_stream.record_event()
-        return self.event
+    return finish
 
 
 class ModuleOffloader:
@@ -121,7 +109,8 @@ class ModuleOffloader:
         self._hooks: list[Any] = []
         self._next_unit: dict[OffloadUnit, OffloadUnit] = {}
         self._last_unit: OffloadUnit | None = None
-        self._pending: dict[OffloadUnit, _PendingFetch] = {}
+        # What gives the bytes of units that are on their way; it does not refer to this object.
+        self._pending: dict[OffloadUnit, Callable[[], Sequence[Tensor]]] = {}
         on_host = self.device.type == "cpu"
         self._copy_stream = None if on_host else torch.Stream(self.device)
         self._is_mapped = offload_device == "cpu" and on_host
@@ -176,7 +165,7 @@ class ModuleOffloader:
         if unit not in self._pending:
             self._cancel_prefetch()
             self._pending[unit] = self._start_fetch(unit)
-        _assign_params(unit, self._pending.pop(unit).wait(self.device, self._copy_stream))
+        _assign_params(unit, *self._pending.pop(unit)())
         following = self._next_unit.get(unit)
         while following is not None and following.num_active_calls == 0 and following not in self._pending:
             if self.resident_bytes + following.nbytes > self.max_bytes:
@@ -191,22 +180,27 @@ class ModuleOffloader:
             self._set_placeholders(unit)
             self.resident_bytes -= unit.nbytes
 
-    def _start_fetch(self, unit: OffloadUnit) -> _PendingFetch:
+    def _start_fetch(self, unit: OffloadUnit) -> Callable[[], Sequence[Tensor]]:
         self.resident_bytes += unit.nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+        device, stream = self.device, self._copy_stream
         if unit.host_buffer is not None:
-            assert self._copy_stream is not None, "only a device has its weights on the host"
-            pending = _PendingFetch(unit.host_buffer)
-            pending.copy(self.device, self._copy_stream)
-            return pending
+            assert stream is not None, "only a device has its weights on the host"
+            return begin_copy([unit.host_buffer], device, stream)
         assert self._file is not None, "what is not on the host is in the file"
-        buffer = aligned_empty((round_up(unit.nbytes),), torch.uint8, pinned=self._copy_stream is not None)
-        return _PendingFetch(buffer, future=self._file.read(unit.segment, buffer))
+        buffer = aligned_empty((round_up(unit.nbytes),), torch.uint8, pinned=stream is not None)
+        future = self._file.read(unit.segment, buffer)
+
+        def finish() -> list[Tensor]:
+            future.wait()
+            return [buffer] if stream is None else begin_copy([buffer], device, stream)()
+
+        return finish
 
     def _cancel_prefetch(self) -> None:
         """The order is another than last time: drop what is on its way."""
-        for unit, pending_fetch in self._pending.items():
-            pending_fetch.wait(self.device, self._copy_stream)
+        for unit, finish in self._pending.items():
+            finish()
             self.resident_bytes -= unit.nbytes
         self._pending.clear()
 
@@ -220,7 +214,7 @@ class ModuleOffloader:
                 for param in unit.params:
                     param.assign(getattr(param.module, param.name).detach().clone())
             else:
-                _assign_params(unit, self._start_fetch(unit).wait(self.device, self._copy_stream))
+                _assign_params(unit, *self._start_fetch(unit)())
         self.units = []
         if self._file is not None:
             self._file.close()

@@ -28,7 +28,7 @@ error of the disk is an exception of the step that needed the bytes, never a wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +40,7 @@ from torch import Tensor
 from thalweg.device import pin, resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
+from thalweg.infer.offload.module_offload import begin_copy
 from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
 from thalweg.infer.runners import packed_weights
 from thalweg.infer.runners.packed_weights import PackedWeight, WeightStore, layer_linears, lm_head_format, packed_bytes
@@ -287,10 +288,10 @@ class DeviceWeightRing:
         self._pinned: dict[int, tuple[Tensor, ...]] = {}
         # By identity of the layer, which the description keeps alive.
         self._next: dict[int, LinearSpec] = {}
-        self._pending: dict[int, tuple[tuple[Tensor, ...], Any]] = {}
+        self._pending: dict[int, Callable[[], list[Tensor]]] = {}
         self._last: LinearSpec | None = None
 
-    def get(self, layer: LinearSpec) -> tuple[Tensor, ...]:
+    def get(self, layer: LinearSpec) -> list[Tensor]:
         """Return the layer's weight, and its bias where it has one, for what this stream computes from here on."""
         if self._last is not None:
             self._next[id(self._last)] = layer
@@ -298,11 +299,7 @@ class DeviceWeightRing:
         if id(layer) not in self._pending:  # another order than last time
             self._pending.clear()
             self._start(layer)
-        tensors, ready = self._pending.pop(id(layer))
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_event(ready)
-        for tensor in tensors:
-            tensor.record_stream(current)
+        tensors = self._pending.pop(id(layer))()
         following = self._next.get(id(layer))
         while following is not None and len(self._pending) < self._NUM_AHEAD and id(following) not in self._pending:
             self._start(following)
@@ -315,9 +312,7 @@ class DeviceWeightRing:
             pinned = tuple(pin(t.to("cpu", self._dtype)) for t in (layer.weight, layer.bias) if t is not None)
             if self._keep_pinned:
                 self._pinned[id(layer)] = pinned
-        with self._stream:
-            tensors = tuple(t.to(self._device, non_blocking=True) for t in pinned)
-            self._pending[id(layer)] = tensors, self._stream.record_event()
+        self._pending[id(layer)] = begin_copy(pinned, self._device, self._stream)
 
     def close(self) -> None:
         """Drop what is on its way and what is pinned."""

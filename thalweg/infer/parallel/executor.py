@@ -17,12 +17,11 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -38,7 +37,6 @@ from thalweg.infer.parallel.process_group import (
     InferenceGroup,
     WorkerDiedError,
     connect_by_store,
-    connect_devices_by_store,
 )
 from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
@@ -60,22 +58,15 @@ class DriverRunner(ModelRunner):
         self._finalizer = weakref.finalize(self, comm.close)
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits of the batch's rows.  Raises WorkerDiedError."""
-        self._broadcast_step("run", batch)
-        logits = self.inner.run(batch)
+        """Return fp32 logits of the batch's rows, or the hidden states.  Raises WorkerDiedError."""
+        self._broadcast_step(batch)
+        result = self.inner.run(batch)
         self._raise_if_failed()
-        return logits
+        return result
 
     def argmax(self) -> tuple[list[int], list[float]] | None:
         """Return the most likely tokens where the inner runner has them."""
         return self.inner.argmax()
-
-    def hidden_states(self, batch: ModelInput) -> Tensor:
-        """Return the final hidden states."""
-        self._broadcast_step("hidden", batch)
-        states = self.inner.hidden_states(batch)
-        self._raise_if_failed()
-        return states
 
     def sleep(self) -> None:
         """Give back the memory of this rank's shard and cache; each of the others does so by itself."""
@@ -99,9 +90,9 @@ class DriverRunner(ModelRunner):
         self._finalizer()
         self.inner.close()
 
-    def _broadcast_step(self, name: str, batch: ModelInput) -> None:
+    def _broadcast_step(self, batch: ModelInput) -> None:
         self._raise_if_failed()
-        # The workers keep the blocks of earlier steps: a token in the middle of a block goes on in the last one.
+        # The workers' runners keep the blocks of earlier steps: a token in the middle of a block goes on in the last.
         block_tables = [
             list(blocks[: -(-(span.start + span.num_tokens) // self.block_size)])
             if span.num_tokens > 1 or span.start % self.block_size == 0
@@ -109,8 +100,8 @@ class DriverRunner(ModelRunner):
             for span, blocks in zip(batch.spans, batch.block_tables, strict=True)
         ]
         self.group.broadcast({
-            "op": name, "tokens": batch.tokens, "spans": batch.spans, "rows": list(batch.logit_indices),
-            "block_tables": block_tables,
+            "op": "run", "tokens": batch.tokens, "spans": batch.spans, "logit_indices": list(batch.logit_indices),
+            "block_tables": block_tables, "wants_hidden_states": batch.wants_hidden_states,
         })  # fmt: skip
 
     def _raise_if_failed(self) -> None:
@@ -121,9 +112,8 @@ class DriverRunner(ModelRunner):
 class WorkerLoop:
     """Another rank's side: computes its shard when rank 0 says so."""
 
-    def __init__(self, runner: ModelRunner, comm: StageCommunicator, max_length: int) -> None:
+    def __init__(self, runner: ModelRunner, comm: StageCommunicator) -> None:
         self._runner, self._comm = runner, comm
-        self._block_tables = np.zeros((runner.num_slots, -(-max_length // runner.block_size)), dtype=np.int32)
 
     def run(self) -> dict[str, Any]:
         """Compute steps until rank 0 sends a message of another kind; return it.
@@ -133,15 +123,10 @@ class WorkerLoop:
         try:
             while True:
                 message = self._comm.group.receive()
-                if message["op"] not in ("run", "hidden"):
+                if message.pop("op") != "run":
                     return message
-                spans, block_tables = [QuerySpan(*span) for span in message["spans"]], []
-                for span, blocks in zip(spans, message["block_tables"], strict=True):
-                    table = self._block_tables[span.slot]
-                    table[: len(blocks)] = blocks
-                    block_tables.append(table)
-                batch = ModelInput(message["tokens"], spans, message["rows"], block_tables)
-                (self._runner.run if message["op"] == "run" else self._runner.hidden_states)(batch)
+                spans = [QuerySpan(*span) for span in message.pop("spans")]
+                self._runner.run(ModelInput(spans=spans, **message))
         except BaseException:
             self._comm.close()
             raise
@@ -176,12 +161,12 @@ class GroupEngine:
     def __init__(self, member: LLMEngine | WorkerLoop, group: InferenceGroup) -> None:
         self.member, self.group = member, group
 
-    def run_requests(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Run all ranks' requests together; return the outputs of this rank's.
+    def run_requests(self, requests: Iterable[Request]) -> Generator[RequestOutput]:
+        """Run all ranks' requests together, and yield the outputs of this rank's.
 
         Each rank calls it, or :meth:`finish`.  Raises an error of rank 0 on all of them, and WorkerDiedError.
         """
-        return self._run(list(requests)) or []
+        yield from self._run(list(requests)) or ()
 
     def finish(self) -> None:
         """Compute with the others until none of them has requests any more; collective."""
@@ -220,9 +205,7 @@ class GroupEngine:
 def broadcast_result(runner: Any) -> Iterator[dict[str, Any]]:
     """Let launched followers know the end of the block: the dict it fills in, or its error."""
     result: dict[str, Any] = {}
-    while not isinstance(runner, DriverRunner) and hasattr(runner, "inner"):
-        runner = runner.inner
-    if not isinstance(runner, DriverRunner) or runner.group.is_spawned:
+    if not isinstance(runner, DriverRunner) or runner.group.processes:  # which this rank has started
         yield result
         return
     try:
@@ -269,7 +252,7 @@ def start_worker(decoder: DecoderSpec, group: InferenceGroup, device: str) -> Wo
     except BaseException:
         group.close()
         raise
-    return WorkerLoop(runner, runner.comm, plan["max_length"])
+    return WorkerLoop(runner, runner.comm)
 
 
 def kernel_gap(decoder: DecoderSpec, options: EngineConfig) -> str | None:
@@ -312,10 +295,8 @@ def main(argument: str) -> int:
         model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
         ranks = fields["rank"], fields["num_ranks"]
         device = fields["options"]["device"]
-        connect_devices = connect_devices_by_store(store, torch.device(device), *ranks, fields["ranks_per_stage"])
-        group = InferenceGroup(
-            connect_by_store(store), *ranks, num_threads=fields["num_threads"], connect_devices=connect_devices
-        )
+        connect = connect_by_store(store, device, fields["ranks_per_stage"])
+        group = InferenceGroup(connect, *ranks, num_threads=fields["num_threads"])
         worker_loop = start_worker(build_decoder_spec(model), group, device)
         del model
         worker_loop.run()

@@ -27,11 +27,10 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -62,25 +61,23 @@ class InferenceGroup:
     """The ranks of an engine as one of them sees them.
 
     ``connect`` returns the process group, on the first use; all ranks of the engine do so together.
-    ``connect_devices``: the same for the two groups of the device.  ``num_threads``: of each rank, 0 for as many as
+    With it come the two groups of the device, where there is one.  ``num_threads``: of each rank, 0 for as many as
     torch has.
     """
 
     def __init__(
         self,
-        connect: Callable[[InferenceGroup], Any],
+        connect: Callable[[InferenceGroup], tuple[Any, Any]],
         rank: int,
         num_ranks: int,
         *,
         num_threads: int = 0,
-        connect_devices: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
         self.rank, self.num_ranks, self.num_threads = rank, num_ranks, num_threads
         # Those that this rank has started, for ranks 1 and on.
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connect = connect
         self._group: Any = None
-        self._connect_devices = connect_devices
         # Of all ranks and of this one's stage, for tensors of the device; None where the ranks compute on the host.
         self.device_groups: tuple[Any, Any] | None = None
         # The first rank that is known to have ended.
@@ -89,14 +86,9 @@ class InferenceGroup:
         self.on_failure: list[Callable[[int], None]] = []
         self._closed = threading.Event()
 
-    @property
-    def is_spawned(self) -> bool:
-        """Whether the other ranks are processes that this one has started."""
-        return bool(self.processes)
-
     def connect(self) -> None:
         """Meet the other ranks and watch their processes; collective.  Raises WorkerDiedError."""
-        self._group = self._connect(self)
+        self._group, self.device_groups = self._connect(self)
         address = torch.tensor([get_host_key(), os.getpid()])
         addresses = [torch.empty_like(address) for _ in range(self.num_ranks)]
         self._wait(self._group.allgather([addresses], [address]), 0)
@@ -104,8 +96,6 @@ class InferenceGroup:
         self.shares_host = len(pids) == self.num_ranks
         if self.shares_host:
             _watch_processes(weakref.ref(self), {rank: pid for rank, pid in enumerate(pids) if pid != os.getpid()})
-        if self._connect_devices is not None:
-            self.device_groups = self._connect_devices()
 
     # Messages
 
@@ -256,10 +246,14 @@ def _refuse_connection(group: InferenceGroup) -> Any:
     raise WorkerDiedError(group.failure_message())
 
 
-def connect_by_store(store: Store) -> Callable[[InferenceGroup], Any]:
-    """Return what connects the ranks that know a store, over the loopback interface."""
+def connect_by_store(
+    store: Store, device: torch.device | str = "cpu", ranks_per_stage: int = 1
+) -> Callable[[InferenceGroup], tuple[Any, Any]]:
+    """Return what connects the ranks that know a store: over the loopback interface, and those on accelerators by the
+    device's own library."""
+    device = torch.device(device)
 
-    def connect(group: InferenceGroup) -> Any:
+    def connect(group: InferenceGroup) -> tuple[Any, Any]:
         store.set(f"ready/{group.rank}", "")
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         while not store.check([f"ready/{rank}" for rank in range(group.num_ranks)]):
@@ -272,26 +266,16 @@ def connect_by_store(store: Store) -> Callable[[InferenceGroup], Any]:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout = _NO_TIMEOUT
-        return gloo(store, group.rank, group.num_ranks, options)
-
-    return connect
-
-
-def connect_devices_by_store(
-    store: Store, device: torch.device, rank: int, num_ranks: int, ranks_per_stage: int
-) -> Callable[[], tuple[Any, Any]] | None:
-    """Return what connects ranks on accelerators; None on the host."""
-    if device.type == "cpu":
-        return None
-
-    def connect() -> tuple[Any, Any]:
+        on_host = gloo(store, group.rank, group.num_ranks, options)
+        if device.type == "cpu":
+            return on_host, None
         torch.accelerator.set_device_index(device)
-        stage, rank_in_stage = divmod(rank, ranks_per_stage)
-        whole = _make_device_group(PrefixStore("devices", store), device, rank, num_ranks)
-        if ranks_per_stage == num_ranks:
-            return whole, whole
-        prefixed = PrefixStore(f"devices of stage {stage}", store)
-        return whole, _make_device_group(prefixed, device, rank_in_stage, ranks_per_stage)
+        stage, rank_in_stage = divmod(group.rank, ranks_per_stage)
+        whole = in_stage = _make_device_group(PrefixStore("devices", store), device, group.rank, group.num_ranks)
+        if ranks_per_stage < group.num_ranks:
+            prefixed = PrefixStore(f"devices of stage {stage}", store)
+            in_stage = _make_device_group(prefixed, device, rank_in_stage, ranks_per_stage)
+        return on_host, (whole, in_stage)
 
     return connect
 
@@ -334,10 +318,8 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
     num_threads = max(1, torch.get_num_threads() * options.pipeline_parallel_size // num_ranks)  # stages take turns
     worker_options = replace(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    connect_devices = connect_devices_by_store(store, devices[0], 0, num_ranks, options.ranks_per_stage)
-    group = InferenceGroup(
-        connect_by_store(store), 0, num_ranks, num_threads=num_threads, connect_devices=connect_devices
-    )
+    connect = connect_by_store(store, devices[0], options.ranks_per_stage)
+    group = InferenceGroup(connect, 0, num_ranks, num_threads=num_threads)
     environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environ.pop(name, None)
@@ -362,14 +344,6 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
     return group
 
 
-@contextlib.contextmanager
-def saved_to_tempdir(model: Any) -> Iterator[str]:
-    """Write a live model where other processes can read it, for as long as the context is open."""
-    with tempfile.TemporaryDirectory(prefix="thalweg-infer-") as folder:
-        model.save_pretrained(folder)
-        yield folder
-
-
 def is_launched(num_ranks: int) -> bool:
     """Whether this process is one of several ranks of a launcher, to be taken in groups of ``num_ranks``."""
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
@@ -383,7 +357,7 @@ def is_launched(num_ranks: int) -> bool:
 def join_launched_group(options: EngineConfig, members: Sequence[int] | None = None) -> InferenceGroup:
     """Return this rank's group: n neighbours of ``members``, or of all the launcher's ranks; collective over the latter
     (to a rank that is no member what is returned means nothing)."""
-    num_ranks, device, connect_devices = options.num_ranks, resolve_device(options.device), None
+    num_ranks, device, device_groups = options.num_ranks, resolve_device(options.device), None
     if not dist.is_initialized():
         if device.type == "cpu":
             dist.init_process_group("gloo", init_method="env://")
@@ -400,6 +374,6 @@ def join_launched_group(options: EngineConfig, members: Sequence[int] | None = N
     if device.type != "cpu":
         backend = dist.get_default_backend_for_device(device.type)
         groups = {size: join(size, backend) for size in sorted({num_ranks, options.ranks_per_stage})}
-        connect_devices = lambda: (groups[num_ranks], groups[options.ranks_per_stage])
+        device_groups = groups[num_ranks], groups[options.ranks_per_stage]
     rank = (dist.get_rank() - ranks[0]) % num_ranks
-    return InferenceGroup(lambda _: process_group, rank, num_ranks, connect_devices=connect_devices)
+    return InferenceGroup(lambda _: (process_group, device_groups), rank, num_ranks)

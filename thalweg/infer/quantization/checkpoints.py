@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 TensorMap = Mapping[str, Tensor]
@@ -59,7 +60,9 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
     dequantize, files = _DEQUANTIZERS[method], sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder}: its weights are quantised by {method}, and there is no safetensors file")
-    stored_tensors = _load_tensors(files)
+    stored_tensors: dict[str, Tensor] = {}
+    for file in files:
+        stored_tensors |= load_file(file)
     dequantized: dict[str, Tensor] = {}
     for owner, tensors in _group_by_module(stored_tensors).items():
         try:
@@ -101,15 +104,6 @@ def check_all_loaded(model: str | Path, loading_info: Any) -> None:
                 f"{model}: its files have {problem} for {len(names)} of the model's tensors: {shown}. Download"
                 " or save it again, or mend its config.json"
             )
-
-
-def _load_tensors(files: list[Path]) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= load_file(file)
-    return tensors
 
 
 def _group_by_module(stored: TensorMap) -> dict[str, dict[str, Tensor]]:
@@ -162,9 +156,7 @@ def _dequantize_awq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tens
         _unpack_int32(tensors[name], bits).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
         for name in ("qweight", "qzeros")
     )
-    group_size = len(values) // len(zeros)
-    scales = tensors["scales"].float().repeat_interleave(group_size, 0)
-    return ((values - zeros.repeat_interleave(group_size, 0)).float() * scales).t()
+    return ((values - _expand_scale(zeros, values)).float() * _expand_scale(tensors["scales"].float(), values)).t()
 
 
 def _dequantize_compressed_tensors(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:

@@ -45,13 +45,10 @@ def list_wide_linears(model: nn.Module) -> list[tuple[nn.Module, str, str, Any]]
         (owner, key, f"{prefix}.{key}".lstrip("."), child)
         for prefix, owner in model.named_modules()
         for key, child in owner.named_children()
-        if _is_wide_linear(child) and not isinstance(owner, nn.MultiheadAttention)  # which reads its layers' weights
+        if (type(child) is nn.Linear or type(child).__name__ == "Conv1D")
+        and min(child.weight.shape) >= _MIN_FEATURES  # type: ignore[arg-type]
+        and not isinstance(owner, nn.MultiheadAttention)  # which reads its layers' weights
     ]
-
-
-def _is_wide_linear(layer: Any) -> bool:
-    is_linear = type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
-    return is_linear and min(layer.weight.shape) >= _MIN_FEATURES
 
 
 def get_output_head(model: nn.Module) -> Any:

@@ -19,9 +19,9 @@ from torch import Tensor
 from thalweg.device import copy_to_device, graph_module, resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.lora import LoraManager
-from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
+from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, list_linears
 from thalweg.infer.precision import get_compute_dtype, get_kv_cache_dtype, get_weight_format
-from thalweg.infer.runners.packed_weights import WeightStore, all_linears
+from thalweg.infer.runners.packed_weights import WeightStore
 
 if TYPE_CHECKING:
     from thalweg.infer.parallel.communicator import StageCommunicator
@@ -72,6 +72,8 @@ class ModelInput:
     encoder_seq_lens: list[int] = field(default_factory=list)
     # Which adapter each span's sequence has, -1 for none.
     lora_ids: list[int] = field(default_factory=list)
+    # Whether the last hidden states are wanted in place of logits; of all rows then.
+    wants_hidden_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,6 @@ class RunnerRequest:
     def device(self) -> torch.device:
         """Where the model runs."""
         return resolve_device(self.config.device)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the model runs on the processor."""
-        return self.device.type == "cpu"
 
     @property
     def max_encoder_tokens(self) -> int:
@@ -167,7 +164,8 @@ class ModelRunner(BaseRunner):
         raise NotImplementedError
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), valid until the next run."""
+        """Compute, store keys and values; return fp32 logits (len(logit_indices), vocab), or the last hidden states
+        (tokens, width), valid until the next run."""
         raise NotImplementedError
 
     def argmax(self) -> tuple[list[int], list[float]] | None:
@@ -179,10 +177,6 @@ class ModelRunner(BaseRunner):
 
     def free_slot(self, slot: int) -> None:
         """Drop what the slot's sequence keeps outside of the blocks."""
-
-    def hidden_states(self, batch: ModelInput) -> Tensor:
-        """Like ``run`` with all rows, but return the last hidden states, fp32 (tokens, width)."""
-        raise NotImplementedError
 
     def sleep(self) -> None:
         """Give back the memory of the weights and the cache, and keep everything else until :meth:`wake_up`."""
@@ -235,8 +229,8 @@ def count_kv_blocks(
             num_copies = 3
         per_block += BLOCK_SIZE * max(2 * num_copies * heads * dim * compute_size for heads, dim in shapes)
         if draft_spec is not None:  # whose weights come after the cache
-            linears = [x for x, _ in all_linears(draft_spec, "bf16")]
-            free -= compute_size * (draft_spec.embed.numel() + sum(x.out_features * x.in_features for x in linears))
+            linears = sum(x.out_features * x.in_features for x in list_linears(draft_spec))
+            free -= compute_size * (draft_spec.embed.numel() + linears)
         usable = _DEVICE_MEMORY_FRACTION * free
     free_blocks = int(usable) // max(num_processes * per_block, 1)  # a rank with experts alone has none
     return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))

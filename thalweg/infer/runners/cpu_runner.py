@@ -100,7 +100,8 @@ class CpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.logit_indices), vocab), overwritten by the next run."""
+        """Return fp32 logits (len(batch.logit_indices), vocab), or the last hidden states (tokens, width), overwritten
+        by the next run."""
         comm = self.comm
         self._prepare_inputs(batch)
         self._num_last_rows = count = len(batch.logit_indices)
@@ -109,12 +110,15 @@ class CpuRunner(ModelRunner):
         else:
             is_decode = count == len(batch.tokens) == len(batch.spans)
             self._thread_tuner.run(count if is_decode else None, lambda threads: self._run_programs(batch, threads))
-        logits = self._logits[:count, : self.vocab_size]
+        result = self._logits[:count, : self.vocab_size]
+        if batch.wants_hidden_states:
+            states = self._final if comm is None or comm.is_last_stage else self._out
+            result = states[:count, : self.hidden_size]
         if comm is not None:
-            logits = comm.return_result(logits)
-        if self._logit_softcap:
-            logits = self._logit_softcap * torch.tanh(logits / self._logit_softcap)
-        return logits
+            result = comm.return_result(result)
+        if self._logit_softcap and not batch.wants_hidden_states:
+            result = self._logit_softcap * torch.tanh(result / self._logit_softcap)
+        return result
 
     def _run_programs(self, batch: ModelInput, num_threads: int | None = None) -> None:
         if num_threads is not None:
@@ -136,20 +140,6 @@ class CpuRunner(ModelRunner):
             return None
         tokens, values = self._argmax_buffers
         return tokens[: self._num_last_rows].tolist(), values[: self._num_last_rows].tolist()
-
-    @torch.inference_mode()
-    def hidden_states(self, batch: ModelInput) -> Tensor:
-        """Return the final hidden states, fp32 (tokens, width)."""
-        all_rows = replace(batch, logit_indices=range(len(batch.tokens)))
-        self._prepare_inputs(all_rows)
-        self._weights.run([*self._body, *self._head], 0)
-        count, comm = len(batch.tokens), self.comm
-        states = (self._final if comm is None or comm.is_last_stage else self._out)[:count, : self.hidden_size]
-        if comm is not None:
-            if not comm.is_last_stage:
-                comm.send_activations(states)
-            states = comm.return_result(states)
-        return states.clone()
 
     def _prepare_inputs(self, batch: ModelInput) -> None:
         tokens, positions, table_offsets, logit_indices, counts = self._np_inputs

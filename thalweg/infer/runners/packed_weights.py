@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thalweg.infer.models.spec import DecoderLayerSpec, DecoderSpec, EncoderSpec, LinearSpec, MLPSpec
+from thalweg.infer.models.spec import DecoderLayerSpec, DecoderSpec, EncoderSpec, LinearSpec, MLPSpec, list_linears
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import EvictableMemory
 
@@ -80,29 +80,6 @@ def layer_linears(layer: DecoderLayerSpec) -> list[LinearSpec]:
     return [a.qkv, a.out, *(() if cross is None else (cross.q, cross.out)), m.up, m.down]
 
 
-def all_linears(
-    spec: DecoderSpec | EncoderSpec, weight_format: str, include_moe: bool = False
-) -> list[tuple[LinearSpec, str]]:
-    """Return all linear layers of a model for a weight format, each with its own format.
-
-    ``include_moe``: of layers with a mixture of experts, those of the attention.
-    """
-    linears = []
-    for layer in spec.layers:
-        attention_only = include_moe and not isinstance(layer.mlp, MLPSpec)
-        own = [layer.attention.qkv, layer.attention.out] if attention_only else layer_linears(layer)
-        linears += [(x, weight_format) for x in own]
-    if isinstance(spec, EncoderSpec):
-        return linears
-    linears.append((spec.lm_head, lm_head_format(weight_format)))
-    if spec.encoder is not None:
-        linears += all_linears(spec.encoder, weight_format)
-        linears += [
-            (layer.cross_attention.kv, weight_format) for layer in spec.layers if layer.cross_attention is not None
-        ]
-    return linears
-
-
 def lm_head_format(weight_format: str) -> str:
     """Return the format of the head for a weight format: with int4 it is int8."""
     return "int8" if weight_format == "int4" else weight_format
@@ -144,7 +121,9 @@ class InMemoryWeights(WeightStore):
     """All weights in one piece of memory, on huge pages where the system has them."""
 
     def __init__(self, spec: DecoderSpec | EncoderSpec, weight_format: str) -> None:
-        total = sum(packed_bytes(x.out_features, x.in_features, kind) for x, kind in all_linears(spec, weight_format))
+        head = spec.lm_head if isinstance(spec, DecoderSpec) else None
+        kinds = [(x, lm_head_format(weight_format) if x is head else weight_format) for x in list_linears(spec)]
+        total = sum(packed_bytes(x.out_features, x.in_features, kind) for x, kind in kinds)
         self._memory = EvictableMemory(total)
         self._bytes = self._memory.tensor(0, (total,), torch.uint8)
         self._offset = 0

@@ -174,16 +174,17 @@ class TorchLayers:
         self._lora, self.lora_rows = request.lora, dict[int, Tensor]()
         self.dtype, self.device = dtype or get_compute_dtype(request.config), request.device
         self.max_length = request.max_model_len
-        self._attention_choice = nullcontext if self.device.type == "cpu" else attention_of_many_shapes
+        on_cpu = self.device.type == "cpu"
+        self._attention_choice = nullcontext if on_cpu else attention_of_many_shapes
         self._cache_weights = cache_weights and request.config.weight_offload is None
         self._weight_ring: Any = None
         # Layers of experts for the ring, by mixture and number.
         self._expert_layers: dict[tuple[int, int], tuple[LinearSpec, LinearSpec]] = {}
-        if dtype is None and request.config.weight_offload is not None and not request.on_cpu:
+        if dtype is None and request.config.weight_offload is not None and not on_cpu:
             from thalweg.infer.offload.weight_ring import DeviceWeightRing
 
             self._weight_ring = DeviceWeightRing(self.device, self.dtype, request.config.weight_offload == "cpu")
-        has_packed = request.on_cpu or request.config.quantization is not None
+        has_packed = on_cpu or request.config.quantization is not None
         self._packs = dtype is None and has_packed and request.config.weight_offload is None
         packer = linear_packer(request.weight_format, self.device, self.dtype) if self._packs else None
         self._make_linear: Callable[[LinearSpec], Callable[[Tensor], Tensor]] = packer or self._plain_linear
@@ -583,6 +584,8 @@ class TorchRunner(TorchLayers, ModelRunner):
     block_size = base.BLOCK_SIZE
     # None: no graphs.
     _graph_module: Any = None
+    # Whether each token is computed alone, as its sums depend on how many there are.
+    _is_batch_invariant = False
 
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
@@ -612,6 +615,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         else:
             self._warm_up(min(request.config.max_num_batched_tokens, self.max_length))
             self._allocate_cache(request.num_blocks())
+        self._is_batch_invariant = config.batch_invariant
 
     def _take_decoder(self, spec: DecoderSpec) -> None:
         packs = self._packs
@@ -644,25 +648,56 @@ class TorchRunner(TorchLayers, ModelRunner):
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.logit_indices), vocab)."""
+        """Return fp32 logits (len(batch.logit_indices), vocab), or the last hidden states (tokens, width)."""
+        if self._is_batch_invariant and len(batch.tokens) > 1:
+            return self._run_one_by_one(batch)
         if (logits := self._run_graph(batch)) is not None:
             return logits
         d, comm, step = self.decoder, self.comm, self._prepare(batch)
         with self._attention_choice():
             x = self._forward(step)
-        if comm is None or comm.is_last_stage:
-            logits = self._logits(x, step)
-        else:
+        is_last_stage = comm is None or comm.is_last_stage
+        if comm is not None and not is_last_stage:
             comm.send_activations(x)
-            logits = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
-        return logits if comm is None else comm.return_result(logits)
+        if batch.wants_hidden_states:
+            result = self._norm(d.final_norm, x).float()
+        elif is_last_stage:
+            result = self._logits(x, step)
+        else:
+            result = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
+        return result if comm is None else comm.return_result(result)
+
+    def _run_one_by_one(self, batch: ModelInput) -> Tensor:
+        """Run each token alone: its result then depends on nobody's company, not on how prompts are chunked, not on
+        what the prefix cache holds.  All ranks do so alike."""
+        place_of_row = {row: place for place, row in enumerate(batch.logit_indices)}
+        results: dict[int, Tensor] = {}
+        row = 0
+        for number, span in enumerate(batch.spans):
+            own = slice(number, number + 1)
+            for position in range(span.start, span.start + span.num_tokens):
+                alone = replace(
+                    batch,
+                    tokens=[batch.tokens[row]],
+                    spans=[QuerySpan(span.slot, position, 1)],
+                    logit_indices=[0] if row in place_of_row else [],
+                    block_tables=batch.block_tables[own],
+                    encoder_block_tables=batch.encoder_block_tables[own],
+                    encoder_seq_lens=batch.encoder_seq_lens[own],
+                    lora_ids=batch.lora_ids[own],
+                )
+                result = self.run(alone)
+                if row in place_of_row:
+                    results[place_of_row[row]] = result[0]
+                row += 1
+        return torch.stack([results[place] for place in range(len(results))]) if results else torch.empty(0, 0)
 
     def _run_graph(self, batch: ModelInput) -> Tensor | None:
         """Compute a step by one launch, or None: not each sequence has one token, or padding would cost too much."""
         count = len(batch.spans)
         if self._graph_module is None or len(batch.tokens) > count or list(batch.logit_indices) != [*range(count)]:
             return None
-        if max(batch.lora_ids, default=-1) >= 0:
+        if batch.wants_hidden_states or max(batch.lora_ids, default=-1) >= 0:
             return None
         slots, starts, _ = self._take_spans(batch)
         size, tables, longest = self.block_size, self._block_tables, int(starts.max()) + 1
@@ -737,16 +772,6 @@ class TorchRunner(TorchLayers, ModelRunner):
         logits = logits if self.comm is None else self.comm.gather_logits(logits)
         return d.logit_softcap * torch.tanh(logits / d.logit_softcap) if d.logit_softcap else logits
 
-    @torch.inference_mode()
-    def hidden_states(self, batch: ModelInput) -> Tensor:
-        """Return the final hidden states, fp32 (tokens, width)."""
-        states = self._norm(self.decoder.final_norm, self._forward(self._prepare(batch))).float()
-        if self.comm is None:
-            return states
-        if not self.comm.is_last_stage:
-            self.comm.send_activations(states)
-        return self.comm.return_result(states)
-
     def _take_spans(self, batch: ModelInput) -> np.ndarray:
         """Return the spans' slots, starts and counts (3, spans); their block tables are up to date then."""
         slots, starts, counts = spans = np.array(batch.spans, np.int64).T.copy()
@@ -820,6 +845,10 @@ class TorchRunner(TorchLayers, ModelRunner):
         """Compute encoder prompts and store the keys and values of cross attention."""
         d, size = self.decoder, self.block_size
         assert d.encoder is not None, "only a model with an encoder has encoder prompts"
+        if self._is_batch_invariant and len(inputs) > 1:
+            for encoder_input in inputs:
+                self.run_encoder([encoder_input])
+            return
         with self._attention_choice():
             states = self.encode(d.encoder, [x.tokens for x in inputs], [x.lora_id for x in inputs])
         slots = [

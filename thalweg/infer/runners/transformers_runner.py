@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -76,31 +76,13 @@ class TransformersRunner(ModelRunner):
     @torch.inference_mode()
     def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
         """Let the model's encoder compute encoder prompts."""
-        device = next(self._model.parameters()).device
         for encoder_input in inputs:
-            tokens = torch.tensor([list(encoder_input.tokens)], device=device)
-            encoder = self._model.get_encoder()
-            with eval_mode(encoder):
-                self._encoder_outputs[encoder_input.slot] = encoder(
-                    input_ids=tokens, attention_mask=torch.ones_like(tokens), return_dict=True
-                )
+            self._encoder_outputs[encoder_input.slot] = _run_encoder(self._model, encoder_input.tokens)
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits (len(batch.logit_indices), vocab)."""
-        rows = self._forward(batch, lambda out: out["logits"][0], output_hidden_states=False)
-        return torch.stack([rows[row] for row in batch.logit_indices]) if rows else torch.empty(0, 0)
-
-    @torch.inference_mode()
-    def hidden_states(self, batch: ModelInput) -> Tensor:
-        """Return the final hidden states, fp32 (tokens, width)."""
-        all_rows = replace(batch, logit_indices=range(len(batch.tokens)))
-        rows = self._forward(all_rows, lambda out: out["hidden_states"][-1][0], output_hidden_states=True)
-        return torch.stack([rows[row] for row in all_rows.logit_indices])
-
-    def _forward(self, batch: ModelInput, get_rows: Any, output_hidden_states: bool) -> dict[int, Tensor]:
-        """Return the fp32 rows that are wanted, by their places in the batch."""
-        outputs, offset, requested = {}, 0, set(batch.logit_indices)
+        """Return fp32 logits (len(batch.logit_indices), vocab), or the last hidden states (tokens, width)."""
+        of_states, outputs, offset, requested = batch.wants_hidden_states, {}, 0, set(batch.logit_indices)
         for slot, start, count in batch.spans:
             if start == 0:
                 self._slot_states[slot] = _SlotState()
@@ -108,11 +90,12 @@ class TransformersRunner(ModelRunner):
             state.tokens += batch.tokens[offset : offset + count]
             indices = [row for row in range(offset, offset + count) if row in requested]
             if indices:  # without, the tokens wait for those after them
-                rows = torch.cat([get_rows(out) for out in self._advance(slot, state, output_hidden_states)])
+                parts = self._advance(slot, state, of_states)
+                rows = torch.cat([(out["hidden_states"][-1] if of_states else out["logits"])[0] for out in parts])
                 # The rows of tokens that waited come first and are not wanted.
                 outputs |= {row: rows[row - offset - count].float() for row in indices}
             offset += count
-        return outputs
+        return torch.stack([outputs[row] for row in batch.logit_indices]) if outputs else torch.empty(0, 0)
 
     def _advance(self, slot: int, state: _SlotState, output_hidden_states: bool) -> list[Any]:
         """Show the model what it has not seen; returns its outputs."""
@@ -197,11 +180,14 @@ class TransformersEncoder(EncoderRunner):
 @torch.inference_mode()
 def compute_hidden_states(model: Any, tokens: Sequence[int]) -> Tensor:
     """Return the last states, fp32 (tokens, width), that a live model gives in eval mode."""
+    return _run_encoder(model, tokens).last_hidden_state[0].float()
+
+
+def _run_encoder(model: Any, tokens: Sequence[int]) -> Any:
     encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
     ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
     with eval_mode(encoder):
-        out = encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
-    return out.last_hidden_state[0].float()
+        return encoder(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)
 
 
 def _placed(request: RunnerRequest) -> Any:

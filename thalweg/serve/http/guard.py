@@ -88,7 +88,7 @@ class HardenedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("")
         if self._in_headers and self._header_bytes > HEADER_BYTES and not self.transport.is_closing():
-            self._reject(errors.HeadersTooLarge(f"the headers are larger than {HEADER_BYTES} bytes"))
+            self._reject(errors.ApiError(f"the headers are larger than {HEADER_BYTES} bytes", status=431))
 
     def _feed_parser(self, data: bytes) -> None:
         while True:
@@ -321,7 +321,8 @@ class RequestGuard:
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in LOCAL_HOSTS:
-            raise errors.Forbidden("this server answers to localhost alone: start it with --api-key for other names")
+            message = "this server answers to localhost alone: start it with --api-key for other names"
+            raise errors.ApiError(message, status=403)
 
     def _check_api_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._key_digests or path in PUBLIC_PATHS:
@@ -335,17 +336,19 @@ class RequestGuard:
             )
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        limit = self._limits.max_bytes
+        limit, seconds = self._limits.max_bytes, self._limits.timeout_seconds
         length = headers.get(b"content-length", b"0")
         too_big = not (length.isdigit() and len(length) < 20 and int(length) <= limit)
-        chunks, size, deadline = [], 0, time.monotonic() + self._limits.timeout_seconds
+        too_large = errors.ApiError(
+            f"the body is larger than {limit} bytes: send less", code="body_too_large", status=413
+        )
+        chunks, size, deadline = [], 0, time.monotonic() + seconds
         while True:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
-                if too_big:
-                    raise _body_too_large(limit) from None
-                raise errors.RequestTimeout(f"the body did not arrive in {self._limits.timeout_seconds:g} s") from None
+                slow = errors.RequestTimeout(f"the body did not arrive in {seconds:g} s")
+                raise (too_large if too_big else slow) from None
             if message["type"] == "http.disconnect":
                 raise _Disconnected
             size += len(message.get("body", b""))
@@ -353,13 +356,12 @@ class RequestGuard:
             if too_big:  # read on for a moment: a client that is still sending would not see the answer
                 chunks.clear()
                 deadline = min(deadline, time.monotonic() + 1.0)
-                if size > 16 * limit:
-                    raise _body_too_large(limit)
             else:
                 chunks.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                if too_big:
-                    raise _body_too_large(limit)
+            is_last = not message.get("more_body", False)
+            if too_big and (is_last or size > 16 * limit):
+                raise too_large
+            if is_last:
                 return b"".join(chunks)
 
 
@@ -370,13 +372,9 @@ class _Disconnected(Exception):
 def _check_content_type(headers: dict[bytes, bytes]) -> None:
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json":
-        raise errors.UnsupportedMediaType("send JSON with `Content-Type: application/json`")
+        raise errors.ApiError("send JSON with `Content-Type: application/json`", code="content_type", status=415)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise errors.BadRequest("compressed bodies are not taken: send plain JSON", code="content_encoding")
-
-
-def _body_too_large(limit: int) -> errors.BodyTooLarge:
-    return errors.BodyTooLarge(f"the body is larger than {limit} bytes: send less")
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

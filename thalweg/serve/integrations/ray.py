@@ -12,12 +12,14 @@ same: OpenAI's API, limits, cancellation, errors, ``/metrics`` of the replica th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thalweg.infer.config import EngineConfig
@@ -87,37 +89,26 @@ class RayApp:
     ) -> None:
         self._engine_spec, self._model_name = engine_spec, model_name
         self._api_keys, self._pool_limits = api_keys, pool_limits
+        self._lifespan = Router(lifespan=self._serving)
         self._pool: ReplicaPool | None = None
         self._app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or follow the server's beginning and end."""
-        if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-        else:
-            assert self._app is not None, "the server did not say that it starts"
-            await self._app(scope, receive, send)
+        app = self._lifespan if scope["type"] == "lifespan" else self._app
+        assert app is not None, "the server did not say that it starts"
+        await app(scope, receive, send)
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        await receive()
-        try:
-            self._app = await self._start_engine()
-        except Exception as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            return
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        if self._pool is not None:
-            await self._pool.close()
-        await send({"type": "lifespan.shutdown.complete"})
-
-    async def _start_engine(self) -> ASGIApp:
-        self._pool = ReplicaPool(ProcessLauncher(self._engine_spec), 1, self._pool_limits)
-        model_info = await self._pool.start()
+    @contextlib.asynccontextmanager
+    async def _serving(self, _: Any) -> AsyncIterator[None]:
+        self._pool = pool = ReplicaPool(ProcessLauncher(self._engine_spec), 1, self._pool_limits)
+        model_info = await pool.start()
         spec = self._engine_spec
         tokenizer = load_chat_tokenizer(spec.model, spec.loader, None, spec.options.trust_remote_code)
-        app_state = AppState(self._pool, tokenizer, model_info, self._model_name, int(time.time()))
-        return RequestGuard(build_app(app_state), self._api_keys, BodyLimits(), self._pool.metrics.count_response)
+        app_state = AppState(pool, tokenizer, model_info, self._model_name, int(time.time()))
+        self._app = RequestGuard(build_app(app_state), self._api_keys, BodyLimits(), pool.metrics.count_response)
+        yield
+        await pool.close()
 
     def check(self) -> None:
         """Raise RuntimeError while the engine is dead or makes no progress."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.types import EngineCore, Request, RequestOutput
+from thalweg.infer.types import EngineCore, Request, RequestOutput, collect_results
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Response
 from thalweg.serve.openai.requests import MiiRequest, mii_sampling_params, parse_body
@@ -75,24 +74,22 @@ class Pipeline:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         requests = [self._make_request(i, text, options) for i, text in enumerate(texts)]
         self._num_calls += 1
-        pieces: list[list[str]] = [[] for _ in texts]
-        final_outputs: dict[int, RequestOutput] = {}
-        index_by_id = {request.request_id: i for i, request in enumerate(requests)}
-        with contextlib.closing(self.engine.run_requests(requests)) as outputs:
-            for output in outputs:
-                if output.finish_reason == "error":
-                    raise RuntimeError(f"the engine failed on a prompt: {output.error}")
-                index = index_by_id[output.request_id]
-                pieces[index].append(output.text)
-                if streaming_fn is not None and output.text:
-                    streaming_fn([_make_response(output, output.text, len(requests[index].prompt))])
-                if output.finished:
-                    final_outputs[index] = output
-        full = options.get("return_full_text", False)
-        return [
-            _make_response(final_outputs[i], (text if full else "") + "".join(pieces[i]), len(requests[i].prompt))
-            for i, text in enumerate(texts)
-        ]
+        results = collect_results(self._run(requests, streaming_fn), "the engine failed on a prompt")
+        full, responses = options.get("return_full_text", False), []
+        for request, text in zip(requests, texts, strict=True):
+            done = results[request.request_id, 0]
+            generated = text + done.text if full else done.text
+            responses.append(Response(generated, len(request.prompt), done.num_tokens, done.finish_reason))
+        return responses
+
+    def _run(
+        self, requests: list[Request], streaming_fn: Callable[[list[Response]], None] | None
+    ) -> Generator[RequestOutput]:
+        for output in self.engine.run_requests(requests):
+            if streaming_fn is not None and output.text:
+                about = output.num_prompt_tokens, output.num_generated_tokens, output.finish_reason
+                streaming_fn([Response(output.text, *about)])
+            yield output
 
     def destroy(self) -> None:
         """Free the engine."""
@@ -109,7 +106,3 @@ class Pipeline:
         except ApiError as error:
             raise ValueError(str(error)) from None
         return Request(f"call{self._num_calls}-{index}", prompt, params)
-
-
-def _make_response(output: RequestOutput, text: str, prompt_length: int) -> Response:
-    return Response(text, prompt_length, output.num_generated_tokens, output.finish_reason)

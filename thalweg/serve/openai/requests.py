@@ -288,19 +288,14 @@ def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
     try:
         return model_class.model_validate_json(body)
     except ValidationError as error:
-        errors = _error_list(error)
-    if not any(e["type"] == "extra_forbidden" and e["loc"][0] in IGNORED_FIELDS | _NULL_ONLY_FIELDS for e in errors):
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+    unknown = {e["loc"][0] for e in errors if e["type"] == "extra_forbidden"}
+    fields = from_json(body) if unknown else {}
+    ignored = unknown & IGNORED_FIELDS | {name for name in unknown & _NULL_ONLY_FIELDS if fields.get(name) is None}
+    if not ignored - model_class.model_fields.keys():
         raise _to_api_error(model_class, errors)
-    known = model_class.model_fields.keys()
-    accepted = {
-        name: value
-        for name, value in from_json(body).items()
-        if name in known or not (name in IGNORED_FIELDS or (name in _NULL_ONLY_FIELDS and value is None))
-    }
-    try:
-        return model_class.model_validate_json(json.dumps(accepted))
-    except ValidationError as error:
-        raise _to_api_error(model_class, _error_list(error)) from None
+    kept = {name: value for name, value in fields.items() if name not in ignored or name in model_class.model_fields}
+    return parse_body(model_class, json.dumps(kept).encode())
 
 
 def parse_mii_body(body: bytes) -> tuple[MiiRequest, bool]:
@@ -314,10 +309,6 @@ def parse_mii_body(body: bytes) -> tuple[MiiRequest, bool]:
     legacy = parse_body(LegacyMiiRequest, body)
     fields = {**LEGACY_MII_DEFAULTS, **legacy.kwargs, "prompts": legacy.request.query}
     return parse_body(MiiRequest, json.dumps(fields).encode()), True
-
-
-def _error_list(error: ValidationError) -> list[Any]:
-    return error.errors(include_url=False, include_input=False, include_context=False)
 
 
 def _to_api_error(model_class: type[BaseModel], errors: list[Any]) -> ApiError:
@@ -419,8 +410,6 @@ class ChatTokenizer:
 
     async def render_chat(self, *args: Any) -> tuple[str, bool]:
         """:meth:`apply_chat_template` in a thread: a template is a program, and a long conversation its input."""
-        if self.chat_template is None:
-            return self.apply_chat_template(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self.apply_chat_template, *args)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -464,7 +453,10 @@ class ChatTokenizer:
         piece = self.hf_tokenizer.convert_ids_to_tokens(token) or ""
         if len(piece) == 6 and piece.startswith("<0x"):
             return text, [int(piece[3:5], 16)]
-        table = _byte_decoder()
+        # The alphabet of byte-level tokenizers (GPT-2).
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        table = {character: byte for byte, character in bytes_to_unicode().items()}
         return text, [table[c] for c in piece] if all(c in table for c in piece) else list(text.encode())
 
 
@@ -480,13 +472,6 @@ def apply_fallback_template(messages: Sequence[dict[str, Any]], continue_final_m
     names = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
     lines = [f"{names.get(m['role'], 'User')}: {m['content']}" for m in messages]
     return "\n".join(lines if continue_final_message else [*lines, "Assistant:"])
-
-
-def _byte_decoder() -> dict[str, int]:
-    """The alphabet of byte-level tokenizers (GPT-2): which character stands for which byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:

@@ -19,15 +19,15 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from thalweg.infer.types import FinishReason, ModelMetadata, Request, RequestOutput, SamplingParams, TokenLogprob
-from thalweg.serve.errors import ApiError, BadRequest, ModelNotFound
+from thalweg.infer.types import ModelMetadata, Request, RequestOutput, SamplingParams, SequenceResult, TokenLogprob
+from thalweg.serve.errors import ApiError, BadRequest, NotFound
 from thalweg.serve.openai import requests as api
 from thalweg.serve.openai.tools import ToolParser
 from thalweg.serve.replicas.pool import MAX_EMBED_PROMPTS, ReplicaPool
@@ -63,30 +63,8 @@ class AppState:
             return None
         if name in self.model_info.adapters:
             return name
-        raise ModelNotFound(f"there is no model {name[:200]!r} here: ask for {', '.join(self.model_names)}", "model")
-
-
-@dataclass
-class SequenceResult:
-    """What came of one sequence."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    num_tokens: int = 0
-
-    def add(self, output: RequestOutput) -> None:
-        """Append what a step gave."""
-        self.text += output.text
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or ()
-        self.prompt_logprobs += output.prompt_logprobs or ()
-        self.num_tokens = output.num_generated_tokens
-        if output.finish_reason is not None:
-            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        message = f"there is no model {name[:200]!r} here: ask for {', '.join(self.model_names)}"
+        raise NotFound(message, "model", code="model_not_found")
 
 
 @dataclass
@@ -154,7 +132,7 @@ class Answer:
         if self.streams:
             items = self.stream(outputs)
             first_item = await first_or_close(receive, items)
-            return SSEResponse(first_item, items, pool.metrics.count_cancelled, self.end_marker, self.encode)
+            return SSEResponse(first_item, items, pool.metrics.cancelled.inc, self.end_marker, self.encode)
         return JSONResponse(self.body(await run_until_disconnect(receive, self._collect(outputs))))
 
     async def stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[dict[str, Any]]:
@@ -242,27 +220,16 @@ class ChatCompletion(_OpenAIAnswer):
         return self._body("chat.completion", [self._choice(index, result) for index, result in enumerate(results[0])])
 
     def _choice(self, index: int, result: SequenceResult) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": self._strip_template_space(result.text),
-            "refusal": None,
-        }
-        reason = result.finish_reason
-        if self._parse_tool_calls:
-            parser = self._new_tool_parser()
-            content, calls = parser.feed(message["content"], final=True)
-            if calls:
-                message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
-                content = content.strip() or None
-                reason = reason if parser.truncated else "tool_calls"
-            message["content"] = content
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(result.logprobs),
-            "finish_reason": reason,
-            "stop_reason": result.stop_reason,
-        }
+        """What a stream of one output says, in one message."""
+        whole = RequestOutput("", index, (), result.text, tuple(result.logprobs), finish_reason=result.finish_reason)
+        *_, last = self.chunks(0, whole)
+        (choice,) = last["choices"]
+        delta = choice.pop("delta")
+        message: dict[str, Any] = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
+        if calls := delta.get("tool_calls"):
+            message["content"] = message["content"].strip() or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return {**choice, "message": message, "stop_reason": result.stop_reason}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         index, text, reason, calls = output.index, output.text, output.finish_reason, []

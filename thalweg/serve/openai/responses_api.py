@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from thalweg.infer.types import Request, RequestOutput
+from thalweg.infer.types import Request, RequestOutput, SequenceResult
 from thalweg.serve.errors import ApiError, BadRequest
 from thalweg.serve.openai import requests as api
-from thalweg.serve.openai.responses import AppState, ChatCompletion, SequenceResult, encode_sse
+from thalweg.serve.openai.responses import AppState, ChatCompletion, encode_sse
 
 # Fields that would change the answer, and what to do instead; those that say "no" (null, false) are taken.
 _NOT_OFFERED = {
@@ -71,14 +71,11 @@ class InputMessage(_InputItem):
     content: str | list[InputPart]
 
 
-class InputFunctionCall(_InputItem):
+class InputFunctionCall(_InputItem, api.FunctionCall):
     """A call that the model made earlier."""
 
     type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
-    parsed_arguments: Any = None
 
 
 class InputFunctionCallOutput(_InputItem):

@@ -23,15 +23,11 @@ _CALL_KEYS = ("name", "type", "function", "arguments", "parameters", "id")
 _PARTIAL_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*([\s\S]*)')
 
 
-def tool_choice_schema(
-    choice: Literal["none", "auto", "required"] | dict[str, Any] | None, tools: Sequence[Any]
-) -> dict[str, Any] | None:
-    """Return the JSON schema of the call that ``tool_choice`` demands, or None where it demands none.
+def tool_choice_schema(choice: Literal["required"] | dict[str, Any], tools: Sequence[Any]) -> dict[str, Any]:
+    """Return the JSON schema of the call that ``tool_choice`` demands.
 
     ``tools`` have ``name`` and ``parameters``.  Raises ValueError where no such tool was given.
     """
-    if choice in (None, "none", "auto"):
-        return None
     if isinstance(choice, dict):
         function = choice.get("function", choice)
         name = function.get("name") if isinstance(function, dict) else None

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import EngineCore
@@ -67,33 +67,17 @@ def _device_of_replica(options: EngineConfig, index: int, num_replicas: int) -> 
     return f"{device.type}:{index * options.num_ranks}"
 
 
-class ReplicaHandle(Protocol):
-    """A replica's life as the server sees it."""
-
-    name: str
-    # The server's end of the connection.
-    sock: socket.socket
-
-    def exit_code(self) -> int | None:
-        """Return the exit code (minus n for signal n), or None while it lives."""
-        ...
-
-    def terminate(self, grace: float) -> None:
-        """End it: politely, and after ``grace`` seconds for certain.  Blocks."""
-        ...
-
-
 class ProcessLauncher:
     """Starts replicas as processes; ``resources`` gives replica i its variables and its cores."""
 
     def __init__(self, engine_spec: EngineSpec, resources: tuple[ReplicaResources, ...] = ()) -> None:
         self._engine_spec, self._resources = engine_spec, resources
 
-    def __call__(self, index: int) -> ReplicaHandle:
+    def __call__(self, index: int) -> ReplicaProcess:
         """Start replica ``index``."""
         resources = self._resources[index % len(self._resources)] if self._resources else ReplicaResources()
         engine_spec = replace(self._engine_spec, replica=(index % max(len(self._resources), 1), len(self._resources)))
-        return _ReplicaProcess(engine_spec, resources)
+        return ReplicaProcess(engine_spec, resources)
 
 
 @dataclass(frozen=True)
@@ -104,8 +88,8 @@ class ReplicaResources:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-class _ReplicaProcess:
-    """A replica in a process of its own."""
+class ReplicaProcess:
+    """A replica in a process of its own, as the server sees it; ``sock`` is the server's end of the connection."""
 
     def __init__(self, engine_spec: EngineSpec, resources: ReplicaResources) -> None:
         self.sock, child_sock = socket.socketpair()
@@ -128,11 +112,11 @@ class _ReplicaProcess:
         self.name = f"process {self._process.pid}"
 
     def exit_code(self) -> int | None:
-        """Return the exit code, or None while it lives."""
+        """Return the exit code (minus n for signal n), or None while it lives."""
         return self._process.poll()
 
     def terminate(self, grace: float) -> None:
-        """Wait ``grace`` seconds for its end, then end it."""
+        """Wait ``grace`` seconds for its end, then end it.  Blocks."""
         try:
             self._process.wait(grace)
         except subprocess.TimeoutExpired:

@@ -33,7 +33,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, batch_prompts
 from thalweg.serve import engine_process as wire
 from thalweg.serve import errors
-from thalweg.serve.replicas.launcher import ReplicaHandle
+from thalweg.serve.replicas.launcher import ReplicaProcess
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -88,7 +88,7 @@ class ServerMetrics:
         self._pool, self._unit = pool, unit
         self._e2e_latency = self.histogram("request_seconds", "From arrival to the last token", _E2E_LATENCY_BUCKETS)
         self._responses = self.counter("http_responses", "Responses", "path", "status")
-        self._cancelled = self.counter("cancelled", "Requests whose client left before the end")
+        self.cancelled = self.counter("cancelled", "Requests whose client left before the end")
         self.registry.register(self)  # pyright: ignore[reportArgumentType]
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -102,10 +102,6 @@ class ServerMetrics:
     def count_response(self, path: str, status: int) -> None:
         """Count an HTTP response."""
         self._responses.labels(path, status).inc()
-
-    def count_cancelled(self) -> None:
-        """Count a client that left."""
-        self._cancelled.inc()
 
     def collect(self) -> Iterator[Any]:
         """Yield the gauges of this moment, as a registry asks for them."""
@@ -182,6 +178,7 @@ class BasePool:
         self.draining = False
         self.num_outstanding = 0
         self._replica_ready = asyncio.Event()  # set, and renewed, whenever a replica becomes ready
+        self._watchers: list[asyncio.Task[None]] = []  # one for each replica
 
     def ready_replicas(self) -> list[Any]:
         """The replicas that take requests."""
@@ -213,6 +210,13 @@ class BasePool:
             yield
         finally:
             self.num_outstanding -= num_sequences
+
+    async def close(self) -> None:
+        """End; what still waits gets an error."""
+        self.draining = True
+        for task in self._watchers:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
 
     def health(self) -> tuple[bool, str]:
         """Whether a request that comes now would be served, and why not."""
@@ -246,14 +250,13 @@ class BasePool:
 class ReplicaPool(BasePool):
     """Runs ``num_replicas`` replicas made by ``start_replica`` and spreads requests over them."""
 
-    def __init__(self, start_replica: Callable[[int], ReplicaHandle], num_replicas: int, limits: PoolLimits) -> None:
+    def __init__(self, start_replica: Callable[[int], ReplicaProcess], num_replicas: int, limits: PoolLimits) -> None:
         super().__init__(limits)
         self.num_restarts = 0
         self._start_replica = start_replica
         self.replicas = [Replica(i, start_replica, limits.start_seconds) for i in range(num_replicas)]
         self.metrics = Metrics(self)
         self._model_info: ModelMetadata | None = None
-        self._supervisors: list[asyncio.Task[None]] = []
         self._request_numbers = itertools.count()
         self._finish_times: deque[float] = deque(maxlen=64)  # when sequences ended lately, for Retry-After
         self._num_crashes = [0] * num_replicas  # of each replica, one soon after the other
@@ -272,15 +275,12 @@ class ReplicaPool(BasePool):
             if mismatch := _model_mismatch(model_info, replica):
                 await self.close()
                 raise RuntimeError(mismatch)
-        self._supervisors = [asyncio.create_task(self._supervise(i)) for i in range(len(self.replicas))]
+        self._watchers = [asyncio.create_task(self._supervise(i)) for i in range(len(self.replicas))]
         return model_info
 
     async def close(self) -> None:
         """End all replicas; what still waits gets an error."""
-        self.draining = True
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await super().close()
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     def abort_all(self) -> None:
@@ -311,8 +311,8 @@ class ReplicaPool(BasePool):
         have ended, so that a replica may be lost at any time before.
 
         Closing the generator cancels what still runs.  Raises :class:`ApiError`, by class: what :meth:`admit` and
-        ``tokenize`` raise; BadRequest for what the engine refuses; EngineFailed; ReplicaLost when the replica is
-        lost and the request cannot be tried again; DeadlineExceeded; ShuttingDown.
+        ``tokenize`` raise; BadRequest for what the engine refuses; ReplicaLost when the replica is lost and the
+        request cannot be tried again; DeadlineExceeded; ShuttingDown; itself where the engine fails.
         """
         record_output = self.metrics.start_timer()
         with self.admit(num_sequences), self._open_inbox() as inbox:
@@ -487,7 +487,7 @@ class _Attempt:
 class Replica:
     """One replica as the server sees it: messages out, outputs in; ``died`` is set when it is dead."""
 
-    def __init__(self, index: int, start_replica: Callable[[int], ReplicaHandle], start_seconds: float) -> None:
+    def __init__(self, index: int, start_replica: Callable[[int], ReplicaProcess], start_seconds: float) -> None:
         self.index = index
         self.state = "starting"
         self.model_info: ModelMetadata | None = None
@@ -497,7 +497,7 @@ class Replica:
         # Sequences that were handed over and have not ended.
         self.num_outstanding = 0
         self._start_replica, self._start_seconds = start_replica, start_seconds
-        self._handle: ReplicaHandle | None = None
+        self._handle: ReplicaProcess | None = None
         self._callbacks: dict[str, tuple[EventCallback, int]] = {}  # by request, with its sequences that run
         self._stalled_seconds = 0.0
         self._last_message_time = time.monotonic()
@@ -669,4 +669,4 @@ def _model_mismatch(model_info: ModelMetadata, replica: Replica) -> str:
 def _engine_error(output: RequestOutput) -> errors.ApiError:
     if output.invalid_request:
         return errors.BadRequest(f"{output.error}: ask for a simpler one")
-    return errors.EngineFailed(f"the engine failed on this request: {output.error}")
+    return errors.ApiError(f"the engine failed on this request: {output.error}", code="engine_error")

@@ -76,16 +76,17 @@ class RemoteReplica:
         self.reason = ""
         # Whether the reason is one that somebody must mend: another model, another key.
         self.refused = False
-        # Names and length of what it serves, once it has said so.
-        self.model: dict[str, Any] | None = None
         self.num_outstanding = 0
         self._parts, self._ssl = _parse_url(url)
         self._key = key
         self._connections: set[_Connection] = set()
         self._num_silent_probes = 0
 
-    async def probe(self) -> None:
-        """Ask for its health and its model; sets ``model``, or ``state`` and ``reason`` where it cannot serve."""
+    async def probe(self) -> dict[str, Any] | None:
+        """Ask for its health and its model; returns names and length of the latter.
+
+        None where it cannot serve: ``state`` and ``reason`` say so then.
+        """
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT):
                 health = await self._fetch("/health")
@@ -95,7 +96,7 @@ class RemoteReplica:
             self.mark_down("it does not answer", f"{type(error).__name__} {error}")
             if self._num_silent_probes >= _MAX_SILENT_PROBES:
                 self.abort_connections()
-            return
+            return None
         self._num_silent_probes = 0
         if models is None:
             self.mark_down(f"/health is {health.status}")
@@ -104,13 +105,14 @@ class RemoteReplica:
         else:
             try:
                 cards = json.loads(models.body)["data"]
-                self.model = {
+                return {
                     "model": cards[0]["id"],
                     "max_model_len": cards[0].get("max_model_len"),
                     "adapters": sorted(card["id"] for card in cards[1:]),
                 }
             except (ValueError, KeyError, TypeError, IndexError):
                 self.mark_down("its /v1/models is not OpenAI's", refused=True)
+        return None
 
     def mark_ready(self) -> None:
         """It takes requests from now on."""
@@ -122,7 +124,7 @@ class RemoteReplica:
         """It gets no new requests until a probe finds it well.  ``reason`` is for clients, ``detail`` for the log."""
         if (self.state, self.reason) != ("down", reason):
             _LOG.warning("replica %d (%s) takes no requests: %s %s", self.index, self.url, reason, detail)
-        self.state, self.reason, self.refused, self.model = "down", reason, refused, None
+        self.state, self.reason, self.refused = "down", reason, refused
 
     def abort_connections(self) -> None:
         """Break off what is under way."""
@@ -272,7 +274,6 @@ class ReplicaRouter(BasePool):
         self.model, self.num_retries = model, 0
         self.replicas = [RemoteReplica(index, url, key) for index, url in enumerate(urls)]
         self.metrics = RouterMetrics(self)
-        self._probes: list[asyncio.Task[None]] = []
         self._aborted = False
         self._expected: dict[str, Any] | None = None  # of each replica's model: what the first one said
         exposed = [r.url for r in self.replicas if r.url.startswith("http://") and not is_local(r.url)]
@@ -292,14 +293,11 @@ class ReplicaRouter(BasePool):
                 raise RuntimeError(self.health()[1])
             await asyncio.sleep(_PROBE_INTERVAL)
             await asyncio.gather(*map(self._probe, self.replicas))
-        self._probes = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+        self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     async def close(self) -> None:
         """End; what still waits gets an error."""
-        self.draining = True
-        for task in self._probes:
-            task.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
+        await super().close()
         self.abort_all()
 
     def abort_all(self) -> None:
@@ -389,14 +387,13 @@ class ReplicaRouter(BasePool):
                 _LOG.exception("the probe of %s failed", replica.url)
 
     async def _probe(self, replica: RemoteReplica) -> None:
-        replica.model = None
-        await replica.probe()
-        if replica.model is None:
+        model = await replica.probe()
+        if model is None:
             return
-        expected = self._expected or {**replica.model, "model": self.model}
+        expected = self._expected or {**model, "model": self.model}
         for name, value in expected.items():
-            if replica.model[name] != value:
-                what = f"its {name} is {replica.model[name]!r}, not {value!r}: serve the same model on each"
+            if model[name] != value:
+                what = f"its {name} is {model[name]!r}, not {value!r}: serve the same model on each"
                 replica.mark_down(what, refused=True)
                 return
         self._expected = expected
