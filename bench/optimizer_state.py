@@ -31,9 +31,9 @@ from torch import Tensor
 
 from thalweg.cli.demo.corpus import prepare_corpus
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms import low_bit
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim.build import build_optimizer
 
 LENGTH, BATCH, VOCABULARY = 128, 8, 2048
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

@@ -45,7 +45,6 @@ from thalweg.observe.flops_profiler import StepProfile
 from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
-from thalweg.optim import LossScaler, build_lr_scheduler, build_optimizer, to_local_optimizer
 from thalweg.optim.accumulation import (
     AccumulationWindow,
     LossNormalizer,
@@ -55,7 +54,10 @@ from thalweg.optim.accumulation import (
 )
 from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.gradient_compression import GradientCompression
+from thalweg.optim.local_optimizer import to_local_optimizer
+from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.outer_optimizer import OuterOptimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params

@@ -16,12 +16,12 @@ from tests.dist.tensor_models import build_model, compute_loss
 from tests.dist.tensor_models import make_batch as llama_batch
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.activation_checkpointing import (
+from thalweg.activation_checkpointing import offloaded_forward
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
-    PartitionedActivationOffloader,
     apply_activation_checkpointing,
-    offloaded_forward,
 )
+from thalweg.activation_checkpointing.offload import PartitionedActivationOffloader
 
 REUSE_RANKS = True
 

@@ -16,8 +16,8 @@ from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.optim.build import build_optimizer
 
 REUSE_RANKS = True
 

@@ -119,7 +119,7 @@ def _no_plain_shard(rank: int, world: int) -> tuple[set[str], set[str]]:
 
 def torch_adam(params) -> torch.optim.Optimizer:
     """The engine's own AdamW."""
-    from thalweg.optim import build_optimizer
+    from thalweg.optim.build import build_optimizer
 
     return build_optimizer("AdamW", params, {"lr": 0.1})
 

@@ -8,17 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from thalweg.activation_checkpointing import (
+from thalweg.activation_checkpointing import offloaded_forward
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
-    CpuActivationOffloader,
-    NvmeActivationOffloader,
     apply_activation_checkpointing,
-    offloaded_forward,
 )
+from thalweg.activation_checkpointing.offload import CpuActivationOffloader, NvmeActivationOffloader
 from thalweg.nn import tiled, tiled_cross_entropy
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.optim.build import build_optimizer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.activation_checkpointing import (
+from thalweg.activation_checkpointing import checkpoint_wrapper
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
     apply_activation_checkpointing,
-    checkpoint_wrapper,
     remove_activation_checkpointing,
 )
 from thalweg.nn.transformer import GPT, GPTConfig

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from tests.marks import nightly
 from tests.unit.test_tiled_loss import peak_of
-from thalweg.activation_checkpointing import (
+from thalweg.activation_checkpointing import offloaded_forward
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
-    NoActivationOffloader,
-    NvmeActivationOffloader,
     apply_activation_checkpointing,
-    offloaded_forward,
     remove_activation_checkpointing,
 )
+from thalweg.activation_checkpointing.offload import NoActivationOffloader, NvmeActivationOffloader
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.storage_io.disk import Disk
 from thalweg.storage_io.swap_file import SwapFile

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms import zenflow
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim.build import build_optimizer
 
 
 @pytest.fixture(autouse=True)

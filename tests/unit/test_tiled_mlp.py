@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_tiled_loss import peak_of
-from thalweg.activation_checkpointing import ActivationCheckpointPolicy, apply_activation_checkpointing
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
+    ActivationCheckpointPolicy,
+    apply_activation_checkpointing,
+)
 from thalweg.nn import TiledMLP, tiled
 from thalweg.nn.tiled_mlp import find_mlps
 from thalweg.nn.transformer import GPT, GPTConfig
