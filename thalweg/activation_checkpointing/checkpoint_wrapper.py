@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from thalweg.activation_checkpointing.offload import ActivationOffloader
 from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward, OffloadState
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.linear.functional import get_matmul_ops
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -140,10 +140,3 @@ def apply_activation_checkpointing(
             unit.__class__ = _checkpointed_class(type(unit), policy)
         if offload_state is not None:
             unit.__dict__["_thalweg_storage"] = offload_state
-
-
-def remove_activation_checkpointing(model: nn.Module) -> int:
-    """Undo :func:`apply_activation_checkpointing`; returns how many units went back to their class."""
-    for module in model.modules():
-        module.__dict__.pop("_thalweg_storage", None)
-    return restore_class(model, _CheckpointedModule)

@@ -32,7 +32,7 @@ from thalweg.ops._torch_private import (
     onednn_linear_op,
     unsafe_view,
 )
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
 from thalweg.ops.linear.kernels import KERNELS, REFERENCE, SUPPORTED_DTYPES, MatmulKernel
 
@@ -187,7 +187,7 @@ def get_linear_kernels(x: Tensor, weight: Tensor, *, autotuned: bool = True) -> 
     return LinearKernels(*(t[autotune_cache.best_kernel(kind, x.dtype, len(x), *dims)] for t, kind, *dims in products))
 
 
-# Moving a model's layers over, and back
+# Moving a model's layers over
 
 
 class _PatchedLinear(DynamicSubclass):
@@ -246,8 +246,3 @@ def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
 def is_patched(layer: nn.Module) -> bool:
     """Whether this layer's kernels are chosen by measurement."""
     return isinstance(layer, _PatchedLinear)
-
-
-def restore_linear_layers(model: nn.Module) -> int:
-    """Undo :func:`patch_linear_layers` and return how many layers went back to their class."""
-    return restore_class(model, _PatchedLinear)
