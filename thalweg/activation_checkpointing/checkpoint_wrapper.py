@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from thalweg.activation_checkpointing.offload import ActivationOffloader
-from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward, OffloadState
+from thalweg.activation_checkpointing.offloaded_forward import OffloadState, checkpoint_offloaded
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.linear.functional import get_matmul_ops
 
@@ -82,12 +82,7 @@ class _CheckpointedModule(DynamicSubclass):
         contexts: dict[str, Any] = {"context_fn": _selective_context_fn} if self._thalweg_remat.saves_products else {}
         storage = self._thalweg_storage
         if storage is not None and not storage.is_active:
-            with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:
-                both = partial(offloaded_forward.context_fn, contexts.get("context_fn"))
-                markers = offloaded_forward.device_markers
-                return checkpoint(
-                    offloaded_forward, *markers, use_reentrant=False, preserve_rng_state=True, context_fn=both
-                )
+            return checkpoint_offloaded(storage, plain, args, kwargs, **contexts)
         unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
         return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 
