@@ -68,10 +68,6 @@ class EvictableMemory:
             raise ValueError(f"{nbytes} bytes do not fit: {self._allocator.largest_gap} of {self.num_bytes} are left")
         return offset
 
-    def free(self, offset: int) -> None:
-        """Give back the addresses, and the pages, of the region that begins at ``offset``."""
-        self.evict(offset, self._allocator.free(offset))
-
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over the bytes from ``offset``, with a storage (and version counter) of its own."""
         if prod(shape) == 0:
@@ -118,11 +114,6 @@ class EvictableMemory:
             mremap(self._base + source, self._base + target, nbytes)
             return True
         return False
-
-    def locate(self, tensor: Tensor) -> int | None:
-        """The offset of a tensor that lies in here, or None."""
-        offset = tensor.data_ptr() - self._base
-        return offset if tensor.device.type == "cpu" and 0 <= offset < self.num_bytes else None
 
 
 class PagePrefaulter:
