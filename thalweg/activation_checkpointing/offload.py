@@ -174,7 +174,7 @@ class _NvmeTensor:
 
 
 class NvmeActivationOffloader(ReadAheadOffloader):
-    """Keeps tensors in a swap file below ``folder``, which grows with what a step needs, ``segment_bytes`` at a time."""
+    """Keeps tensors in a swap file below ``folder``, which grows by ``segment_bytes`` with what a step needs."""
 
     def __init__(self, folder: str | Path, *, segment_bytes: int = 2**28, disk: Disk | None = None) -> None:
         super().__init__()

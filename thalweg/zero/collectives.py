@@ -405,7 +405,6 @@ def _weight_format_fn(zero: ZeroOptimization, group: FSDPGroupHandle) -> Payload
 
 def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
     """The codes of a unit's gradients, where all that train have one; else of one run of numbers."""
-    single_segment = quantized.single_segment_format(quantized.GRADIENT_QUANTIZER)
 
     def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
         segments = [
@@ -414,7 +413,7 @@ def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
             if param.sharded_param.requires_grad
         ]
         if sum(length for length, _ in segments) != numel:
-            return single_segment(numel, dtype)
+            segments = [(numel, True)]
         return _make_payload_format(segments, numel, dtype, quantized.GRADIENT_QUANTIZER)
 
     return get_payload_format
