@@ -82,14 +82,20 @@ def zeros_state_like(param: Tensor) -> Tensor:
 
 
 @contextmanager
-def working_copies(params: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield (pieces, gradient pieces) to compute on; fp32 copies of 16-bit pieces are rounded back after."""
+def working_pieces(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield pieces to update, gradients or not; fp32 copies of 16-bit pieces are rounded back after."""
     pieces = [to_local(p) for p in params]
-    grads = [local_grad(p) for p in params]
     work = [upcast_half(t) for t in pieces]
-    grads = [g.to(w.dtype) if g.dtype != w.dtype else g for g, w in zip(grads, work, strict=True)]
-    yield work, grads
+    yield work
     write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
+
+
+@contextmanager
+def working_copies(params: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield (pieces, gradient pieces) to compute on; see :func:`working_pieces`."""
+    grads = [local_grad(p) for p in params]
+    with working_pieces(params) as work:
+        yield work, [g.to(w.dtype) if g.dtype != w.dtype else g for g, w in zip(grads, work, strict=True)]
 
 
 def upcast_half(piece: Tensor) -> Tensor:

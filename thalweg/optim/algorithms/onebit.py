@@ -24,8 +24,7 @@ gathered; at another number of workers each begins with the mean of what all of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +52,8 @@ from thalweg.optim.dtensor_local import (
     get_worker_rows,
     match_layout,
     to_local,
-    upcast_half,
     working_copies,
-    write_back,
+    working_pieces,
     zeros_state_like,
 )
 from thalweg.optim.norms import square_sums
@@ -366,7 +364,7 @@ class OneBitAdam(WarmupMixin, Adam):
             exchanged += zip(params, moments, strict=True)
         self._average([p for p, _ in exchanged], [m for _, m in exchanged])
         for group, params in groups:
-            with _masters(params) as work:
+            with working_pieces(params) as work:
                 states = [self.state[p] for p in params]
                 foreach.add_([s["step"] for s in states], 1)
                 if group["weight_decay"] and group["decoupled_weight_decay"]:
@@ -591,7 +589,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
         for group in self.param_groups:
             members = [p for p in group["params"] if p.requires_grad]
             weight = float(group["lr"]) / _correction(group, 0, step)
-            with _masters(members) as work:
+            with working_pieces(members) as work:
                 for param, piece in zip(members, work, strict=True):
                     denominator = self._variance_denominator(group, self.state[param])
                     piece.addcdiv_(to_local(self.state[param]["exp_avg"]), denominator, value=-weight)
@@ -615,7 +613,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
             self._average(params, [to_local(self.state[p]["local_update"]) for p in params])
         for group in self.param_groups:
             members = [p for p in group["params"] if "local_update" in self.state.get(p, ())]
-            with _masters(members) as work:
+            with working_pieces(members) as work:
                 for param, piece in zip(members, work, strict=True):
                     state = self.state[param]
                     update = to_local(state.pop("local_update"))
@@ -646,15 +644,6 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
         """An element without a gradient so far takes the mean variance of its parameter, as bits move it, too."""
         variance, mean = to_local(state["exp_avg_sq"]), float(state.get("mean_variance", 0.0)) or _STANDS_STILL
         return _denominator(group, variance.masked_fill(variance == 0, mean), group["num_variance_updates"])
-
-
-@contextmanager
-def _masters(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Pieces to update, gradients or not; fp32 copies of 16-bit pieces are rounded back after."""
-    pieces = [to_local(param) for param in params]
-    work = [upcast_half(piece) for piece in pieces]
-    yield work
-    write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
 
 
 def _effective_grads(group: dict[str, Any], work: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
