@@ -53,7 +53,6 @@ from thalweg.optim.accumulation import (
     register_loss_scale_hooks,
 )
 from thalweg.optim.algorithms.onebit import MomentumLink
-from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
 from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.gradient_compression import GradientCompression
 from thalweg.optim.local_optimizer import to_local_optimizer
@@ -516,10 +515,8 @@ def _make_optimizer(
     params = dict(section.params)
     if config.bf16.bf16_optimizer_states:
         params.setdefault("state_dtype", "bf16")
-    zenflow = ZenFlowPolicy.from_config(config.zero_optimization.zenflow)
-    extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "zenflow_policy": zenflow}
-    extras["link"] = link
-    return build_optimizer(section.type, groups, params, **extras)
+    extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "link": link}
+    return build_optimizer(section.type, groups, params, zenflow_policy=config.zero_optimization.zenflow, **extras)
 
 
 def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_scheduler: Any) -> Any:

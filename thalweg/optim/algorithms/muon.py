@@ -30,6 +30,7 @@ from torch.optim.adamw import adamw
 
 from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, compute_on_owners, get_matrix_sharding
 from thalweg.optim.algorithms.elementwise import has_fused_kernel
+from thalweg.optim.algorithms.lamb import init_adam_state
 from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.algorithms.muon_params import split_group
 from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
@@ -224,13 +225,11 @@ class Muon(StepMixin, torch.optim.Optimizer):
         if not params:
             return
         for param in params:
-            if "exp_avg" not in (state := self.state[param]):
-                state["step"] = torch.tensor(0.0, device=to_local(param).device)
-                state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
+            init_adam_state(self.state[param], param, 0)
         states = [self.state[p] for p in params]
         first, second = ([to_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
         fused = has_fused_kernel("AdamW", params)
-        for param in params:  # a checkpoint brings steps to the host, where a device's fused kernel cannot read them
+        for param in params:  # steps begin, and a checkpoint brings them, on the host: no device's kernel reads them
             self.state[param]["step"] = self.state[param]["step"].to(to_local(param).device)
         options = {"eps": group["eps"], "lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
         options["beta1"], options["beta2"] = group["betas"]
