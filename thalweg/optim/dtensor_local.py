@@ -70,6 +70,11 @@ def as_dtensor_like(piece: Tensor, param: Tensor) -> Tensor:
     return make_dtensor(piece, param.placements, param) if isinstance(param, DTensor) else piece
 
 
+def trainable_params(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of ``optimizer`` that are not frozen, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
 def default_state_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype in which moments of ``param`` are kept."""
     return torch.float32 if param.dtype in HALF_DTYPES else param.dtype

@@ -52,6 +52,7 @@ from thalweg.optim.dtensor_local import (
     get_worker_rows,
     match_layout,
     to_local,
+    trainable_params,
     working_copies,
     working_pieces,
     zeros_state_like,
@@ -174,7 +175,7 @@ class CompressedMixin:
 
     def combine_norms(self, norm: Tensor) -> Tensor:
         """The root mean square of the workers' gradient norms (0-dim fp64); collective."""
-        param = next((p for p in self._all_params() if get_worker_axis(p) is not None), None)
+        param = next((p for p in trainable_params(self) if get_worker_axis(p) is not None), None)
         if param is None:
             return norm
         group, size = worker_group(param)
@@ -191,11 +192,8 @@ class CompressedMixin:
     def adopt_state(self) -> None:
         """``state`` was loaded: the phase is that of its steps, and errors become this worker's; collective."""
         self._link.sync.enabled = not self.is_compressing
-        if any("worker_error" in self.state.get(p, ()) for p in self._all_params()):
-            self._open_exchanges(self._all_params())
-
-    def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if any("worker_error" in self.state.get(p, ()) for p in trainable_params(self)):
+            self._open_exchanges(trainable_params(self))
 
     def _end_step(self) -> None:
         for exchange in self._exchanges.values():
@@ -204,7 +202,7 @@ class CompressedMixin:
 
     def _num_steps(self) -> int:
         """Updates so far."""
-        steps = (self.state[p]["step"] for p in self._all_params() if "step" in self.state.get(p, ()))
+        steps = (self.state[p]["step"] for p in trainable_params(self) if "step" in self.state.get(p, ()))
         return int(next(steps, 0))
 
     def _open_exchanges(self, params: Sequence[Tensor]) -> list[tuple[OneBitAllReduce, list[Tensor]]]:
@@ -245,7 +243,7 @@ class CompressedMixin:
     def _fill_missing_grads(self) -> list[Tensor]:
         """All parameters that train; one that this step did not reach has a gradient of zero, as every rank exchanges
         the same ones."""
-        params = self._all_params()
+        params = trainable_params(self)
         for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -291,7 +289,7 @@ class WarmupMixin(CompressedMixin):
 
         An element takes the mean of its parameter; a parameter that has none stands still.
         """
-        params = [p for p in self._all_params() if "exp_avg_sq" in self.state.get(p, ())]
+        params = [p for p in trainable_params(self) if "exp_avg_sq" in self.state.get(p, ())]
         for param, mean in zip(params, self._mean_variances(params), strict=True):
             variance = to_local(self.state[param]["exp_avg_sq"])
             variance.masked_fill_(variance == 0, mean or _STANDS_STILL)
@@ -303,7 +301,7 @@ class WarmupMixin(CompressedMixin):
         interval = max(1, round(1 / (1 - beta2) / _LOOKS_PER_PERIOD))
         if num_steps % interval:
             return False
-        params = [p for p in self._all_params() if "exp_avg_sq" in self.state.get(p, ())]
+        params = [p for p in trainable_params(self) if "exp_avg_sq" in self.state.get(p, ())]
         means = self._mean_variances(params)
         norm = sum(mean * p.numel() for mean, p in zip(means, params, strict=True)) / (1 - beta2**num_steps)
         history = [*group["variance_norms"], [norm, float(group["lr"])]][-_LOOKS_PER_PERIOD - 1 :]
@@ -527,7 +525,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
 
     def consolidate_state_dict(self) -> bool:
         """See the base; workers whose parameters differ meet first."""
-        differ = any("local_update" in self.state.get(p, ()) for p in self._all_params())
+        differ = any("local_update" in self.state.get(p, ()) for p in trainable_params(self))
         if differ:
             with torch.no_grad():
                 self._meet(self._num_steps())
@@ -608,7 +606,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
 
     def _meet(self, step: int) -> None:
         """All workers go on from one parameter and one momentum."""
-        params = [p for p in self._all_params() if "local_update" in self.state[p]]
+        params = [p for p in trainable_params(self) if "local_update" in self.state[p]]
         if params and any(group["rate_sum"] > 0 for group in self.param_groups):  # a rate of 0 has moved nobody
             self._average(params, [to_local(self.state[p]["local_update"]) for p in params])
         for group in self.param_groups:

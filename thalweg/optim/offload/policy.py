@@ -25,7 +25,7 @@ from thalweg.config import Config
 from thalweg.config.schema.zero import OffloadOptimizer
 from thalweg.optim.accumulation import AccumulationWindow, StepCallbacks
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam
-from thalweg.optim.dtensor_local import to_local
+from thalweg.optim.dtensor_local import to_local, trainable_params
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.mmap_step import MmapStep
 from thalweg.optim.offload.nvme_step import NvmeStep, is_elementwise, optimizer_state_bytes
@@ -35,7 +35,6 @@ from thalweg.optim.offload.step_in_backward import (
     StepInBackward,
     double_buffer_bytes,
     grad_offload_bytes,
-    trainable_params,
 )
 from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer, InMemoryStep, StepGuard

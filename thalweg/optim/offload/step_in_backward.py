@@ -66,7 +66,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.optim.accumulation import AccumulationWindow, StepListener, StepResult
-from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
+from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local, trainable_params
 from thalweg.optim.norms import PartialNorm, compute_partial_norm
 from thalweg.optim.offload.io_pipeline import IoRange, ParamStep, merge_adjacent
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
@@ -193,11 +193,6 @@ BUFFER_BYTES = 16 << 20
 def grad_offload_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of swap file for the gradients of all parameters of ``optimizer``, in pages."""
     return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in trainable_params(optimizer))
-
-
-def trainable_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters of ``optimizer`` that are not frozen, in its order."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 class GradOffload:
