@@ -30,6 +30,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config.schema.parallel import TPPartition
 from thalweg.deferred_init.context import has_meta_tensors, materialize_module
 from thalweg.deferred_init.op_graph import is_meta
@@ -46,7 +48,7 @@ from thalweg.parallel.shard_spec import ShardSpec
 from thalweg.parallel.tensor import layers
 from thalweg.parallel.tensor.auto_plan.infer_plan import infer_plan
 from thalweg.parallel.tensor.dummy_inputs import make_dummy_inputs
-from thalweg.parallel.tensor.layers import TpContext, replace_forward
+from thalweg.parallel.tensor.layers import replace_forward
 from thalweg.parallel.tensor.parity_check import check_parity, run_for_parity
 from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, apply_layer_specs, build_tp_plan
 from thalweg.parallel_dims import control_group
@@ -135,12 +137,9 @@ def _agree_on_plan(
     Raises:
         ValueError: a rank found no plan, or another one; the message names the rank and the first such layer.
     """
-    plan, error = None, None
-    try:
-        plan = _build_plan(model, tp_group, partition)
-    except Exception as caught:
-        error = caught
-    found: Any = str(error) if plan is None else plan.describe()
+    build = partial(_build_plan, model, tp_group, partition)
+    plan = all_ranks_or_raise(build, "a tensor-parallel plan", world_group)
+    found: Any = plan.describe()
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     gathered = [own.clone() for _ in range(dist.get_world_size(world_group))]
@@ -148,11 +147,7 @@ def _agree_on_plan(
     by_rank: list[Any] = [found] * len(gathered)
     if not all(torch.equal(gathered[0], other) for other in gathered):
         dist.all_gather_object(by_rank, found, group=world_group)
-    if error is not None:
-        raise error
     for rank, other in enumerate(by_rank):
-        if isinstance(other, str):
-            raise UnshardableModelError(f"rank {rank} has no tensor-parallel plan: {other}")
         if other != by_rank[0]:
             first = by_rank[0]
             name = next(name for name in sorted(first | other) if first.get(name) != other.get(name))
@@ -161,7 +156,6 @@ def _agree_on_plan(
                 f"{other.get(name, 'whole')} on rank {rank}, {first.get(name, 'whole')} on rank 0; run the same "
                 "versions on all ranks, or set tensor_parallel.autotp_size to 1"
             )
-    assert plan is not None
     return plan
 
 
@@ -237,7 +231,7 @@ def _replace_parameters(
 def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, kernels: str) -> None:
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
-        forward = _make_forward(module, layer, TpContext(tp_group, name), kernels)
+        forward = _make_forward(module, layer, tp_group, name, kernels)
         if forward is not None:
             replace_forward(module, forward)
     for name, values in plan.local_attributes.items():
@@ -254,24 +248,26 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
         replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
 
 
-def _make_forward(module: nn.Module, layer: LayerPlan, tp_context: TpContext, kernels: str) -> layers.ForwardFn | None:
+def _make_forward(
+    module: nn.Module, layer: LayerPlan, tp_group: ParallelGroup, name: str, kernels: str
+) -> layers.ForwardFn | None:
     if hasattr(module, "parametrizations"):
         kernels = "torch"  # a weight in few bits is F.linear's
     match layer.kind:
         case "column":
-            return layers.column_parallel(tp_context, kernels, layer.shared_rows)
+            return layers.column_parallel(tp_group, name, kernels, layer.shared_rows)
         case "row":
-            return layers.row_parallel(tp_context, kernels)
+            return layers.row_parallel(tp_group, name, kernels)
         case "embedding":
-            return layers.vocab_parallel_embedding(tp_context, layer.shard_specs["weight"])
+            return layers.vocab_parallel_embedding(tp_group, name, layer.shard_specs["weight"])
         case "head":
-            return layers.vocab_parallel_head(tp_context, kernels, layer.shard_specs["weight"])
+            return layers.vocab_parallel_head(tp_group, name, kernels, layer.shard_specs["weight"])
         case "grad_all_reduce":
-            return layers.with_grad_all_reduce(module, tp_context.tp_group, tp_context.name)
+            return layers.with_grad_all_reduce(module, tp_group, name)
         case "whole_dropout" | "part_dropout":
-            return layers.adapter_dropout(tp_context.tp_group, layer.kind == "part_dropout")
+            return layers.adapter_dropout(tp_group, layer.kind == "part_dropout")
         case "experts":
-            return layers.expert_tensor_parallel(module, tp_context)
+            return layers.expert_tensor_parallel(module, tp_group, name)
     return None
 
 
