@@ -351,9 +351,7 @@ def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     if role == "row":
         return "out" if in_features == heads.num_heads * heads.head_dim else role
     query_width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    role_by_width = {query_width: "query", kv_width: "key_value", 3 * query_width: "qkv_interleaved"}
-    if heads.num_heads == heads.num_kv_heads:
-        role_by_width[heads.num_heads * heads.head_dim] = "query"
+    role_by_width = {kv_width: "key_value", query_width: "query", 3 * query_width: "qkv_interleaved"}
     return role_by_width.get(out_features, role)
 
 
