@@ -124,10 +124,10 @@ class BackwardTracker:
     """
 
     def __init__(self, group: private_api.FSDPGroupHandle, before: BeforeReduce, after: AfterReduce) -> None:
-        self._group, self._before, self._after, self._num_pending_uses = group, before, after, 0
+        self._group, self._after, self._num_pending_uses = group, after, 0
         module: Any = group.module
         self.handles = [module.register_forward_hook(self._on_forward)]
-        group.add_reduction_hooks(self._on_before_reduce, self._on_after_reduce)
+        group.add_reduction_hooks(lambda: before(self._parameters), self._on_after_reduce)
 
     def reset(self) -> None:
         """Forget forward passes that had no backward pass."""
@@ -136,9 +136,6 @@ class BackwardTracker:
     def _on_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():
             self._num_pending_uses += 1
-
-    def _on_before_reduce(self) -> None:
-        self._before(self._parameters)
 
     def _on_after_reduce(self) -> None:
         self._num_pending_uses = max(0, self._num_pending_uses - 1)
