@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thalweg.nn.losses.tiled_cross_entropy import LogitTransform, tiled_cross_entropy
 from thalweg.ops._torch_private import METADATA_OPS, is_plain_tensor, no_torch_function
+from thalweg.ops.losses import leading_shape, leaves_last_dim
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -200,28 +201,15 @@ _METADATA = METADATA_OPS | {getattr(Tensor, name).__get__ for name in ("requires
 
 def _handle_reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """``view``, ``reshape`` and ``flatten`` that leave the last dim alone."""
-    if kwargs:
+    if kwargs or (shape := leading_shape(func, lazy, args[1:], {})) is None:
         return NotImplemented
-    vocab_size, hidden_size = lazy.shape[-1], lazy._hidden.shape[-1]
-    try:
-        shape = func(torch.empty(tuple(lazy.shape), device="meta"), *args[1:]).shape
-    except (RuntimeError, TypeError, IndexError):
-        return NotImplemented
-    if not shape or shape[-1] != vocab_size:
-        return NotImplemented
-    hidden = lazy._hidden.reshape(*shape[:-1], hidden_size)
+    hidden = lazy._hidden.reshape(*shape, lazy._hidden.shape[-1])
     parent = (lazy, lambda logits: func(logits, *args[1:]), False)
     return LazyLogits(lazy._head_call, hidden, lazy.dtype, lazy._transforms, parent)
 
 
 def _handle_getitem(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    """``logits[..., :-1, :]`` and the like: slices and whole numbers that leave the last dim alone."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(type(part) not in (slice, int) and part is not Ellipsis for part in index):
-        return NotImplemented
-    num_indexed = sum(part is not Ellipsis for part in index)
-    indexes_last_dim = num_indexed == lazy.dim() or (num_indexed < len(index) and index[-1] is not Ellipsis)
-    if num_indexed > lazy.dim() or (indexes_last_dim and index[-1] != slice(None)):
+    if not leaves_last_dim(args[1], lazy.dim()):
         return NotImplemented
     hidden = lazy._hidden[args[1]]
     parent = (lazy, lambda logits: logits[args[1]], True)

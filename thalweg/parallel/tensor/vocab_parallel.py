@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from thalweg.ops._torch_private import METADATA_OPS
+from thalweg.ops.losses import leading_shape, leaves_last_dim
 from thalweg.parallel.comm_group import ParallelGroup, gather_from_region
 
 _LEDGER_NAME = "vocabulary"
@@ -88,41 +89,24 @@ def _vocab_parallel_result(
     func: Callable[..., Any], logits: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     """The result in a 1-tuple where the vocabulary stays as it is; None where it must be whole."""
-    local, size = logits.local, logits.shape[-1]
+    local = logits.local
     if func in _LOCAL_OPS:
         return (func(local, *rest, **kwargs),)
     if func in _SHAPE_PRESERVING_OPS and not any(isinstance(value, Tensor) for value in rest):
         return (logits._with_local(func(local, *rest, **kwargs)),)
     if func in _SCALAR_OPS and len(rest) == 1 and not isinstance(rest[0], Tensor):
         return (logits._with_local(func(local, *rest, **kwargs)),)
-    if func in (Tensor.view, Tensor.reshape, torch.reshape):
-        shape = list(rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple | torch.Size) else rest)
-        if shape and all(isinstance(n, int) for n in shape) and shape[-1] == size:
-            return (logits._with_local(local.reshape(*shape[:-1], local.shape[-1])),)
-        return None
-    if func in (Tensor.flatten, torch.flatten):
-        dims = (*rest, *kwargs.values())
-        if len(dims) == 2 and dims[1] % local.dim() < local.dim() - 1:
-            return (logits._with_local(local.flatten(*rest, **kwargs)),)
-        return None
+    if func in (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten):
+        shape = leading_shape(func, logits, rest, kwargs)
+        return None if shape is None else (logits._with_local(local.reshape(*shape, local.shape[-1])),)
     if func in (Tensor.index_select, torch.index_select) and rest[:1] == (0,) and local.dim() > 1:
         return (logits._with_local(local.index_select(*rest)),)
-    if func is Tensor.__getitem__ and _preserves_last_dim(rest[0], local.dim()):
+    if func is Tensor.__getitem__ and leaves_last_dim(rest[0], local.dim()):
         return (logits._with_local(local[rest[0]]),)
     if func is F.cross_entropy:
         loss = _sharded_cross_entropy(logits, *rest, **kwargs)
         return None if loss is None else (loss,)
     return None
-
-
-def _preserves_last_dim(index: Any, dim: int) -> bool:
-    """Whether an index of slices and integers does not touch the last dim."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if not all(isinstance(item, int | slice) or item is Ellipsis for item in items):
-        return False
-    if Ellipsis in items:
-        return items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None))
-    return len(items) < dim or items[-1] == slice(None)
 
 
 def _materialize(tree: Any) -> Any:
