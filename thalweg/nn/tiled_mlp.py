@@ -142,7 +142,9 @@ class _TiledForward(torch.autograd.Function):
         inputs, params = ctx.saved_tensors, _trainable_params(ctx.module)
         needs_grad, is_tiled = ctx.needs_input_grad[3:], [*call.is_tiled, *(False for _ in params)]
         sums: list[Tensor | None] = [
-            None if not want else torch.zeros_like(t, dtype=t.dtype if tiled else _accumulation_dtype(t.dtype))
+            None
+            if not want
+            else torch.zeros_like(t, dtype=t.dtype if tiled else torch.promote_types(t.dtype, torch.float32))
             for t, want, tiled in zip((*inputs, *params), needs_grad, is_tiled, strict=True)
         ]
         with ctx.restored_state():
@@ -176,10 +178,6 @@ class _TiledForward(torch.autograd.Function):
 
 def _trainable_params(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 class _TiledModule(DynamicSubclass):
@@ -248,18 +246,3 @@ def find_mlps(model: nn.Module, names: Sequence[str] | None = None) -> dict[str,
             "MLPs in tiling.mlp_modules, or set tiling.mlp to 1"
         )
     return mlps
-
-
-class TiledMLP(nn.Module):
-    """``module`` run over tiles of the sequence, as a module of its own; see :func:`tiled`.
-
-    The wrapped module is ``self.module``, so parameter names gain ``module.``; :func:`tiled` keeps them.
-    """
-
-    def __init__(self, module: nn.Module, tiles: int, *, dim: int = -2) -> None:
-        super().__init__()
-        self.module = tiled(module, tiles, dim=dim)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
-        return self.module(*args, **kwargs)
