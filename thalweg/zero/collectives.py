@@ -143,7 +143,6 @@ class CollectivesSpec:
     unit_bytes: int
     root_bytes: int
     output_dtype: torch.dtype
-    timeout: float
     replicas: ReplicaSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
@@ -199,7 +198,7 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
     if spec.device.type == "cpu":
         depth = NUM_REPLICATED_REDUCE_SLOTS if spec.replicate else NUM_REDUCE_SLOTS
         arena_bytes = spec.unsharded_bytes + SharedMemoryRing.num_bytes(size, spec.unit_bytes, depth)
-        arena = SharedMemoryArena.create(group, arena_bytes, timeout=spec.timeout)
+        arena = SharedMemoryArena.create(group, arena_bytes)
         if spec.all_replicas_agree(arena is not None):
             assert arena is not None
             spec.ledger.topology = HostTopology((0,) * size, spec.mesh.get_local_rank())
@@ -221,7 +220,7 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
             if keeps_unsharded
             else SharedMemoryRing.num_bytes(hosts.num_local_ranks, slot_bytes, _NUM_GATHER_SLOTS)
         )
-        arena = hierarchical.create_host_arena(hosts, host_arena_bytes, spec.timeout)
+        arena = hierarchical.create_host_arena(hosts, host_arena_bytes)
         if spec.all_replicas_agree(arena is not None):
             assert arena is not None
             return _build_hierarchical(spec, arena, hosts, slot_bytes, keeps_unsharded)

@@ -96,7 +96,6 @@ class ShardOptions:
     within_hosts: bool = False
     site_size: int | str | None = None
     fp32_modules: tuple[str, ...] = ()
-    timeout: float = 1800.0
 
 
 class _RestsOnHost(DynamicSubclass):
@@ -492,7 +491,6 @@ def shard_model(
         unit_bytes=max_unit_grad_bytes(param_specs, units, reduce_dtype),
         root_bytes=max_unit_grad_bytes(param_specs, blocks, reduce_dtype),
         output_dtype=options.precision.master_dtype,
-        timeout=options.timeout,
         replicas=None if mics_mesh is None else build_replica_sum(mics_mesh, device, zero.zero_quantized_gradients),
         ledger=ledger or CommsLog(),
         shards_on_host=on_host,

@@ -236,11 +236,11 @@ class SplitModelStages:
         assert isinstance(block_list, nn.ModuleList)
         local_ranges = [stage_ranges[stage] for stage in local_stages]
         self.blocks = PipelineBlocks(block_list, local_ranges, layout.num_extra_outputs)
-        _set_submodule(model, layout.list_name, self.blocks)
+        model.set_submodule(layout.list_name, self.blocks)
         for names, owning_stage in ((layout.entry_modules, 0), (layout.exit_modules, self._num_stages - 1)):
             for name in names if owning_stage not in local_stages else ():
                 if not any(name.startswith(f"{other}.") for other in names):
-                    _set_submodule(model, name, StubModule(model.get_submodule(name)))
+                    model.set_submodule(name, StubModule(model.get_submodule(name)))
         self._entry_modules = [model.get_submodule(name) for name in layout.entry_modules if 0 in local_stages]
         self._exit_modules = [
             model.get_submodule(name) for name in layout.exit_modules if self._num_stages - 1 in local_stages
@@ -294,11 +294,6 @@ class _MetaScalarMode(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()
         result = fake_grouped_mm(func.name(), args)
         return func(*args, **(kwargs or {})) if result is None else result
-
-
-def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, key = name.rpartition(".")
-    setattr(model.get_submodule(parent), key, module)
 
 
 def _largest_module_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
