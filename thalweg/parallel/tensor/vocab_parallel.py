@@ -126,7 +126,8 @@ def _sharded_cross_entropy(
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     if not plain or target.is_floating_point() or logits.dim() != 2 or target.dim() != 1:
         return None
-    losses = vocab_parallel_cross_entropy(logits.local, target, logits.shard_sizes, logits.tp_group, ignore_index)
+    start = sum(logits.shard_sizes[: logits.tp_group.rank])
+    losses: Any = _VocabParallelCrossEntropy.apply(logits.local, target, start, logits.tp_group, ignore_index)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -146,7 +147,10 @@ def vocab_parallel_entropy(logits: VocabParallelLogits) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """-log softmax at the target, of logits cut along their last dim; N tokens."""
+    """-log softmax at the target of each token (N,), in nats, fp32 or wider; 0 where that is ``ignore_index``.
+
+    ``local`` (N, own part of V), from ``start`` on; ``target`` (N,) of logical indices, equal on all ranks.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -174,13 +178,3 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if grad.shape[-1]:
             grad.scatter_add_(1, column[:, None], torch.where(in_shard, -scale, 0.0)[:, None])
         return grad.to(ctx.dtype), None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    local: Tensor, target: Tensor, shard_sizes: list[int], tp_group: ParallelGroup, ignore_index: int = -100
-) -> Tensor:
-    """Cross-entropy of each token (N,), in nats, fp32 or wider; 0 where the target is ``ignore_index``.
-
-    ``local`` (N, own part of V), ``target`` (N,) of logical indices, equal on all ranks.
-    """
-    return _VocabParallelCrossEntropy.apply(local, target, sum(shard_sizes[: tp_group.rank]), tp_group, ignore_index)  # type: ignore[return-value]
