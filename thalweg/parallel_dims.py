@@ -223,18 +223,10 @@ def build_meshes(
         groups = [tp.get_group(), fsdp.get_group()]
         tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
     pp = grid["pp"] if dims.pp > 1 else None
-    pp_reverse_group = _new_reverse_group(grid) if pp is not None and device.type != "cpu" else None
+    pp_reverse_group = None
+    if pp is not None and device.type != "cpu":
+        pp_reverse_group, _ = dist.new_subgroups_by_enumeration(grid.mesh.flatten(1).T.tolist())
     return ParallelMeshes(fsdp, dp, sequence, tp, tp_fsdp, cp, ulysses, pp, pp_reverse_group)
-
-
-def _new_reverse_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
-    """Another group of each pipeline's ranks; collective over the job.  Returns this rank's."""
-    local_group = None
-    for ranks in grid.mesh.flatten(1).T.tolist():
-        new_group = dist.new_group(ranks)
-        local_group = new_group if dist.get_rank() in ranks else local_group
-    assert local_group is None or isinstance(local_group, dist.ProcessGroup)
-    return local_group
 
 
 def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:

@@ -52,21 +52,6 @@ class ActivationOffloader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _InMemoryTensor:
-    tensor: Tensor
-
-    def fetch(self) -> Tensor:
-        return self.tensor
-
-
-class NoActivationOffloader:
-    """Leaves tensors where they are: the host tier of a rank that computes on the host."""
-
-    def save(self, tensor: Tensor) -> OffloadedActivation:
-        return _InMemoryTensor(tensor)
-
-
 class ReadAheadOffloader:
     """The order of saving (each kept tensor knows its predecessor, weakly) and buffers that wait to be used again."""
 
@@ -283,12 +268,12 @@ class CpuActivationOffloader(ReadAheadOffloader):
 
 @dataclass(frozen=True)
 class _PartitionedTensor:
-    shard: OffloadedActivation
+    shard: OffloadedActivation | Tensor
     shape: torch.Size
     group: dist.ProcessGroup
 
     def fetch(self) -> Tensor:
-        local_shard = self.shard.fetch()
+        local_shard = self.shard if isinstance(self.shard, Tensor) else self.shard.fetch()
         size = dist.get_world_size(self.group)
         gathered = local_shard.new_empty(size * local_shard.numel())
         dist.all_gather_into_tensor(gathered, local_shard, group=self.group)
@@ -298,11 +283,12 @@ class _PartitionedTensor:
 class PartitionedActivationOffloader:
     """Each rank of ``group`` keeps its part of a tensor that all of them hold alike; fetching gathers.
 
-    Korthikanti et al. 2022, section 5.  ``save`` and ``fetch`` must come in the same order on all ranks.
+    Korthikanti et al. 2022, section 5.  ``inner``: where the parts wait; None leaves them in place.
+    ``save`` and ``fetch`` must come in the same order on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, inner: ActivationOffloader | None = None) -> None:
-        self.group, self.inner = group, inner or NoActivationOffloader()
+        self.group, self.inner = group, inner
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -310,7 +296,8 @@ class PartitionedActivationOffloader:
         shard = tensor.new_zeros(shard_numel)
         local_values = tensor.reshape(-1)[rank * shard_numel : (rank + 1) * shard_numel]
         shard[: local_values.numel()].copy_(local_values)
-        return _PartitionedTensor(self.inner.save(shard), tensor.shape, self.group)
+        part = shard if self.inner is None else self.inner.save(shard)
+        return _PartitionedTensor(part, tensor.shape, self.group)
 
 
 def build_activation_offloader(
