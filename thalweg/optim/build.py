@@ -145,6 +145,8 @@ def _make_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, A
     known = _keyword_names(cls) - _UNSUPPORTED_FLAGS.keys()
     if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam):
         known -= {"decoupled_weight_decay"}
+    if cls in COMPRESSED_OPTIMIZERS.values():
+        known -= {"amsgrad", "eps_inside_sqrt"}
     for key in hyper.keys() & {*_UNSUPPORTED_FLAGS, "amsgrad", "eps_inside_sqrt"} - known:
         if hyper[key]:
             reason = _UNSUPPORTED_FLAGS.get(key, f"{name} has no such variant")

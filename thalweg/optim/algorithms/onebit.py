@@ -322,22 +322,13 @@ class OneBitAdam(WarmupMixin, Adam):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         *,
         freeze_step: int | str = 100_000,
-        bias_correction: bool = True,
         decoupled_weight_decay: bool = True,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
         link: MomentumLink | None = None,
+        **hyper: Any,
     ) -> None:
-        hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        hyper |= {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
-        super().__init__(params, bias_correction=bias_correction, foreach=foreach, fused=fused, **hyper)
+        super().__init__(params, decoupled_weight_decay=decoupled_weight_decay, **hyper)
         self._init_phase(freeze_step, link)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -386,28 +377,21 @@ class OneBitLamb(WarmupMixin, Lamb):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         *,
         freeze_step: int | str = 100_000,
-        bias_correction: bool = True,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
         coeff_beta: float = 0.9,
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         link: MomentumLink | None = None,
+        **hyper: Any,
     ) -> None:
         if not (0 <= coeff_beta < 1 and 0 < factor_min <= factor_max and factor_threshold > 0):
             raise ValueError(
                 "OneBitLamb: 0 <= coeff_beta < 1, 0 < factor_min <= factor_max and factor_threshold > 0 must hold, got "
                 f"{coeff_beta!r}, {factor_min!r}, {factor_max!r} and {factor_threshold!r}"
             )
-        hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, bias_correction=bias_correction, max_coeff=max_coeff, min_coeff=min_coeff, **hyper)
+        super().__init__(params, **hyper)
         self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
         self._factor_bounds = (factor_min, factor_max)
         self._init_phase(freeze_step, link)
