@@ -320,9 +320,20 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
     if not cpu:  # on CPUs the memory of a host, or gloo, tells ranks that disagree
         arena = SharedMemoryArena.create(control_group(spec.group), CollectiveOrder.num_bytes(size))
         order = None if arena is None else CollectiveOrder(arena, spec.group)
-    make_reducer: ReducerFactory = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
-    if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
-        make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology, order)
+
+    def make_reducer(name: str, group: FSDPGroupHandle, options: ReduceOptions) -> Reducer | wire.WireReduceScatter:
+        if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
+            return wire.WireReduceScatter(name, spec.ledger, topology, order)
+        if not zero.zero_quantized_gradients:
+            return wire.AllToAllReduceScatter(name, options, wire.AllToAllReduce(reduce_group, topology))
+        if hosts is None:
+            all_to_all = _make_gradient_all_to_all(spec, reduce_group, topology, group)
+            return wire.AllToAllReduceScatter(name, options, all_to_all)
+        intra_host_format = quantized.single_segment_format(quantized.INTRA_HOST_GRADIENT_QUANTIZER)
+        inner = quantized.QuantizedAllToAllReduce(hosts.intra_host_group, hosts.intra_host_topology, intra_host_format)
+        outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
+        return quantized.TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
+
     stays_on_gpus = spec.policy.reshards_after_use and zero.zero_hpz_partition_size < size
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
     shares_groups = zero.zero_quantized_gradients and hosts is not None
@@ -355,25 +366,6 @@ def _choose_wire_all_gather(
             name, ledger, topology, _weight_format_fn(zero, group), size
         )
     return lambda name, group: wire.WireAllGather(name, ledger, topology, order)
-
-
-def _make_wire_reducer(
-    spec: CollectivesSpec,
-    reduce_group: dist.ProcessGroup,
-    topology: HostTopology,
-    hosts: HostGroups | None,
-    name: str,
-    group: FSDPGroupHandle,
-    options: ReduceOptions,
-) -> Reducer:
-    if not spec.zero.zero_quantized_gradients:
-        return wire.AllToAllReduceScatter(name, options, wire.AllToAllReduce(reduce_group, topology))
-    if hosts is None:
-        return wire.AllToAllReduceScatter(name, options, _make_gradient_all_to_all(spec, reduce_group, topology, group))
-    intra_host_format = quantized.single_segment_format(quantized.INTRA_HOST_GRADIENT_QUANTIZER)
-    inner = quantized.QuantizedAllToAllReduce(hosts.intra_host_group, hosts.intra_host_topology, intra_host_format)
-    outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
-    return quantized.TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
 
 
 def _make_gradient_all_to_all(
