@@ -273,7 +273,12 @@ class WarmupMixin(CompressedMixin):
         """Freeze the variance if it is time."""
         num_steps, limit = self._num_steps(), self._freeze_step
         if num_steps and (num_steps >= limit if isinstance(limit, int) else self._is_stable(num_steps)):
-            self._freeze_variance()
+            # Bits move what has had no gradient so far, too, and by m / eps it would go far: such an element takes the
+            # mean of its parameter, and a parameter that has none stands still.
+            params = [p for p in trainable_params(self) if "exp_avg_sq" in self.state.get(p, ())]
+            for param, mean in zip(params, self._mean_variances(params), strict=True):
+                variance = to_local(self.state[param]["exp_avg_sq"])
+                variance.masked_fill_(variance == 0, mean or _STANDS_STILL)
             for group in self.param_groups:
                 group["frozen_at"] = num_steps
         self._end_step()
@@ -283,16 +288,6 @@ class WarmupMixin(CompressedMixin):
         if "exp_avg" not in self.state[param]:
             init_adam_state(self.state[param], param, group["frozen_at"])
             to_local(self.state[param]["exp_avg_sq"]).fill_(_STANDS_STILL)
-
-    def _freeze_variance(self) -> None:
-        """Give a variance to what has had no gradient so far: bits move it, too, and by m / eps it would go far.
-
-        An element takes the mean of its parameter; a parameter that has none stands still.
-        """
-        params = [p for p in trainable_params(self) if "exp_avg_sq" in self.state.get(p, ())]
-        for param, mean in zip(params, self._mean_variances(params), strict=True):
-            variance = to_local(self.state[param]["exp_avg_sq"])
-            variance.masked_fill_(variance == 0, mean or _STANDS_STILL)
 
     def _is_stable(self, num_steps: int) -> bool:
         """Whether the variance's 1-norm is what it was 1 / (1 - b2) steps ago, and the rate no longer rises."""
@@ -396,19 +391,16 @@ class OneBitLamb(WarmupMixin, Lamb):
         self._factor_bounds = (factor_min, factor_max)
         self._init_phase(freeze_step, link)
 
-    def _update_params(self) -> None:
-        if self.is_compressing:
-            self._compressed_update()
-        else:
-            super()._update_params()
-            self._end_warmup_step()
-
     def _observe_ratios(self, params: Sequence[Tensor], ratios: Sequence[float]) -> None:
         for param, ratio in zip(params, ratios, strict=True):
             mean = float(self.state[param].get("trust_ratio", ratio))
             self.state[param]["trust_ratio"] = torch.tensor(self._coeff_beta * mean + (1 - self._coeff_beta) * ratio)
 
-    def _compressed_update(self) -> None:
+    def _update_params(self) -> None:
+        if not self.is_compressing:
+            super()._update_params()
+            self._end_warmup_step()
+            return
         params = self._fill_missing_grads()
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         groups = [group_of[id(p)] for p in params]
@@ -557,7 +549,10 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
                         if "anchor" in state:
                             to_local(state["anchor"]).mul_(decay)
         if updates_variance:
-            self._plan_variance(step)
+            for group in self.param_groups:
+                interval = 2 ** ((group["num_variance_updates"] - 1) // self._limits["var_update_scaler"])
+                following = step + interval
+                group["next_variance_step"] = following if following <= self._limits["var_freeze_step"] else -1
             for param, mean in zip(params, self._mean_variances(params), strict=True):
                 self.state[param]["mean_variance"] = torch.tensor(mean)
         if (updates_variance and self.param_groups[0]["num_variance_updates"] < step) or not meets_now:
@@ -590,6 +585,10 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
 
     def _meet(self, step: int) -> None:
         """All workers go on from one parameter and one momentum."""
+        interval, limits = 1, self._limits  # steps until the next meeting: 1 while the variance moves
+        if step >= limits["var_freeze_step"]:
+            doublings = (step - limits["var_freeze_step"]) // limits["local_step_scaler"]
+            interval = min(limits["local_step_clipper"], 2 ** min(doublings, 30))
         params = [p for p in trainable_params(self) if "local_update" in self.state[p]]
         if params and any(group["rate_sum"] > 0 for group in self.param_groups):  # a rate of 0 has moved nobody
             self._average(params, [to_local(self.state[p]["local_update"]) for p in params])
@@ -605,21 +604,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
                         piece.copy_(to_local(state.pop("anchor")))
                     piece.addcdiv_(update, self._variance_denominator(group, state), value=-1.0)
             group["rate_sum"] = 0.0
-            group["next_meeting"] = step + self._meeting_interval(step)
-
-    def _meeting_interval(self, step: int) -> int:
-        """Steps until the next meeting: 1 while the variance moves."""
-        limits = self._limits
-        if step < limits["var_freeze_step"]:
-            return 1
-        doublings = (step - limits["var_freeze_step"]) // limits["local_step_scaler"]
-        return min(limits["local_step_clipper"], 2 ** min(doublings, 30))
-
-    def _plan_variance(self, step: int) -> None:
-        for group in self.param_groups:
-            interval = 2 ** ((group["num_variance_updates"] - 1) // self._limits["var_update_scaler"])
-            following = step + interval
-            group["next_variance_step"] = following if following <= self._limits["var_freeze_step"] else -1
+            group["next_meeting"] = step + interval
 
     @staticmethod
     def _variance_denominator(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
