@@ -177,22 +177,30 @@ class GatheredParameters:
             self._restore()
         for param, value in values:
             write_to_shard(param, value)
-        if values:
-            self._refresh_unsharded_copies({id(param): value for param, value in values})
-
-    def _refresh_unsharded_copies(self, values: dict[int, Tensor]) -> None:
-        """Bring gathered copies up to date that FSDP2 holds now and would use again as they are."""
-        for root in self._roots:
+        # Gathered copies that FSDP2 holds now it would use again as they are.
+        value_by_shard = {id(param): value for param, value in values}
+        for root in self._roots if values else ():
             for unsharded, shard in _list_unsharded(root):
-                if id(shard) in values and unsharded.untyped_storage().size():
-                    unsharded.data.copy_(values[id(shard)])
+                if id(shard) in value_by_shard and unsharded.untyped_storage().size():
+                    unsharded.data.copy_(value_by_shard[id(shard)])
 
     @torch.no_grad()
     def _broadcast_values(self) -> list[tuple[Tensor, Tensor]]:
         """Broadcast what the modifier left; return (parameter, value) to write once they are DTensors."""
-        _check_shapes(self._entered)
+        for record in self._entered:
+            if record.param.shape != record.sharded.shape:
+                raise ValueError(
+                    f"a gathered parameter was resized from {tuple(record.sharded.shape)} to "
+                    f"{tuple(record.param.shape)}: the shape of a sharded parameter is fixed; resize the model "
+                    "before thalweg.initialize"
+                )
         if self.modifier_rank is None:
-            _warn_if_written(self._entered)
+            if written := sum(record.param._version != record.version for record in self._entered):
+                _log.warning(
+                    "GatheredParameters: %d parameter(s) were written to and modifier_rank is None, so the writes "
+                    "are dropped; pass modifier_rank=0 to keep those of rank 0",
+                    written,
+                )
             return []
         values = []
         for param in self._full_params:
@@ -329,24 +337,4 @@ def _check_modifier_rank(rank: int | None, param: Tensor) -> None:
         raise ValueError(
             f"GatheredParameters(modifier_rank={rank}): the parameter lives on ranks {named}; "
             "name one of them, or None to read only"
-        )
-
-
-def _check_shapes(records: Iterable[_GatheredParam]) -> None:
-    for record in records:
-        if record.param.shape != record.sharded.shape:
-            raise ValueError(
-                f"a gathered parameter was resized from {tuple(record.sharded.shape)} to "
-                f"{tuple(record.param.shape)}: the shape of a sharded parameter is fixed; resize the model "
-                "before thalweg.initialize"
-            )
-
-
-def _warn_if_written(records: list[_GatheredParam]) -> None:
-    written = sum(record.param._version != record.version for record in records)
-    if written:
-        _log.warning(
-            "GatheredParameters: %d parameter(s) were written to and modifier_rank is None, so the writes "
-            "are dropped; pass modifier_rank=0 to keep those of rank 0",
-            written,
         )

@@ -148,7 +148,19 @@ def shard_experts(
         num_ranks = layer.ep_size if layer.ep_size > 1 else ep_size
         if num_ranks == 1:
             continue
-        _check_ep_size(name, layer, num_ranks, meshes.fsdp.size())
+        num_data_ranks = meshes.fsdp.size()
+        if num_data_ranks % num_ranks:
+            fitting = [number for number in range(1, num_data_ranks + 1) if num_data_ranks % number == 0]
+            raise ValueError(
+                f"the experts of {name} are to be spread over {num_ranks} ranks, which does not divide the "
+                f"{num_data_ranks} data-parallel ranks: set expert_parallel.autoep_size (or the layer's ep_size) to "
+                f"one of {fitting}"
+            )
+        if num_ranks > layer.num_experts:
+            raise ValueError(
+                f"the {layer.num_experts} experts of {name} cannot be spread over {num_ranks} ranks: set "
+                f"expert_parallel.autoep_size (or the layer's ep_size) to at most {layer.num_experts}"
+            )
         if num_ranks not in meshes_by_size:
             meshes_by_size[num_ranks] = _build_expert_mesh(meshes, num_ranks, tp_layout, ledger)
         ep_group, mesh = meshes_by_size[num_ranks]
@@ -160,21 +172,6 @@ def shard_experts(
                 parameter, shard_spec.spec, tp_placement, mesh, ep_group.rank, data_group
             )
         layer.attach_dispatcher(AllToAllDispatcher(ep_group, layer.num_experts, expert_params))
-
-
-def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks: int) -> None:
-    if num_data_ranks % num_ranks:
-        fitting = [number for number in range(1, num_data_ranks + 1) if num_data_ranks % number == 0]
-        raise ValueError(
-            f"the experts of {name} are to be spread over {num_ranks} ranks, which does not divide the "
-            f"{num_data_ranks} data-parallel ranks: set expert_parallel.autoep_size (or the layer's ep_size) to "
-            f"one of {fitting}"
-        )
-    if num_ranks > layer.num_experts:
-        raise ValueError(
-            f"the {layer.num_experts} experts of {name} cannot be spread over {num_ranks} ranks: set "
-            f"expert_parallel.autoep_size (or the layer's ep_size) to at most {layer.num_experts}"
-        )
 
 
 def _build_expert_mesh(

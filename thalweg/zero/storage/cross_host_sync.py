@@ -83,7 +83,12 @@ class CrossHostSync:
             self._pending.update(name for name in self._versions)
             self._updated = False
         updates = [self._choose_encoding(store) for store in storages]
-        self._agree_on_encodings(updates)
+        encodings = torch.tensor([parcel.encoding for parcel in updates], dtype=torch.uint8)
+        dist.all_reduce(encodings, op=dist.ReduceOp.MAX, group=self._group)
+        for parcel, encoding in zip(updates, encodings.tolist(), strict=True):
+            if encoding != parcel.encoding:
+                parcel.payload = None
+            parcel.encoding = encoding
         full = sum(parcel.storage.spec.unsharded_bytes for parcel in updates if parcel.encoding != UNCHANGED)
         with self._ledger.timed(
             "all_gather", "parameters", "both", full_bytes=full, world_size=self._world_size
@@ -119,14 +124,6 @@ class CrossHostSync:
             if delta_error <= quantized_error
             else _ParamUpdate(storage, QUANTIZED)
         )
-
-    def _agree_on_encodings(self, updates: list[_ParamUpdate]) -> None:
-        encodings = torch.tensor([parcel.encoding for parcel in updates], dtype=torch.uint8)
-        dist.all_reduce(encodings, op=dist.ReduceOp.MAX, group=self._group)
-        for parcel, encoding in zip(updates, encodings.tolist(), strict=True):
-            if encoding != parcel.encoding:
-                parcel.payload = None
-            parcel.encoding = encoding
 
     def _build_payload(self, update: _ParamUpdate) -> Tensor:
         if update.payload is not None:

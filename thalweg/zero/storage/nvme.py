@@ -276,7 +276,13 @@ class Pager:
         self._num_barriers += 1
         self._next_unit[self._recent] = name
         self._recent = (self._recent[1], name)
-        self._prefetch_next()
+        # Follow the learnt order while there is room.
+        recent = self._recent
+        for _ in range(max(1, (self.max_units - 1) // 2)):
+            if not (following := self._next_unit.get(recent, "")):
+                break
+            self.prefetch(following)
+            recent = (recent[1], following)
 
     def release(self, name: str) -> None:
         """The unit's modules hold the shards again."""
@@ -334,16 +340,6 @@ class Pager:
         for unit in sorted(evictable, key=lambda unit: unit.last_use)[: max(0, excess)]:
             self._evict(unit)
         return max_idle >= 0 and len(evictable) >= excess
-
-    def _prefetch_next(self) -> None:
-        """Follow the learnt order while there is room."""
-        recent = self._recent
-        for _ in range(max(1, (self.max_units - 1) // 2)):
-            name = self._next_unit.get(recent, "")
-            if not name:
-                return
-            self.prefetch(name)
-            recent = (recent[1], name)
 
 
 @dataclass(frozen=True)
