@@ -110,7 +110,18 @@ class DoubleBufferedStep:
         """
         items = self._nvme_step.build_param_steps(params)
         self._uncommitted += items
-        self._assign_shadows(items)
+        written = [
+            operand
+            for item in items
+            for name, operand in item.step_tensors.items()
+            if operand.write and operand.file_offset is not None and not (item.is_new_state and name in item.state_keys)
+        ]
+        # In the order of the file, so that what is written at once has its twins side by side.
+        for operand in sorted(written, key=lambda operand: operand.file_offset or 0):
+            assert operand.file_offset is not None
+            if operand.file_offset not in self._shadow_offsets:
+                self._shadow_offsets[operand.file_offset] = self._swap.allocate(operand.padded_bytes)
+            operand.shadow_offset = self._shadow_offsets[operand.file_offset]
         self._nvme_step.execute(items, 1.0, finish_writes=False)
         for item in items:  # what is open lives as long as the step; gradients must not
             del item.step_tensors["grad"]
@@ -157,20 +168,6 @@ class DoubleBufferedStep:
             for key in item.state_keys if item.is_new_state else ():
                 if (offset := item.step_tensors[key].file_offset) is not None:
                     self._swap.free(offset)
-
-    def _assign_shadows(self, items: list[ParamStep]) -> None:
-        written = [
-            operand
-            for item in items
-            for name, operand in item.step_tensors.items()
-            if operand.write and operand.file_offset is not None and not (item.is_new_state and name in item.state_keys)
-        ]
-        # In the order of the file, so that what is written at once has its twins side by side.
-        for operand in sorted(written, key=lambda operand: operand.file_offset or 0):
-            assert operand.file_offset is not None
-            if operand.file_offset not in self._shadow_offsets:
-                self._shadow_offsets[operand.file_offset] = self._swap.allocate(operand.padded_bytes)
-            operand.shadow_offset = self._shadow_offsets[operand.file_offset]
 
     def _is_page_aligned(self, tensor: Tensor) -> bool:
         if not tensor.numel():
@@ -438,7 +435,7 @@ class StepInBackward(InMemoryStep, StepListener):
         return possible and is_full_window and not hooked
 
     def before_backward(self) -> None:
-        """Before a backward pass."""
+        """Before a backward pass; collective."""
         if self.partial_norms:
             self.wait_for_updates()
             self._reset()
@@ -447,17 +444,13 @@ class StepInBackward(InMemoryStep, StepListener):
                 "up. Add the losses and call engine.backward() once, or pass retain_graph=True to all but "
                 "the last"
             )
-        self._loss_is_finite_everywhere = (
-            not (self._in_place and self.window.is_last) or self._all_reduce_loss_is_finite()
-        )
-
-    def _all_reduce_loss_is_finite(self) -> bool:
-        """Whether every rank's loss is; collective."""
-        loss = self.window.loss
-        broken = torch.tensor(0.0 if loss is None or bool(loss.isfinite().all()) else 1.0)
-        if self._group is not None:
-            dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=control_group(self._group))
-        return not bool(broken)
+        self._loss_is_finite_everywhere = True
+        if self._in_place and self.window.is_last:
+            loss = self.window.loss
+            broken = torch.tensor(0.0 if loss is None or bool(loss.isfinite().all()) else 1.0)
+            if self._group is not None:
+                dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=control_group(self._group))
+            self._loss_is_finite_everywhere = not bool(broken)
 
     def after_backward(self) -> None:
         """What the backward pass has left: units that were used more often than they were reduced."""

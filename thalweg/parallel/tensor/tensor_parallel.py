@@ -29,7 +29,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -273,15 +272,12 @@ def _make_forward(
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether split layers may draw random numbers: some dropout probability is above zero."""
-    return any(probability > 0 for probability in _dropout_probabilities(model))
-
-
-def _dropout_probabilities(model: nn.Module) -> Iterator[float]:
     for module in model.modules():
         for key, value in vars(module).items():
             is_dropout_p = key == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
-            if (is_dropout_p or "dropout" in key or "drop_p" in key) and isinstance(value, float):
-                yield value
+            if (is_dropout_p or "dropout" in key or "drop_p" in key) and isinstance(value, float) and value > 0:
+                return True
+    return False
 
 
 def sync_rng(tp_group: ParallelGroup) -> None:
