@@ -417,17 +417,14 @@ def _make_payload_format(
     fits = sum(length for length, _ in segments) == numel
     if not (is_quantizable and fits and any(is_quantized for _, is_quantized in segments)):
         return None
-    return PayloadFormat(tuple(_join_segments(segments, quantizer.block_size)), quantizer, dtype)
-
-
-def _join_segments(segments: list[tuple[int, bool]], block_size: int) -> list[tuple[int, bool]]:
-    """Neighbours as one, where no block would hold numbers of both: a device has as many kernels to launch."""
+    # Neighbours as one, where no block would hold numbers of both: a device has as many kernels to launch.
     joined: list[tuple[int, bool]] = []
     for length, in_few_bits in segments:
-        if joined and joined[-1][1] == in_few_bits and joined[-1][0] % (block_size if in_few_bits else 1) == 0:
+        whole = quantizer.block_size if in_few_bits else 1
+        if joined and joined[-1][1] == in_few_bits and joined[-1][0] % whole == 0:
             length += joined.pop()[0]
         joined.append((length, in_few_bits))
-    return joined
+    return PayloadFormat(tuple(joined), quantizer, dtype)
 
 
 def _check_hpz_groups(spec: CollectivesSpec, topology: HostTopology) -> None:

@@ -75,10 +75,11 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     Raises:
         ValueError: the model has fewer heads than ranks.
     """
-    family, hf_rules = get_family(model), _hf_tp_rules(model)
+    family, config = get_family(model), getattr(model, "config", None)
+    own_plan = getattr(config, "base_model_tp_plan", None) or {}
+    hf_rules = {key: value for key, value in own_plan.items() if isinstance(value, str)}
     if family is None and not hf_rules:
         return None
-    config = getattr(model, "config", None)
     heads = heads_from_config(config)
     is_interleaved = family is not None and "gqa_interleaved" in family.rules.values()
     assignment = None if heads is None else assign_heads(heads, world_size, is_interleaved)
@@ -296,12 +297,6 @@ def _get_attribute(module: nn.Module, key: str) -> Any:
 
 _HF_ROLES = {"colwise": "column", "colwise_rep": "column", "rowwise": "row", "rowwise_rep": "row"}
 _HF_ROLES |= {"packed_colwise": "gate_up_fused", "replicated_with_grad_allreduce": "grad_all_reduce"}
-
-
-def _hf_tp_rules(model: nn.Module) -> dict[str, str]:
-    config = getattr(model, "config", None)
-    rules = dict(getattr(config, "base_model_tp_plan", None) or {})
-    return {key: value for key, value in rules.items() if isinstance(value, str)}
 
 
 def _apply_hf_rules(
