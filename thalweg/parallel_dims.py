@@ -116,14 +116,15 @@ def init_distributed(
     else:
         info = read_rank_info()
     own_device = pick_device(info.local_rank, device, info.local_world_size)
-    backend = dist_backend or _default_backend(own_device)
+    kind = own_device.type
+    backend = dist_backend or ("gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{communication_backend(kind)}")
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     if info.world_size == 1 and init_method is None:  # which meets nobody
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return info
-    library = communication_backend(own_device.type)
+    library = communication_backend(kind)
     # The library need not guess a rank's device then, and ranks that it cannot connect fail here.
     device_id = own_device if library in _SPLITTING_LIBRARIES and library in backend else None
     store = None
@@ -133,13 +134,6 @@ def init_distributed(
     ranks: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
     dist.init_process_group(backend, init_method=init_method, store=store, device_id=device_id, **ranks)
     return info
-
-
-def _default_backend(device: torch.device) -> str:
-    """gloo for the host's tensors, and what the accelerator's own library is."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{communication_backend(device.type)}"
 
 
 def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:

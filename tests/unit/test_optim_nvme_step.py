@@ -29,8 +29,8 @@ from thalweg.optim.offload.io_pipeline import (
     ALIGN_ELEMENTS,
     ParamStep,
     StepTensor,
-    split_into_batches,
     split_into_chunks,
+    split_slices,
 )
 from thalweg.optim.offload.mmap_step import MmapStep
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
@@ -456,7 +456,7 @@ def test_chunks_cover_everything_once(sizes: list[tuple[int, bool]], grains: int
         assert not touched & pages
         pages |= touched
         assert sum(p.stop - p.start for p in chunk.slices) <= 8 * ALIGN_ELEMENTS
-        for batch in split_into_batches(chunk.slices, ALIGN_ELEMENTS):
+        for batch in split_slices(chunk.slices, ALIGN_ELEMENTS):
             for piece in batch:
                 assert piece.start == seen[id(piece.param_step)] and piece.start % ALIGN_ELEMENTS == 0
                 seen[id(piece.param_step)] = piece.stop

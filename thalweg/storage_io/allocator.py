@@ -107,16 +107,13 @@ class RemapTable:
         starts = [start + extent.start - origin for extent in extents]
         shifts = [extent.file_offset - at for extent, at in zip(extents, starts, strict=True)]
         self._starts[begin:end], self._shifts[begin:end] = starts, shifts
-        self._merge_runs(begin, begin + len(starts))
+        end = begin + len(starts)
+        for index in range(min(end, len(self._starts) - 1), max(begin, 1) - 1, -1):
+            if self._shifts[index] == self._shifts[index - 1]:  # neighbours with the same shift are one run
+                del self._starts[index], self._shifts[index]
 
     def _split_at(self, offset: int) -> None:
         index = bisect_right(self._starts, offset) - 1
         if self._starts[index] != offset:
             self._starts.insert(index + 1, offset)
             self._shifts.insert(index + 1, self._shifts[index])
-
-    def _merge_runs(self, begin: int, end: int) -> None:
-        """Make one run of neighbours with the same shift."""
-        for index in range(min(end, len(self._starts) - 1), max(begin, 1) - 1, -1):
-            if self._shifts[index] == self._shifts[index - 1]:
-                del self._starts[index], self._shifts[index]

@@ -142,15 +142,11 @@ def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_e
         ValueError: not even ``ALIGN_ELEMENTS`` elements of an item fit a buffer.
     """
     whole = (ParamSlice(param_step, 0, param_step.numel) for param_step in param_steps)
-    return [_build_chunk(slices) for slices in _cut(whole, max_elements, buffer_bytes)]
+    return [_build_chunk(slices) for slices in split_slices(whole, max_elements, buffer_bytes)]
 
 
-def split_into_batches(slices: Iterable[ParamSlice], max_elements: int) -> list[list[ParamSlice]]:
-    """Cut the pieces of a chunk further, into batches of about ``max_elements`` that stay in the cache."""
-    return _cut(slices, max_elements, 1 << 62)
-
-
-def _cut(slices: Iterable[ParamSlice], max_elements: int, max_bytes: int) -> list[list[ParamSlice]]:
+def split_slices(slices: Iterable[ParamSlice], max_elements: int, max_bytes: int = 1 << 62) -> list[list[ParamSlice]]:
+    """Cut pieces further, into groups of about ``max_elements`` that stay in the cache, or in a buffer."""
     groups: list[list[ParamSlice]] = [[]]
     bytes_left, elements_left = max_bytes, max_elements
     for piece in slices:
@@ -275,14 +271,6 @@ class IoPipeline:
         for _, future in prefetched:
             future.wait_ignoring_errors()
 
-    def _pop_prefetched(self, chunks: Sequence[IoChunk]) -> dict[int, IoFuture]:
-        """Reads under way of the first of ``chunks``, if these are what was expected."""
-        same = all(a.reads == b.reads for (a, _), b in zip(self._prefetched, chunks, strict=False))
-        if not same or len(chunks) < len(self._prefetched):
-            self._discard_prefetched()
-        prefetched, self._prefetched = self._prefetched, []
-        return {turn: future for turn, (_, future) in enumerate(prefetched)}
-
     def _finish_writes(self) -> None:
         writes, self._writes = self._writes, [IoFuture()] * len(self._ring)
         combine_futures(writes).wait()
@@ -292,7 +280,13 @@ class IoPipeline:
         swap, ring, depth, first = self._swap, self._ring, len(self._ring), self._first
         start_time, start_bytes = time.perf_counter(), swap.reads.nbytes + swap.writes.nbytes
         self.io_wait_seconds = 0.0
-        reads, writes = self._pop_prefetched(chunks), self._writes
+        # Reads under way count if they are those of the first chunks.
+        same = all(a.reads == b.reads for (a, _), b in zip(self._prefetched, chunks, strict=False))
+        if not same or len(chunks) < len(self._prefetched):
+            self._discard_prefetched()
+        prefetched, self._prefetched = self._prefetched, []
+        reads = {turn: future for turn, (_, future) in enumerate(prefetched)}
+        writes = self._writes
 
         def start_read(turn: int) -> None:
             if turn < len(chunks) and turn not in reads:

@@ -47,8 +47,8 @@ from thalweg.optim.offload.io_pipeline import (
     ParamSlice,
     ParamStep,
     StepTensor,
-    split_into_batches,
     split_into_chunks,
+    split_slices,
 )
 from thalweg.optim.step import InMemoryStep
 from thalweg.storage_io.allocator import PAGE, round_up
@@ -300,7 +300,7 @@ class NvmeStep(StateInSwapFile):
 
     def _update(self, factor: float, chunk: IoChunk, buffer: Tensor) -> None:
         if any(self._needs_batches(piece.param_step, factor) for piece in chunk.slices):
-            for batch in split_into_batches(chunk.slices, self._batch_elements):
+            for batch in split_slices(chunk.slices, self._batch_elements):
                 self._step(batch, buffer, factor)
         else:
             self._step(chunk.slices, buffer, factor)

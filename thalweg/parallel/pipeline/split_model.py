@@ -55,12 +55,18 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
         ValueError: the model has no list of blocks, runs them out of order or more than once,
             or uses a module both before and after them that is not a shared embedding.
     """
-    if uses_router_loss(model, batch):
+    by_config = getattr(getattr(model, "config", None), "output_router_logits", False)
+    if batch.get("output_router_logits", by_config):
         raise ValueError(
             f"{type(model).__name__} adds a loss over the routers of all blocks (output_router_logits), of "
             "which a stage has its own only: set output_router_logits to false in the model's config"
         )
-    name, blocks = _largest_module_list(model)
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList of blocks to cut between: write it as a PipelineModule"
+        )
+    name, blocks = max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
     prefix = f"{name}." if name else ""
     order: list[str] = []
     meta_model = copy_to_meta(model)
@@ -93,12 +99,6 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
     costs = tuple(float(sum(p.numel() for p in block.parameters())) for block in blocks)
     num_extra_outputs = len(returned[0]) - 1 if isinstance(returned[0], tuple) else None
     return BlockLayout(name, len(blocks), tuple(entry_modules), tuple(exit_modules), num_extra_outputs, costs)
-
-
-def uses_router_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face model is to look at the choices of experts of all blocks at its end."""
-    by_config = getattr(getattr(model, "config", None), "output_router_logits", False)
-    return bool(batch.get("output_router_logits", by_config))
 
 
 def _check_chained(
@@ -294,12 +294,3 @@ class _MetaScalarMode(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()
         result = fake_grouped_mm(func.name(), args)
         return func(*args, **(kwargs or {})) if result is None else result
-
-
-def _largest_module_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if not lists:
-        raise ValueError(
-            f"{type(model).__name__} has no ModuleList of blocks to cut between: write it as a PipelineModule"
-        )
-    return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
