@@ -34,10 +34,8 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from thalweg.nn.losses.tiled_cross_entropy import LogitTransform, tiled_cross_entropy
-from thalweg.ops._torch_private import METADATA_OPS, is_plain_tensor, no_torch_function
+from thalweg.ops._torch_private import METADATA_OPS, hook_ids, is_plain_tensor, no_torch_function
 from thalweg.ops.losses import leading_shape, leaves_last_dim
-
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -66,12 +64,6 @@ class LossTiling:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tile_tokens": self.tile_tokens, "depth": 0, "generation": 0, "handles": []}
-
-
-def hook_ids(module: nn.Module) -> Iterator[int]:
-    """The identities of a module's hooks."""
-    for table in _HOOK_TABLES:
-        yield from (id(hook) for hook in getattr(module, table).values())
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, contains_lazy_logits, hook_ids
+from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, contains_lazy_logits
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
-from thalweg.ops._torch_private import is_plain_tensor
+from thalweg.ops._torch_private import hook_ids, is_plain_tensor
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class
 from thalweg.ops.linear.functional import is_patched, must_use_plain_ops
 
@@ -50,7 +50,7 @@ def _should_be_lazy(head: Any, hidden: Any) -> bool:
         return False
     rows = hidden.numel() // max(1, hidden.shape[-1])
     num_tile_rows = tiling.tile_tokens or tile_rows(rows, head.out_features, hidden.device.type)
-    return rows > num_tile_rows and not set(hook_ids(head)) - tiling.known_hooks
+    return rows > num_tile_rows and not hook_ids(head) - tiling.known_hooks
 
 
 @cache
@@ -88,7 +88,7 @@ def make_logits_lazy(model: nn.Module, head: nn.Module | None = None, tile_token
         )
     # One that is split over tensor-parallel ranks has a class of its own, and only a part of the weight.
     own_class = type(head).__bases__[-1] if is_patched(head) else type(head)
-    if own_class is not nn.Linear or any(hook_ids(head)) or "forward" in head.__dict__:
+    if own_class is not nn.Linear or hook_ids(head) or "forward" in head.__dict__:
         raise ValueError(
             f"tiling.loss needs a head that is a plain nn.Linear, whole and without hooks; this one is a "
             f"{type(head).__name__}: set tiling.loss to false"
