@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import nn
 
 from thalweg.config.schema.parallel import TPLayerSpec
-from thalweg.parallel.shard_spec import ShardSpec, aligned_spec, contiguous_spec, fused_spec
+from thalweg.parallel.shard_spec import ShardSpec, aligned_spec, contiguous_spec, sections_spec
 from thalweg.parallel.tensor.families import HEAD_ROLES, LOCAL_ATTRIBUTES, Family, get_family
 from thalweg.parallel.tensor.heads import (
     AttentionHeads,
@@ -243,12 +243,6 @@ def _weight_specs(name: str, module: nn.Module, spec: ShardSpec) -> dict[str, Sh
         for i, spans in enumerate(cuts)
         if spans is not None
     }
-
-
-def sections_spec(dim: int, sizes: Sequence[int], world_size: int, block: int = 1) -> ShardSpec:
-    """Fused sections one behind the other, each cut evenly."""
-    sections = [aligned_spec(dim, size, world_size, block).spans for size in sizes]
-    return fused_spec(dim, sizes, [[spans[rank][0] for spans in sections] for rank in range(world_size)])
 
 
 def _check_size(name: str, spec: ShardSpec, size: int) -> ShardSpec:
