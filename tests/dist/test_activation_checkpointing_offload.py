@@ -92,7 +92,8 @@ def _over_tensor_ranks(rank: int, world: int, folder: str) -> list[Any]:
 
         def counting(self: Any, tensor: torch.Tensor, held: list[float] = held) -> Any:
             kept = plain_save(self, tensor)
-            held.append(kept.shard.fetch().numel() / tensor.numel())  # type: ignore[attr-defined]
+            part = kept.shard if isinstance(kept.shard, torch.Tensor) else kept.shard.fetch()
+            held.append(part.numel() / tensor.numel())
             return kept
 
         PartitionedActivationOffloader.save = counting  # type: ignore[method-assign]
