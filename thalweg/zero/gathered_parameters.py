@@ -321,8 +321,7 @@ def _broadcast_over_mesh(value: Tensor, rank: int, sharded: Tensor | None) -> No
     for axis, coordinate in enumerate(coordinates):
         if mesh.size(axis) > 1:
             group = mesh.get_group(axis)
-            source = dist.get_global_rank(group, coordinate)
-            dist.broadcast(value, source, group=control_group(group, value.device))
+            dist.broadcast(value, group_src=coordinate, group=control_group(group, value.device))
 
 
 def _check_modifier_rank(rank: int | None, param: Tensor) -> None:

@@ -93,11 +93,10 @@ class PipelineParallel:
     ) -> list[BlockCost] | None:
         """What each block costs on the job's first rank; None where there are no values to run on."""
         table = torch.zeros(layout.num_blocks, 4, dtype=torch.float64)
-        root = dist.get_global_rank(self._meshes.world_group, 0)
-        if dist.get_rank() == root and not any(p.is_meta for p in model.parameters()):
+        if dist.get_rank(self._meshes.world_group) == 0 and not any(p.is_meta for p in model.parameters()):
             costs = profile_blocks(model, layout.list_name, batch)
             table = torch.tensor([astuple(cost) for cost in costs], dtype=table.dtype)
-        dist.broadcast(table, src=root, group=control_group(self._meshes.world_group))
+        dist.broadcast(table, group_src=0, group=control_group(self._meshes.world_group))
         return [BlockCost(*row) for row in table.tolist()] if table.any() else None
 
     def _choose_schedule(self, max_stages: int) -> ScheduleName:

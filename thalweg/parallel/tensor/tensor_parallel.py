@@ -168,10 +168,8 @@ def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
 
 def _broadcast(tensor: Tensor, world_group: dist.ProcessGroup | None) -> None:
     """Overwrite ``tensor`` with that of rank 0 of ``world_group`` (None: of the job)."""
-    root = 0 if world_group is None else dist.get_global_rank(world_group, 0)
-    group = control_group(world_group, tensor.device)
-    value = tensor.contiguous()
-    dist.broadcast(value.view(-1).view(torch.uint8), src=root, group=group)  # gloo knows few dtypes
+    group, value = control_group(world_group, tensor.device), tensor.contiguous()
+    dist.broadcast(value.view(-1).view(torch.uint8), group_src=0, group=group)  # gloo knows few dtypes
     if value is not tensor:
         tensor.copy_(value)
 
@@ -285,6 +283,5 @@ def sync_rng(tp_group: ParallelGroup) -> None:
     host, accelerator = get_rng_state()
     for state in (host, accelerator):
         if state is not None:
-            group = control_group(tp_group.process_group)
-            dist.broadcast(state, src=dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(state, group_src=0, group=control_group(tp_group.process_group))
     set_rng_state((host, accelerator))
