@@ -420,11 +420,9 @@ def _choose_cpu_kernels(model: nn.Module, meshes: ParallelMeshes, config: Config
     if ops.patch_linear_layers(model, config.cpu_kernels) == 0 and meshes.world_size == meshes.fsdp.size():
         return
     if meshes.world_size > 1:
-        root = dist.get_global_rank(meshes.world_group, 0)
-        table = [ops.export_autotune_cache()] if dist.get_rank() == root else [None]
-        dist.broadcast_object_list(table, src=root, group=meshes.world_group)
-        if table[0] is not None:
-            ops.import_autotune_cache(table[0])
+        table: list[Any] = [ops.export_autotune_cache() if dist.get_rank(meshes.world_group) == 0 else None]
+        dist.broadcast_object_list(table, group_src=0, group=meshes.world_group)
+        ops.import_autotune_cache(table[0])
 
 
 def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
