@@ -191,7 +191,13 @@ class LocalStepMixin(StateLoadMixin):
         all_lists = [*lists, *named.values()]
         params, grads = all_lists[0], all_lists[1]
         owner_params = list(params)
-        replaced = self._upcast_state(owner_params)
+        replaced: dict[int, Tensor] = {}  # new 16-bit state made fp32, by the old tensor's id
+        for param in owner_params:
+            if param.dtype in HALF_DTYPES:
+                state = self.state[param]  # pyright: ignore[reportAttributeAccessIssue]
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+                        state[key] = replaced[id(value)] = as_dtensor_like(to_local(value).float(), value)
         for tensors in all_lists[2:]:
             tensors[:] = [to_local(replaced.get(id(t), t)) if isinstance(t, Tensor) else t for t in tensors]
         grads[:] = [local_grad(p) for p in owner_params]
@@ -199,18 +205,6 @@ class LocalStepMixin(StateLoadMixin):
         if replaced or any(p.dtype in HALF_DTYPES for p in params):
             self._upcast_params(params, grads)
         return result
-
-    def _upcast_state(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Make new 16-bit state fp32; returns what replaced it by the old tensor's id."""
-        replaced: dict[int, Tensor] = {}
-        for param in params:
-            if param.dtype not in HALF_DTYPES:
-                continue
-            state = self.state[param]  # pyright: ignore[reportAttributeAccessIssue]
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-                    state[key] = replaced[id(value)] = as_dtensor_like(to_local(value).float(), value)
-        return replaced
 
     def _upcast_params(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Exchange 16-bit pieces for fp32 copies, to be rounded back when the step is over."""
