@@ -309,25 +309,22 @@ class IoPipeline:
             self._writes = [IoFuture()] * depth
             raise
         self._first = (first + len(chunks)) % depth
-        self._warn_if_slow(time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes)
+        seconds, nbytes = time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes
+        # Said once, if the disk is what a step waits for, and a slow one.
+        is_slow = self.io_wait_seconds >= 0.5 * seconds and nbytes <= _SLOW_DISK_RATE * seconds
+        if is_slow and nbytes >= 64 << 20 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the disk of %s moves %.0f MB/s, and the optimiser's step moves %.0f MB: %.1f of its %.1f s went "
+                "by waiting. Point nvme_path to a faster disk, or keep the optimiser in memory (device cpu)",
+                swap.folder,
+                nbytes / seconds / 1e6,
+                nbytes / 1e6,
+                self.io_wait_seconds,
+                seconds,
+            )
 
     def _timed_wait(self, future: IoFuture) -> None:
         start = time.perf_counter()
         future.wait()
         self.io_wait_seconds += time.perf_counter() - start
-
-    def _warn_if_slow(self, seconds: float, nbytes: int) -> None:
-        """Say once that the disk is what a step waits for, if it is a slow one."""
-        is_slow = self.io_wait_seconds >= 0.5 * seconds and nbytes <= _SLOW_DISK_RATE * seconds
-        if self._warned or nbytes < (64 << 20) or not is_slow:
-            return
-        self._warned = True
-        _log.warning(
-            "the disk of %s moves %.0f MB/s, and the optimiser's step moves %.0f MB: %.1f of its %.1f s went "
-            "by waiting. Point nvme_path to a faster disk, or keep the optimiser in memory (device cpu)",
-            self._swap.folder,
-            nbytes / seconds / 1e6,
-            nbytes / 1e6,
-            self.io_wait_seconds,
-            seconds,
-        )
