@@ -71,7 +71,6 @@ from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunn
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel.sequence.sequence_parallel import (
     SequenceGroups,
-    SequenceParallelAttention,
     apply_sequence_parallel,
 )
 from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
@@ -88,7 +87,6 @@ from thalweg.zero.leaf_modules import get_z3_leaf_modules
 from thalweg.zero.options import build_precision, build_shard_options, get_model_size
 from thalweg.zero.quantized_params import unwrap_quantized_params
 from thalweg.zero.shard import ShardedModel, shard_model
-from thalweg.zero.tp_layout import TensorParallelLayout
 from thalweg.zero.units import find_units, is_expert_list
 from thalweg.zero.whole_parameter import get_shard, named_shards
 
@@ -208,16 +206,40 @@ def parallelize(
     preflight = Preflight(model, mesh, config, device, optimizer)
     options = build_shard_options(model, config)
     ledger = CommsLog()
-    tp_group, tp_layout = _apply_tp(model, meshes, config, device, ledger)
-    blocks = list(find_units(model, options.unit_policy).values())
-    attention = _apply_sp(model, meshes, pipeline, blocks, ledger, loss_normalizer.on_token_count)
+    tp_group, tp_layout = None, None
+    if meshes.tp is not None and meshes.tp_fsdp is not None:
+        tp_group, size = ParallelGroup(meshes.tp.get_group(), ledger=ledger), get_model_size(model)
+        warn_cross_host_groups(
+            tp_group.process_group, meshes.world_group, size.num_layers or 1, size.hidden_size or 1, device
+        )
+        choices: Any = {"kernels": config.cpu_kernels, "partition": config.tensor_parallel.partition_config}
+        tp_layout = apply_tensor_parallel(model, tp_group, meshes.tp_fsdp, meshes.world_group, **choices)
+    blocks, attention = list(find_units(model, options.unit_policy).values()), None
+    if meshes.sequence is not None:
+        groups = SequenceGroups(
+            ParallelGroup(meshes.sequence.get_group(), "sequence", ledger),
+            None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence", ledger),
+            None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context", ledger),
+        )
+        if pipeline is not None:
+            attention = pipeline.apply_sequence_parallel(groups, loss_normalizer.on_token_count)
+        attention = attention or apply_sequence_parallel(model, groups, blocks, loss_normalizer.on_token_count)
     if pipeline is not None:
         pipeline.split_model()
     expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
     balancer = None
     if coeff := config.expert_parallel.load_balance_coeff:
         balancer = LoadBalancer(model, config.expert_parallel, coeff, mesh.get_group(), device)
-    _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
+    layers: dict[str, ExpertLayer] = {name: one for name, one in model.named_modules() if isinstance(one, MoE)}
+    ep_size = config.expert_parallel.autoep_size
+    if ep_size > 1:  # ours are spread over data ranks by their own ``ep_size``, all of them by the config's
+        layers |= find_experts(model, config.expert_parallel)
+        if not layers:
+            raise ValueError(
+                f"expert_parallel.autoep_size is {ep_size}, but no experts were found in {type(model).__name__}: "
+                "neither stacks of them (parameters with a row for each) nor lists called 'experts'; set it to 1"
+            )
+    shard_experts(layers, meshes, ep_size, tp_layout, expert_params=expert_params, ledger=ledger)
     units = find_units(model, options.unit_policy)
     apply_sparse_attention(model, config.sparse_attention, blocks)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
@@ -350,65 +372,6 @@ def _make_pipeline(model: nn.Module, meshes: ParallelMeshes, config: Config) -> 
     batch = {name: torch.ones_like(value) for name, value in shapes.items()}
     limit = config.memory.device_limit
     return PipelineParallel(model, meshes, config, batch, None if limit is None else parse_bytes(limit))
-
-
-def _apply_tp(
-    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device, ledger: CommsLog
-) -> tuple[ParallelGroup | None, TensorParallelLayout | None]:
-    """Shard the layers over the tensor ranks, if there are any."""
-    if meshes.tp is None or meshes.tp_fsdp is None:
-        return None, None
-    tp_group = ParallelGroup(meshes.tp.get_group(), ledger=ledger)
-    model_info = get_model_size(model)
-    warn_cross_host_groups(
-        tp_group.process_group, meshes.world_group, model_info.num_layers or 1, model_info.hidden_size or 1, device
-    )
-    partition = config.tensor_parallel.partition_config
-    return tp_group, apply_tensor_parallel(
-        model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels, partition=partition
-    )
-
-
-def _apply_ep(
-    model: nn.Module,
-    meshes: ParallelMeshes,
-    config: Config,
-    tp_layout: TensorParallelLayout | None,
-    expert_params: ZeroExpertParams,
-    ledger: CommsLog,
-) -> None:
-    """Spread layers of experts over data ranks: ours by their ``ep_size``, all of them by the config."""
-    section = config.expert_parallel
-    layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
-    if section.autoep_size > 1:
-        layers |= find_experts(model, section)
-        if not layers:
-            raise ValueError(
-                f"expert_parallel.autoep_size is {section.autoep_size}, but no experts were found in "
-                f"{type(model).__name__}: neither stacks of them (parameters with a row for each) nor lists "
-                "called 'experts'; set it to 1"
-            )
-    shard_experts(layers, meshes, section.autoep_size, tp_layout, expert_params=expert_params, ledger=ledger)
-
-
-def _apply_sp(
-    model: nn.Module,
-    meshes: ParallelMeshes,
-    pipeline: PipelineParallel | None,
-    blocks: list[nn.Module],
-    ledger: CommsLog,
-    on_token_count: Callable[[Tensor], None] | None,
-) -> SequenceParallelAttention | None:
-    """Let the model work on parts of sequences, if there are ranks for it."""
-    if meshes.sequence is None:
-        return None
-    groups = SequenceGroups(
-        ParallelGroup(meshes.sequence.get_group(), "sequence", ledger),
-        None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence", ledger),
-        None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context", ledger),
-    )
-    layer_attention = None if pipeline is None else pipeline.apply_sequence_parallel(groups, on_token_count)
-    return layer_attention or apply_sequence_parallel(model, groups, blocks, on_token_count)
 
 
 def _choose_cpu_kernels(model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device) -> None:

@@ -40,7 +40,7 @@ from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.full_state_dict import all_gather_full, all_gather_into, make_dtensor
 from thalweg.zero.gathered_parameters import register_sharded_model
-from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
+from thalweg.zero.initial_values import get_param_locations, load_initial_values
 from thalweg.zero.meshes import (
     build_mics_mesh,
     build_site_mesh,
@@ -67,7 +67,7 @@ from thalweg.zero.storage.nvme import (
     pins_grads,
     shards_on_host,
 )
-from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
+from thalweg.zero.tp_layout import TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 from thalweg.zero.whole_parameter import get_shard
 from thalweg.zero.whole_tensors import gather_master
@@ -538,12 +538,37 @@ def shard_model(
         if isinstance(getattr(type(module), "device", None), property):
             module.__class__ = make_subclass(type(module), _RestsOnHost)
             module._thalweg_device = device  # type: ignore[assignment]
-    _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
+    param_dtype = options.precision.compute_dtype if options.precision.compute_dtype != torch.float32 else None
+    ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
+    common_kwargs: dict[str, Any] = {"mesh": fsdp_mesh, "ignored_params": ignored}
+    if on_host:
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(zero))
+    with private_api.sharding_any_dtype():
+        fp32_mp_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        for name in options.fp32_modules:
+            module = model.get_submodule(name)
+            fully_shard(module, mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
+        common_kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        for name, module in units.items():
+            if name not in options.fp32_modules:
+                fully_shard(module, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
+        fully_shard(model, reshard_after_forward=False, **common_kwargs)
     groups = private_api.get_fsdp_groups(model)
     private_api.check_private_names(groups)
-    storages_by_group = _install_storages(
-        groups, storages, locations, make_layout_fn(mesh, outer_mesh, tp_layout, replicate)
-    )
+    layout_fn = make_layout_fn(mesh, outer_mesh, tp_layout, replicate)
+    names = {(id(module), key): name for name, where in locations.items() for module, key in where}
+    storages_by_group: dict[str, list[ShardStorage]] = {}
+    for group in groups:
+        storages_by_group[group.name] = in_group = []
+        for param in group.params:
+            module, key = param.locations[0]
+            storage = storages[names[id(module), key]]
+            assert tuple(param.padded_shape) == tuple(storage.shard.shape), storage.spec.name
+            param.set_shard_storage(storage.shard, layout_fn(storage.spec.name, storage.spec.shape))
+            if storage.unsharded is not None:
+                param.set_unsharded_storage(storage.unsharded)
+            storage.param_handle = param
+            in_group.append(storage)
     assert isinstance(model, FSDPModule)
     private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
     if on_host:
@@ -630,56 +655,6 @@ def make_param_specs(
             name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad
         )
     return param_specs
-
-
-def _apply_fully_shard(
-    model: nn.Module,
-    units: dict[str, nn.Module],
-    mesh: DeviceMesh,
-    options: ShardOptions,
-    reshard_by_unit: dict[str, bool | int],
-    on_host: bool,
-) -> None:
-    precision = options.precision
-    param_dtype = precision.compute_dtype if precision.compute_dtype != torch.float32 else None
-    unit_mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=precision.reduce_dtype)
-    fp32_mp_policy = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
-    ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
-    common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
-    if on_host:
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(options.zero))
-    with private_api.sharding_any_dtype():
-        for name in options.fp32_modules:
-            module = model.get_submodule(name)
-            fully_shard(module, mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
-        for name, module in units.items():
-            if name in options.fp32_modules:
-                continue
-            fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
-        fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
-
-
-def _install_storages(
-    groups: Sequence[private_api.FSDPGroupHandle],
-    storages: Mapping[str, ShardStorage],
-    locations: ParamLocations,
-    layout_fn: Callable[[str, torch.Size], DTensorLayout | None],
-) -> dict[str, list[ShardStorage]]:
-    """Plant the shards; returns the storages of each group."""
-    names = {(id(module), key): name for name, where in locations.items() for module, key in where}
-    storages_by_group: dict[str, list[ShardStorage]] = {}
-    for group in groups:
-        storages_by_group[group.name] = in_group = []
-        for param in group.params:
-            module, key = param.locations[0]
-            storage = storages[names[id(module), key]]
-            assert tuple(param.padded_shape) == tuple(storage.shard.shape), storage.spec.name
-            param.set_shard_storage(storage.shard, layout_fn(storage.spec.name, storage.spec.shape))
-            if storage.unsharded is not None:
-                param.set_unsharded_storage(storage.unsharded)
-            storage.param_handle = param
-            in_group.append(storage)
-    return storages_by_group
 
 
 def _build_storages(
