@@ -583,13 +583,33 @@ def shard_model(
         for param in (param for group in groups for param in group.params):
             param.forward_hooks_to_unsharded()
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    # Where each unit's parameters are, in the order in which they are made ready and given back.
+    unit_storages: list[ParameterStorage] = []
+    if paging is not None:
+        paged = [group for group in groups if group.name in paged_units]
+        unit_storages.append(NvmeStorage(paged, storages_by_group, paging))
+    resident, sync = [group for group in groups if group.name not in paged_units], collectives.cross_host_sync
+    storage_type = WholeStorage if shows_whole else ResidentStorage
+    if kind == "wire" and not shows_whole:
+        unit_storages.append(FSDPStorage(resident, storages_by_group))
+    elif kind == "wire":
+        unit_storages.append(WholeStorage(resident, storages_by_group, None))
+    elif sync is not None:  # which logs what moves
+        on_update = sync.mark_updated
+        unit_storages.append(storage_type(resident, storages_by_group, sync, arena, on_update=on_update))
+    else:
+        in_units = [storage.spec for group in resident for storage in storages_by_group[group.name]]
+        full_bytes = sum(one.unsharded_bytes for one in in_units) if kind == "shared" else 0
+        sizes = {"full_bytes": full_bytes, "world_size": shard_mesh.size()}  # of a site, or a MiCS group
+        log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
+        unit_storages.append(storage_type(resident, storages_by_group, arena=arena, log_gather=log_gather))
     sharded_model = ShardedModel(
         model,
         options,
         mesh,
         device,
         groups,
-        _build_storages(groups, storages_by_group, collectives, paging, shows_whole),
+        unit_storages,
         storages,
         collectives,
         [params for params in (ScalarParams(scalars, mesh.get_group()), expert_params) if params],
@@ -655,29 +675,3 @@ def make_param_specs(
             name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad
         )
     return param_specs
-
-
-def _build_storages(
-    groups: Sequence[private_api.FSDPGroupHandle],
-    storages: Mapping[str, Sequence[ShardStorage]],
-    collectives: Collectives,
-    paging: ParamPaging | None,
-    shows_whole: bool,
-) -> list[ParameterStorage]:
-    """Where each unit's parameters are, in the order in which they are made ready and given back."""
-    built: list[ParameterStorage] = []
-    paged_units = () if paging is None else paging.pager.units
-    if paging is not None:
-        built.append(NvmeStorage([group for group in groups if group.name in paged_units], storages, paging))
-    groups = [group for group in groups if group.name not in paged_units]
-    if collectives.storage_kind == "wire":
-        return [*built, WholeStorage(groups, storages, None) if shows_whole else FSDPStorage(groups, storages)]
-    storage_type = WholeStorage if shows_whole else ResidentStorage
-    arena, sync = collectives.arena, collectives.cross_host_sync
-    if sync is not None:  # which logs what moves
-        return [*built, storage_type(groups, storages, sync, arena, on_update=sync.mark_updated)]
-    is_shared = collectives.storage_kind == "shared"
-    full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
-    sizes = {"full_bytes": full_bytes, "world_size": collectives.spec.mesh.size()}  # of a site, or a MiCS group
-    log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
-    return [*built, storage_type(groups, storages, arena=arena, log_gather=log_gather)]

@@ -19,7 +19,7 @@ which is exact where names and shapes guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -151,27 +151,21 @@ class Muon(StepMixin, torch.optim.Optimizer):
                 flags = torch.tensor(has_grad, dtype=torch.int32)
                 dist.all_reduce(flags, dist.ReduceOp.MAX, control_group(process_group))
                 has_grad = [flag > 0 for flag in flags.tolist()]
-            if stepped := [member for member, flag in zip(members, has_grad, strict=True) if flag]:
-                self._step_sharded(group, stepped, process_group)
-
-    def _step_sharded(
-        self,
-        group: dict[str, Any],
-        members: Sequence[tuple[Tensor, MatrixSharding]],
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
-        directions = {i: self._update_momentum(group, param) for i, (param, _) in enumerate(members)}
-        device = to_local(members[0][0]).device
-        finished = compute_on_owners(
-            [sharding for _, sharding in members],
-            process_group,
-            lambda i: directions.pop(i)(),
-            lambda i, whole: self._orthogonalize(group, whole),
-            dtype=self._compute_dtype(device),
-            device=device,
-        )
-        for i, piece in finished:
-            self._apply(group, members[i][0], piece)
+            stepped = [member for member, flag in zip(members, has_grad, strict=True) if flag]
+            if not stepped:
+                continue
+            directions = {i: self._update_momentum(group, param) for i, (param, _) in enumerate(stepped)}
+            device = to_local(stepped[0][0]).device
+            finished = compute_on_owners(
+                [sharding for _, sharding in stepped],
+                process_group,
+                lambda i, directions=directions: directions.pop(i)(),
+                lambda i, whole: self._orthogonalize(group, whole),
+                dtype=self._compute_dtype(device),
+                device=device,
+            )
+            for i, piece in finished:
+                self._apply(group, stepped[i][0], piece)
 
     def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
         """A layout that ``distributed_matrices.py`` does not know: every rank gathers and computes all of it."""
