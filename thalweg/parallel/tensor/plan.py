@@ -83,11 +83,11 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     heads = heads_from_config(config)
     is_interleaved = family is not None and "gqa_interleaved" in family.rules.values()
     assignment = None if heads is None else assign_heads(heads, world_size, is_interleaved)
+    block = _scale_block(model)
     if family is not None and assignment is not None:
         model_type = getattr(config, "model_type", type(model).__name__)
         plan = TpPlan(f"the {model_type} family", head_assignment=assignment)
         attention: dict[str, None] = {}
-        block = _scale_block(model)
         for name, module in model.named_modules():
             role = next((role for end, role in family.rules.items() if f".{name}".endswith(f".{end}")), None)
             if role is not None:
@@ -99,7 +99,36 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
             plan.per_head_args = dict.fromkeys(attention, family.per_head_args)
     elif hf_rules:
         plan = TpPlan(f"the plan of {type(model).__name__}", head_assignment=assignment)
-        _apply_hf_rules(plan, model, hf_rules, assignment, world_size, rank)
+        base = getattr(model, "base_model_prefix", "")
+        prefix = f"{base}." if base and hasattr(model, base) else ""
+        if hasattr(model, "peft_config"):
+            prefix = f"base_model.model.{prefix}"
+        patterns = {
+            re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role
+            for key, role in hf_rules.items()
+        }
+
+        def get_role(name: str) -> str | None:
+            return next((role for pattern, role in patterns.items() if pattern.match(name)), None)
+
+        for name, module in model.named_modules():
+            role = get_role(name)
+            if role is None:
+                continue
+            if role == "moe_tp_experts":
+                plan.layers[name] = LayerPlan("experts", dict(_expert_specs(name, module, get_role, world_size)))
+                continue
+            mapped_role = _HF_ROLES.get(role)
+            if mapped_role is None:
+                raise UnshardableModelError(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
+            if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
+                mapped_role = _per_head_role(module, mapped_role, assignment.heads)
+            assert assignment is not None or mapped_role in ("column", "row", "gate_up_fused", "grad_all_reduce")
+            by_heads = assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size)
+            plan.layers |= _plan_layers(name, module, mapped_role, by_heads, world_size, rank, block)
+        if assignment is not None:
+            parents = dict.fromkeys(name.rpartition(".")[0] for name in plan.layers if "attn" in name)
+            _add_local_attributes(plan, model, parents, LOCAL_ATTRIBUTES, rank)
     else:
         return None
     add_vocab_parallel(plan, model, world_size)
@@ -291,45 +320,6 @@ def _get_attribute(module: nn.Module, key: str) -> Any:
 
 _HF_ROLES = {"colwise": "column", "colwise_rep": "column", "rowwise": "row", "rowwise_rep": "row"}
 _HF_ROLES |= {"packed_colwise": "gate_up_fused", "replicated_with_grad_allreduce": "grad_all_reduce"}
-
-
-def _apply_hf_rules(
-    plan: TpPlan,
-    model: nn.Module,
-    rules: Mapping[str, str],
-    assignment: HeadAssignment | None,
-    world_size: int,
-    rank: int,
-) -> None:
-    base, block = getattr(model, "base_model_prefix", ""), _scale_block(model)
-    prefix = f"{base}." if base and hasattr(model, base) else ""
-    if hasattr(model, "peft_config"):
-        prefix = f"base_model.model.{prefix}"
-    patterns = {
-        re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role for key, role in rules.items()
-    }
-
-    def get_role(name: str) -> str | None:
-        return next((role for pattern, role in patterns.items() if pattern.match(name)), None)
-
-    for name, module in model.named_modules():
-        role = get_role(name)
-        if role is None:
-            continue
-        if role == "moe_tp_experts":
-            plan.layers[name] = LayerPlan("experts", dict(_expert_specs(name, module, get_role, world_size)))
-            continue
-        mapped_role = _HF_ROLES.get(role)
-        if mapped_role is None:
-            raise UnshardableModelError(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
-        if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
-            mapped_role = _per_head_role(module, mapped_role, assignment.heads)
-        assert assignment is not None or mapped_role in ("column", "row", "gate_up_fused", "grad_all_reduce")
-        by_heads = assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size)
-        plan.layers |= _plan_layers(name, module, mapped_role, by_heads, world_size, rank, block)
-    if assignment is not None:
-        attention = dict.fromkeys(name.rpartition(".")[0] for name in plan.layers if "attn" in name)
-        _add_local_attributes(plan, model, attention, LOCAL_ATTRIBUTES, rank)
 
 
 def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:

@@ -49,7 +49,7 @@ from thalweg.parallel.tensor.auto_plan.infer_plan import infer_plan
 from thalweg.parallel.tensor.dummy_inputs import make_dummy_inputs
 from thalweg.parallel.tensor.layers import replace_forward
 from thalweg.parallel.tensor.parity_check import check_parity, run_for_parity
-from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, apply_layer_specs, build_tp_plan
+from thalweg.parallel.tensor.plan import TpPlan, UnshardableModelError, apply_layer_specs, build_tp_plan
 from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -228,7 +228,23 @@ def _replace_parameters(
 def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, kernels: str) -> None:
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
-        forward = _make_forward(module, layer, tp_group, name, kernels)
+        own_kernels = "torch" if hasattr(module, "parametrizations") else kernels  # a weight in few bits is F.linear's
+        forward: layers.ForwardFn | None = None
+        match layer.kind:
+            case "column":
+                forward = layers.column_parallel(tp_group, name, own_kernels, layer.shared_rows)
+            case "row":
+                forward = layers.row_parallel(tp_group, name, own_kernels)
+            case "embedding":
+                forward = layers.vocab_parallel_embedding(tp_group, name, layer.shard_specs["weight"])
+            case "head":
+                forward = layers.vocab_parallel_head(tp_group, name, own_kernels, layer.shard_specs["weight"])
+            case "grad_all_reduce":
+                forward = layers.with_grad_all_reduce(module, tp_group, name)
+            case "whole_dropout" | "part_dropout":
+                forward = layers.adapter_dropout(tp_group, layer.kind == "part_dropout")
+            case "experts":
+                forward = layers.expert_tensor_parallel(module, tp_group, name)
         if forward is not None:
             replace_forward(module, forward)
     for name, values in plan.local_attributes.items():
@@ -243,29 +259,6 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
         assert plan.head_assignment is not None
         span, num_heads = (plan.head_assignment.query_spans[tp_group.rank], plan.head_assignment.heads.num_heads)
         replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
-
-
-def _make_forward(
-    module: nn.Module, layer: LayerPlan, tp_group: ParallelGroup, name: str, kernels: str
-) -> layers.ForwardFn | None:
-    if hasattr(module, "parametrizations"):
-        kernels = "torch"  # a weight in few bits is F.linear's
-    match layer.kind:
-        case "column":
-            return layers.column_parallel(tp_group, name, kernels, layer.shared_rows)
-        case "row":
-            return layers.row_parallel(tp_group, name, kernels)
-        case "embedding":
-            return layers.vocab_parallel_embedding(tp_group, name, layer.shard_specs["weight"])
-        case "head":
-            return layers.vocab_parallel_head(tp_group, name, kernels, layer.shard_specs["weight"])
-        case "grad_all_reduce":
-            return layers.with_grad_all_reduce(module, tp_group, name)
-        case "whole_dropout" | "part_dropout":
-            return layers.adapter_dropout(tp_group, layer.kind == "part_dropout")
-        case "experts":
-            return layers.expert_tensor_parallel(module, tp_group, name)
-    return None
 
 
 def has_dropout(model: nn.Module) -> bool:
