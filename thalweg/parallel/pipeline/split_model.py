@@ -76,8 +76,18 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
         if is_block or (not inside and any(True for _ in module.parameters(recurse=False))):
             module.register_forward_pre_hook(lambda *_, key=key: order.append(key))
     returned: list[Any] = []
+
+    def check_chained(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A block must take the very tensor that the block before it returned."""
+        previous = (returned[-1][0] if isinstance(returned[-1], tuple) else returned[-1]) if returned else None
+        if returned and not any(value is previous for value in (*args, *kwargs.values())):
+            raise ValueError(
+                f"{type(model).__name__} computes something between its blocks {len(returned) - 1} and "
+                f"{len(returned)}, which no stage of a pipeline would do: write the model as a PipelineModule"
+            )
+
     for block in meta_model.get_submodule(name).children():
-        block.register_forward_pre_hook(partial(_check_chained, model, returned), with_kwargs=True)
+        block.register_forward_pre_hook(check_chained, with_kwargs=True)
         block.register_forward_hook(lambda _module, _args, output: returned.append(output))
     with torch.no_grad(), _MetaScalarMode():
         meta_model(**{key: v.to("meta") if isinstance(v, Tensor) else v for key, v in batch.items()})
@@ -99,20 +109,6 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
     costs = tuple(float(sum(p.numel() for p in block.parameters())) for block in blocks)
     num_extra_outputs = len(returned[0]) - 1 if isinstance(returned[0], tuple) else None
     return BlockLayout(name, len(blocks), tuple(entry_modules), tuple(exit_modules), num_extra_outputs, costs)
-
-
-def _check_chained(
-    model: nn.Module, returned: list[Any], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """A block must take the very tensor that the block before it returned."""
-    if not returned:
-        return
-    previous_output = returned[-1][0] if isinstance(returned[-1], tuple) else returned[-1]
-    if not any(value is previous_output for value in (*args, *kwargs.values())):
-        raise ValueError(
-            f"{type(model).__name__} computes something between its blocks {len(returned) - 1} and "
-            f"{len(returned)}, which no stage of a pipeline would do: write the model as a PipelineModule"
-        )
 
 
 def partition_blocks(
