@@ -334,38 +334,32 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
         outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
         return quantized.TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
 
+    def make_all_gather(name: str, group: FSDPGroupHandle) -> wire.WireAllGather:
+        if zero.mics_hierarchical_params_gather and hosts is not None:
+            return quantized.TwoLevelAllGather(
+                hosts.intra_host_group,
+                hosts.inter_host_group,
+                (hosts.intra_host_topology, hosts.inter_host_topology),
+                hosts.ranks_by_local_rank,
+                name,
+                spec.ledger,
+                _weight_format_fn(zero, group),
+            )
+        if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
+            payload_format_fn = _weight_format_fn(zero, group)
+            return quantized.QuantizedAllGather(name, spec.ledger, topology, payload_format_fn, size)
+        return wire.WireAllGather(name, spec.ledger, topology, order)
+
     stays_on_gpus = spec.policy.reshards_after_use and zero.zero_hpz_partition_size < size
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
     shares_groups = zero.zero_quantized_gradients and hosts is not None
     return spec.build(
         "wire",
         make_reducer=make_reducer,
-        make_all_gather=_choose_wire_all_gather(spec, topology, hosts, order),
+        make_all_gather=make_all_gather,
         hpz_group_size=zero.zero_hpz_partition_size if stays_on_gpus else 1,
         async_reduction=None if shares_groups else async_reduction,
     )
-
-
-def _choose_wire_all_gather(
-    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None, order: CollectiveOrder | None
-) -> AllGatherFactory:
-    ledger, zero, size = spec.ledger, spec.zero, spec.mesh.size()
-    if zero.mics_hierarchical_params_gather and hosts is not None:
-        topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
-        return lambda name, group: quantized.TwoLevelAllGather(
-            hosts.intra_host_group,
-            hosts.inter_host_group,
-            topologies,
-            hosts.ranks_by_local_rank,
-            name,
-            ledger,
-            _weight_format_fn(zero, group),
-        )
-    if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
-        return lambda name, group: quantized.QuantizedAllGather(
-            name, ledger, topology, _weight_format_fn(zero, group), size
-        )
-    return lambda name, group: wire.WireAllGather(name, ledger, topology, order)
 
 
 def _make_gradient_all_to_all(
