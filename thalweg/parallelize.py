@@ -216,14 +216,14 @@ def parallelize(
         tp_layout = apply_tensor_parallel(model, tp_group, meshes.tp_fsdp, meshes.world_group, **choices)
     blocks, attention = list(find_units(model, options.unit_policy).values()), None
     if meshes.sequence is not None:
-        groups = SequenceGroups(
+        team = SequenceGroups(
             ParallelGroup(meshes.sequence.get_group(), "sequence", ledger),
             None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence", ledger),
             None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context", ledger),
         )
         if pipeline is not None:
-            attention = pipeline.apply_sequence_parallel(groups, loss_normalizer.on_token_count)
-        attention = attention or apply_sequence_parallel(model, groups, blocks, loss_normalizer.on_token_count)
+            attention = pipeline.apply_sequence_parallel(team, loss_normalizer.on_token_count)
+        attention = attention or apply_sequence_parallel(model, team, blocks, loss_normalizer.on_token_count)
     if pipeline is not None:
         pipeline.split_model()
     expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
@@ -266,9 +266,34 @@ def parallelize(
         window.add_listener(StepCallbacks(on_step=lambda _: watch.count_step(), on_close=watch.close))
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
-    to_local_name = None if pipeline is None else pipeline.local_param_name
-    link = MomentumLink(sharded.replica_sync, sharded.ledger)
-    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
+    # The user's optimizer over the sharded parameters, or the config's; None for a parameter that lies on another
+    # rank, or was taken apart.
+    params_by_name = dict(named_shards(model, remove_duplicate=False))
+    to_local = (lambda name: name) if pipeline is None else pipeline.local_param_name
+    local_names = [[to_local(name) for name in one["params"]] for one in named_groups]
+    params_by_group = [[None if name is None else params_by_name.get(name) for name in own] for own in local_names]
+    groups = [
+        {**one, "params": [p for p in params if p is not None]}
+        for one, params in zip(named_groups, params_by_group, strict=True)
+    ]
+    if groups and DUMMY_PARAM_NAME in params_by_name and not any(one["params"] for one in groups):
+        groups[0]["params"] = [params_by_name[DUMMY_PARAM_NAME]]
+    if not groups:
+        groups = [{"params": [parameter for _, parameter in named_shards(model) if parameter.requires_grad]}]
+    inner: torch.optim.Optimizer | None = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        inner = to_local_optimizer(rebind_params(optimizer, params_by_group), replicate_group=group)
+    elif callable(optimizer):
+        user_built: Any = optimizer(groups)
+        inner = to_local_optimizer(user_built, replicate_group=group)
+    elif config.optimizer is not None:
+        params = dict(config.optimizer.params)
+        if config.bf16.bf16_optimizer_states:
+            params.setdefault("state_dtype", "bf16")
+        link = MomentumLink(sharded.replica_sync, sharded.ledger)
+        extras: dict[str, Any] = {"model": model, "replicate_group": group, "link": link}
+        extras["zenflow_policy"] = config.zero_optimization.zenflow
+        inner = build_optimizer(config.optimizer.type, groups, params, **extras)
     managed = None
     site_sync: SiteSync | None = None
     if inner is not None:
@@ -439,45 +464,6 @@ def _blame_fp32_buffers(buffers: Sequence[str], compute_dtype: str) -> Iterator[
                 f'one of them, set "data_types": {{"buffer_dtype": "{compute_dtype}"}}, or cast it in forward()'
             )
         raise
-
-
-def _make_optimizer(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    config: Config,
-    user_optimizer: Any,
-    named_groups: list[dict[str, Any]],
-    to_local_name: Callable[[str], str | None] | None,
-    link: MomentumLink,
-) -> torch.optim.Optimizer | None:
-    """The user's optimizer over the sharded parameters, or the config's, or None."""
-    params_by_name = dict(named_shards(model, remove_duplicate=False))
-    to_local = to_local_name or (lambda name: name)
-    local_names = [[to_local(name) for name in group["params"]] for group in named_groups]
-    # None for a parameter that lies on another rank, or was taken apart.
-    params_by_group = [[None if name is None else params_by_name.get(name) for name in names] for names in local_names]
-    groups = [
-        {**group, "params": [p for p in params if p is not None]}
-        for group, params in zip(named_groups, params_by_group, strict=True)
-    ]
-    if groups and DUMMY_PARAM_NAME in params_by_name and not any(group["params"] for group in groups):
-        groups[0]["params"] = [params_by_name[DUMMY_PARAM_NAME]]
-    if not groups:
-        groups = [{"params": [parameter for _, parameter in named_shards(model) if parameter.requires_grad]}]
-    replicate_group = mesh.get_group() if mesh.size() > 1 else None
-    if isinstance(user_optimizer, torch.optim.Optimizer):
-        return to_local_optimizer(rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group)
-    if callable(user_optimizer):
-        user_built: Any = user_optimizer(groups)
-        return to_local_optimizer(user_built, replicate_group=replicate_group)
-    if config.optimizer is None:
-        return None
-    section = config.optimizer
-    params = dict(section.params)
-    if config.bf16.bf16_optimizer_states:
-        params.setdefault("state_dtype", "bf16")
-    extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "link": link}
-    return build_optimizer(section.type, groups, params, zenflow_policy=config.zero_optimization.zenflow, **extras)
 
 
 def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_scheduler: Any) -> Any:
