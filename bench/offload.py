@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def bandwidth(folder: str, megabytes: int) -> tuple[float, float]:
     from thalweg.storage_io.swap_file import SwapFile
 
     nbytes = megabytes << 20
-    with SwapFile(folder, nbytes) as swap:
+    with closing(SwapFile(folder, nbytes)) as swap:
         ring = BufferRing(4, 32 << 20)
         rates = []
         for move in (swap.write, swap.read):

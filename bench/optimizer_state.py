@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from thalweg.cli.demo.corpus import prepare_corpus
+from thalweg.config.schema.zero import ZenFlow
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms import low_bit
-from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim.algorithms.zenflow import ZenFlowAdam
+from thalweg.optim.build import build_optimizer
 
 LENGTH, BATCH, VOCABULARY = 128, 8, 2048
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -56,7 +57,7 @@ def lion(kind: str) -> Make:
 
 def delayed(**policy: Any) -> Make:
     """AdamW whose less important columns wait."""
-    return lambda params: ZenFlowAdam(params, lr=1e-3, policy=ZenFlowPolicy(**policy))
+    return lambda params: ZenFlowAdam(params, lr=1e-3, policy=ZenFlow(**policy))
 
 
 CASES: dict[str, tuple[str, Make]] = {
@@ -68,8 +69,8 @@ CASES: dict[str, tuple[str, Make]] = {
     "Lion, bf16": ("Lion, fp32", lion("bf16")),
     "Lion, int8": ("Lion, fp32", lion("int8")),
     "delayed, a tenth at once, every 4": ("AdamW, fp32", delayed(topk_ratio=0.1, update_interval=4)),
-    "delayed, overlapped": ("AdamW, fp32", delayed(topk_ratio=0.1, update_interval=4, overlap=True)),
-    "delayed, adaptive": ("AdamW, fp32", delayed(topk_ratio=0.1, update_interval=None)),
+    "delayed, overlapped": ("AdamW, fp32", delayed(topk_ratio=0.1, update_interval=4, overlap_step=True)),
+    "delayed, adaptive": ("AdamW, fp32", delayed(topk_ratio=0.1, update_interval="auto")),
     "a tenth alone": (
         "AdamW, fp32",
         delayed(topk_ratio=0.1, update_interval=10**9, select_interval=10**9),

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -379,8 +379,8 @@ FAULTS = {
     ),
     "a device's random numbers are not drawn again (W4)": Fault(
         "thalweg.activation_checkpointing.offloaded_forward",
-        "OffloadedForward.device_markers",
-        lambda original: property(lambda self: []),
+        "checkpoint",
+        lambda original: partial(original, preserve_rng_state=False),
         (f"{DEVICE}::test_recomputation_draws_the_same_dropout_wherever_inputs_wait",),
     ),
     "an activation that comes back is not waited for": Fault(

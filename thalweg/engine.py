@@ -569,9 +569,6 @@ class Engine(nn.Module):
         """
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode: use engine.state_dict() below stage 3")
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
         params = self.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, param in params if exclude_frozen_parameters and not param.requires_grad}

@@ -116,14 +116,15 @@ def init_distributed(
     else:
         info = read_rank_info()
     own_device = pick_device(info.local_rank, device, info.local_world_size)
-    backend = dist_backend or _default_backend(own_device)
+    kind = own_device.type
+    backend = dist_backend or ("gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{communication_backend(kind)}")
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     if info.world_size == 1 and init_method is None:  # which meets nobody
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return info
-    library = communication_backend(own_device.type)
+    library = communication_backend(kind)
     # The library need not guess a rank's device then, and ranks that it cannot connect fail here.
     device_id = own_device if library in _SPLITTING_LIBRARIES and library in backend else None
     store = None
@@ -133,13 +134,6 @@ def init_distributed(
     ranks: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "timeout": timeout}
     dist.init_process_group(backend, init_method=init_method, store=store, device_id=device_id, **ranks)
     return info
-
-
-def _default_backend(device: torch.device) -> str:
-    """gloo for the host's tensors, and what the accelerator's own library is."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{communication_backend(device.type)}"
 
 
 def _rendezvous_address(info: RankInfo, default_port: int) -> tuple[str, int]:
@@ -223,18 +217,10 @@ def build_meshes(
         groups = [tp.get_group(), fsdp.get_group()]
         tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
     pp = grid["pp"] if dims.pp > 1 else None
-    pp_reverse_group = _new_reverse_group(grid) if pp is not None and device.type != "cpu" else None
+    pp_reverse_group = None
+    if pp is not None and device.type != "cpu":
+        pp_reverse_group, _ = dist.new_subgroups_by_enumeration(grid.mesh.flatten(1).T.tolist())
     return ParallelMeshes(fsdp, dp, sequence, tp, tp_fsdp, cp, ulysses, pp, pp_reverse_group)
-
-
-def _new_reverse_group(grid: DeviceMesh) -> dist.ProcessGroup | None:
-    """Another group of each pipeline's ranks; collective over the job.  Returns this rank's."""
-    local_group = None
-    for ranks in grid.mesh.flatten(1).T.tolist():
-        new_group = dist.new_group(ranks)
-        local_group = new_group if dist.get_rank() in ranks else local_group
-    assert local_group is None or isinstance(local_group, dist.ProcessGroup)
-    return local_group
 
 
 def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:

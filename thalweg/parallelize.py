@@ -45,7 +45,6 @@ from thalweg.observe.flops_profiler import StepProfile
 from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
-from thalweg.optim import LossScaler, build_lr_scheduler, build_optimizer, to_local_optimizer
 from thalweg.optim.accumulation import (
     AccumulationWindow,
     LossNormalizer,
@@ -54,8 +53,10 @@ from thalweg.optim.accumulation import (
     register_loss_scale_hooks,
 )
 from thalweg.optim.algorithms.onebit import MomentumLink
-from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.gradient_compression import GradientCompression
+from thalweg.optim.local_optimizer import to_local_optimizer
+from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.outer_optimizer import OuterOptimizer
 from thalweg.optim.param_groups import groups_with_names, rebind_params
@@ -70,7 +71,6 @@ from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunn
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel.sequence.sequence_parallel import (
     SequenceGroups,
-    SequenceParallelAttention,
     apply_sequence_parallel,
 )
 from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
@@ -87,7 +87,6 @@ from thalweg.zero.leaf_modules import get_z3_leaf_modules
 from thalweg.zero.options import build_precision, build_shard_options, get_model_size
 from thalweg.zero.quantized_params import unwrap_quantized_params
 from thalweg.zero.shard import ShardedModel, shard_model
-from thalweg.zero.tp_layout import TensorParallelLayout
 from thalweg.zero.units import find_units, is_expert_list
 from thalweg.zero.whole_parameter import get_shard, named_shards
 
@@ -207,16 +206,40 @@ def parallelize(
     preflight = Preflight(model, mesh, config, device, optimizer)
     options = build_shard_options(model, config)
     ledger = CommsLog()
-    tp_group, tp_layout = _apply_tp(model, meshes, config, device, ledger)
-    blocks = list(find_units(model, options.unit_policy).values())
-    attention = _apply_sp(model, meshes, pipeline, blocks, ledger, loss_normalizer.on_token_count)
+    tp_group, tp_layout = None, None
+    if meshes.tp is not None and meshes.tp_fsdp is not None:
+        tp_group, size = ParallelGroup(meshes.tp.get_group(), ledger=ledger), get_model_size(model)
+        warn_cross_host_groups(
+            tp_group.process_group, meshes.world_group, size.num_layers or 1, size.hidden_size or 1, device
+        )
+        choices: Any = {"kernels": config.cpu_kernels, "partition": config.tensor_parallel.partition_config}
+        tp_layout = apply_tensor_parallel(model, tp_group, meshes.tp_fsdp, meshes.world_group, **choices)
+    blocks, attention = list(find_units(model, options.unit_policy).values()), None
+    if meshes.sequence is not None:
+        team = SequenceGroups(
+            ParallelGroup(meshes.sequence.get_group(), "sequence", ledger),
+            None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence", ledger),
+            None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context", ledger),
+        )
+        if pipeline is not None:
+            attention = pipeline.apply_sequence_parallel(team, loss_normalizer.on_token_count)
+        attention = attention or apply_sequence_parallel(model, team, blocks, loss_normalizer.on_token_count)
     if pipeline is not None:
         pipeline.split_model()
     expert_params = ZeroExpertParams(ledger, shard_replicas=options.policy.shards_optimizer_states)
     balancer = None
     if coeff := config.expert_parallel.load_balance_coeff:
         balancer = LoadBalancer(model, config.expert_parallel, coeff, mesh.get_group(), device)
-    _apply_ep(model, meshes, config, tp_layout, expert_params, ledger)
+    layers: dict[str, ExpertLayer] = {name: one for name, one in model.named_modules() if isinstance(one, MoE)}
+    ep_size = config.expert_parallel.autoep_size
+    if ep_size > 1:  # ours are spread over data ranks by their own ``ep_size``, all of them by the config's
+        layers |= find_experts(model, config.expert_parallel)
+        if not layers:
+            raise ValueError(
+                f"expert_parallel.autoep_size is {ep_size}, but no experts were found in {type(model).__name__}: "
+                "neither stacks of them (parameters with a row for each) nor lists called 'experts'; set it to 1"
+            )
+    shard_experts(layers, meshes, ep_size, tp_layout, expert_params=expert_params, ledger=ledger)
     units = find_units(model, options.unit_policy)
     apply_sparse_attention(model, config.sparse_attention, blocks)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
@@ -243,9 +266,34 @@ def parallelize(
         window.add_listener(StepCallbacks(on_step=lambda _: watch.count_step(), on_close=watch.close))
     if config.fp16.enabled or config.token_weighted_loss:
         register_loss_scale_hooks(model, window, read_loss_scale)
-    to_local_name = None if pipeline is None else pipeline.local_param_name
-    link = MomentumLink(sharded.replica_sync, sharded.ledger)
-    inner = _make_optimizer(model, mesh, config, optimizer, named_groups, to_local_name, link)
+    # The user's optimizer over the sharded parameters, or the config's; None for a parameter that lies on another
+    # rank, or was taken apart.
+    params_by_name = dict(named_shards(model, remove_duplicate=False))
+    to_local = (lambda name: name) if pipeline is None else pipeline.local_param_name
+    local_names = [[to_local(name) for name in one["params"]] for one in named_groups]
+    params_by_group = [[None if name is None else params_by_name.get(name) for name in own] for own in local_names]
+    groups = [
+        {**one, "params": [p for p in params if p is not None]}
+        for one, params in zip(named_groups, params_by_group, strict=True)
+    ]
+    if groups and DUMMY_PARAM_NAME in params_by_name and not any(one["params"] for one in groups):
+        groups[0]["params"] = [params_by_name[DUMMY_PARAM_NAME]]
+    if not groups:
+        groups = [{"params": [parameter for _, parameter in named_shards(model) if parameter.requires_grad]}]
+    inner: torch.optim.Optimizer | None = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        inner = to_local_optimizer(rebind_params(optimizer, params_by_group), replicate_group=group)
+    elif callable(optimizer):
+        user_built: Any = optimizer(groups)
+        inner = to_local_optimizer(user_built, replicate_group=group)
+    elif config.optimizer is not None:
+        params = dict(config.optimizer.params)
+        if config.bf16.bf16_optimizer_states:
+            params.setdefault("state_dtype", "bf16")
+        link = MomentumLink(sharded.replica_sync, sharded.ledger)
+        extras: dict[str, Any] = {"model": model, "replicate_group": group, "link": link}
+        extras["zenflow_policy"] = config.zero_optimization.zenflow
+        inner = build_optimizer(config.optimizer.type, groups, params, **extras)
     managed = None
     site_sync: SiteSync | None = None
     if inner is not None:
@@ -351,65 +399,6 @@ def _make_pipeline(model: nn.Module, meshes: ParallelMeshes, config: Config) -> 
     return PipelineParallel(model, meshes, config, batch, None if limit is None else parse_bytes(limit))
 
 
-def _apply_tp(
-    model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device, ledger: CommsLog
-) -> tuple[ParallelGroup | None, TensorParallelLayout | None]:
-    """Shard the layers over the tensor ranks, if there are any."""
-    if meshes.tp is None or meshes.tp_fsdp is None:
-        return None, None
-    tp_group = ParallelGroup(meshes.tp.get_group(), ledger=ledger)
-    model_info = get_model_size(model)
-    warn_cross_host_groups(
-        tp_group.process_group, meshes.world_group, model_info.num_layers or 1, model_info.hidden_size or 1, device
-    )
-    partition = config.tensor_parallel.partition_config
-    return tp_group, apply_tensor_parallel(
-        model, tp_group, meshes.tp_fsdp, meshes.world_group, kernels=config.cpu_kernels, partition=partition
-    )
-
-
-def _apply_ep(
-    model: nn.Module,
-    meshes: ParallelMeshes,
-    config: Config,
-    tp_layout: TensorParallelLayout | None,
-    expert_params: ZeroExpertParams,
-    ledger: CommsLog,
-) -> None:
-    """Spread layers of experts over data ranks: ours by their ``ep_size``, all of them by the config."""
-    section = config.expert_parallel
-    layers: dict[str, ExpertLayer] = {n: m for n, m in model.named_modules() if isinstance(m, MoE)}
-    if section.autoep_size > 1:
-        layers |= find_experts(model, section)
-        if not layers:
-            raise ValueError(
-                f"expert_parallel.autoep_size is {section.autoep_size}, but no experts were found in "
-                f"{type(model).__name__}: neither stacks of them (parameters with a row for each) nor lists "
-                "called 'experts'; set it to 1"
-            )
-    shard_experts(layers, meshes, section.autoep_size, tp_layout, expert_params=expert_params, ledger=ledger)
-
-
-def _apply_sp(
-    model: nn.Module,
-    meshes: ParallelMeshes,
-    pipeline: PipelineParallel | None,
-    blocks: list[nn.Module],
-    ledger: CommsLog,
-    on_token_count: Callable[[Tensor], None] | None,
-) -> SequenceParallelAttention | None:
-    """Let the model work on parts of sequences, if there are ranks for it."""
-    if meshes.sequence is None:
-        return None
-    groups = SequenceGroups(
-        ParallelGroup(meshes.sequence.get_group(), "sequence", ledger),
-        None if meshes.ulysses is None else ParallelGroup(meshes.ulysses.get_group(), "sequence", ledger),
-        None if meshes.cp is None else ParallelGroup(meshes.cp.get_group(), "context", ledger),
-    )
-    layer_attention = None if pipeline is None else pipeline.apply_sequence_parallel(groups, on_token_count)
-    return layer_attention or apply_sequence_parallel(model, groups, blocks, on_token_count)
-
-
 def _choose_cpu_kernels(model: nn.Module, meshes: ParallelMeshes, config: Config, device: torch.device) -> None:
     """Give linear layers the processor's faster kernel; every rank takes rank 0's choice."""
     if device.type != "cpu" or config.compile.enabled:
@@ -419,11 +408,9 @@ def _choose_cpu_kernels(model: nn.Module, meshes: ParallelMeshes, config: Config
     if ops.patch_linear_layers(model, config.cpu_kernels) == 0 and meshes.world_size == meshes.fsdp.size():
         return
     if meshes.world_size > 1:
-        root = dist.get_global_rank(meshes.world_group, 0)
-        table = [ops.export_autotune_cache()] if dist.get_rank() == root else [None]
-        dist.broadcast_object_list(table, src=root, group=meshes.world_group)
-        if table[0] is not None:
-            ops.import_autotune_cache(table[0])
+        table: list[Any] = [ops.export_autotune_cache() if dist.get_rank(meshes.world_group) == 0 else None]
+        dist.broadcast_object_list(table, group_src=0, group=meshes.world_group)
+        ops.import_autotune_cache(table[0])
 
 
 def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> None:
@@ -477,47 +464,6 @@ def _blame_fp32_buffers(buffers: Sequence[str], compute_dtype: str) -> Iterator[
                 f'one of them, set "data_types": {{"buffer_dtype": "{compute_dtype}"}}, or cast it in forward()'
             )
         raise
-
-
-def _make_optimizer(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    config: Config,
-    user_optimizer: Any,
-    named_groups: list[dict[str, Any]],
-    to_local_name: Callable[[str], str | None] | None,
-    link: MomentumLink,
-) -> torch.optim.Optimizer | None:
-    """The user's optimizer over the sharded parameters, or the config's, or None."""
-    params_by_name = dict(named_shards(model, remove_duplicate=False))
-    to_local = to_local_name or (lambda name: name)
-    local_names = [[to_local(name) for name in group["params"]] for group in named_groups]
-    # None for a parameter that lies on another rank, or was taken apart.
-    params_by_group = [[None if name is None else params_by_name.get(name) for name in names] for names in local_names]
-    groups = [
-        {**group, "params": [p for p in params if p is not None]}
-        for group, params in zip(named_groups, params_by_group, strict=True)
-    ]
-    if groups and DUMMY_PARAM_NAME in params_by_name and not any(group["params"] for group in groups):
-        groups[0]["params"] = [params_by_name[DUMMY_PARAM_NAME]]
-    if not groups:
-        groups = [{"params": [parameter for _, parameter in named_shards(model) if parameter.requires_grad]}]
-    replicate_group = mesh.get_group() if mesh.size() > 1 else None
-    if isinstance(user_optimizer, torch.optim.Optimizer):
-        return to_local_optimizer(rebind_params(user_optimizer, params_by_group), replicate_group=replicate_group)
-    if callable(user_optimizer):
-        user_built: Any = user_optimizer(groups)
-        return to_local_optimizer(user_built, replicate_group=replicate_group)
-    if config.optimizer is None:
-        return None
-    section = config.optimizer
-    params = dict(section.params)
-    if config.bf16.bf16_optimizer_states:
-        params.setdefault("state_dtype", "bf16")
-    zenflow = ZenFlowPolicy.from_config(config.zero_optimization.zenflow)
-    extras: dict[str, Any] = {"model": model, "replicate_group": replicate_group, "zenflow_policy": zenflow}
-    extras["link"] = link
-    return build_optimizer(section.type, groups, params, **extras)
 
 
 def _make_lr_scheduler(config: Config, optimizer: EngineOptimizer | None, user_scheduler: Any) -> Any:

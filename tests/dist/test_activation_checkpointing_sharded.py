@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.activation_checkpointing import ActivationCheckpointPolicy, apply_activation_checkpointing
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
+    ActivationCheckpointPolicy,
+    apply_activation_checkpointing,
+)
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.ops import patch_linear_layers
 from thalweg.ops.linear import functional

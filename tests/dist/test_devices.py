@@ -221,7 +221,7 @@ def _recompute(rank: int, world: int) -> dict[str, tuple[list[float], float]]:
 
 
 def test_recomputation_draws_the_same_dropout_wherever_inputs_wait():
-    """W4: inputs that are put away are no arguments any more, by which torch finds whose random numbers to keep."""
+    """W4: torch finds by the arguments whose random numbers to keep, those that are put away too."""
     found = run_ranks(_recompute, 1, device="sim")[0]
     losses, total = found["kept"]
     if is_device_real():  # whose backward passes may add up in any order

@@ -15,7 +15,7 @@ from tests.dist.models import make_batch
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.optim import build_optimizer
+from thalweg.optim.build import build_optimizer
 
 REUSE_RANKS = True
 

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.optim import global_grad_norm
-from thalweg.optim.norms import clip_factor
+from thalweg.optim.norms import clip_factor, global_grad_norm
 
 SHAPES = [(6, 4), (5,), (2, 3), (1,), (7, 2), (3, 3)]
 

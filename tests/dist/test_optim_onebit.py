@@ -21,7 +21,7 @@ from tests.dist.parity import full_tensor, largest_difference, train
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.config import ConfigError, load_config
-from thalweg.optim import build_optimizer
+from thalweg.optim.build import build_optimizer
 from thalweg.optim.dtensor_local import to_local
 
 REUSE_RANKS = True

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.optim import build_optimizer, global_grad_norm, to_local_optimizer
-from thalweg.optim.build import COMPRESSED_OPTIMIZERS, OPTIMIZERS
-from thalweg.optim.norms import clip_factor
+from thalweg.optim.build import COMPRESSED_OPTIMIZERS, OPTIMIZERS, build_optimizer
+from thalweg.optim.local_optimizer import to_local_optimizer
+from thalweg.optim.norms import clip_factor, global_grad_norm
 
 HYPER: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1},

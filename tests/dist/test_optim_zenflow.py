@@ -16,17 +16,17 @@ from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import full_tensor
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.optim import build_optimizer
-from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.config.schema.zero import ZenFlow
+from thalweg.optim.build import build_optimizer
 
 REUSE_RANKS = True
 
 SHAPES = [(13, 40), (40, 16), (5, 6, 7), (60,)]
 
 
-def _sharded(rank: int, world: int, overlap: bool, update: int | None) -> float:
+def _sharded(rank: int, world: int, overlap: bool, update: Any) -> float:
     """The largest difference of shards stepped to whole parameters stepped."""
-    policy = ZenFlowPolicy(topk_ratio=0.2, select_interval=5, update_interval=update, overlap=overlap)
+    policy = ZenFlow(topk_ratio=0.2, select_interval=5, update_interval=update, overlap_step=overlap)
     mesh = init_device_mesh("cpu", (world,))
     g = torch.Generator().manual_seed(0)
     whole = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in SHAPES]
@@ -43,8 +43,8 @@ def _sharded(rank: int, world: int, overlap: bool, update: int | None) -> float:
 
 @pytest.mark.parametrize("world", [2, nightly(3)])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("update", [3, None])
-def test_shards_are_stepped_as_the_whole(together: Any, world: int, overlap: bool, update: int | None) -> None:
+@pytest.mark.parametrize("update", [3, "auto"])
+def test_shards_are_stepped_as_the_whole(together: Any, world: int, overlap: bool, update: Any) -> None:
     assert max(together(_sharded, world)) < 1e-6
 
 

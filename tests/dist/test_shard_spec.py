@@ -10,11 +10,16 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache
 from tests.dist.auto_plan_models import build_model
 from tests.dist.tensor_parity import make_config
 from tests.harness import run_ranks
-from thalweg.parallel.shard_spec import RaggedShard, ShardSpec, contiguous_spec, fused_spec, split_evenly
+from thalweg.parallel.shard_spec import RaggedShard, ShardSpec, contiguous_spec, split_evenly
 from thalweg.parallel_dims import ParallelDims, build_meshes
 
 SIZES = range(8, 8 + 4 * 40, 4)
 MANY_SIZES = range(8, 8 + 4 * 4000, 4)  # torch's hashes differ from process to process: forty may miss by chance
+
+
+def _in_sections(size: int, world: int) -> ShardSpec:
+    """Two sections of ``size`` rows, each cut evenly."""
+    return ShardSpec(0, 2 * size, tuple(((a, b), (size + a, size + b)) for a, b in split_evenly(size, world)))
 
 
 def _laid_out(cut: ShardSpec, placement: Placement, mesh) -> DTensor:
@@ -26,9 +31,8 @@ def _laid_out(cut: ShardSpec, placement: Placement, mesh) -> DTensor:
 
 def _mistaken(mesh, size: int, plain: bool) -> int:
     """How many of two tensors of one shape, one in halves and one in two sections, get the other's layout."""
-    half = size // 2
     halves = contiguous_spec(0, size, 2)
-    fused = fused_spec(0, [half, half], [[span, span] for span in split_evenly(half, 2)])
+    fused = _in_sections(size // 2, 2)
     first: Placement = Shard(0) if plain else halves.placement()
     _clear_fast_path_sharding_prop_cache()  # a small table has few buckets
     wrong = 0
@@ -56,7 +60,7 @@ def test_cuts_of_one_shape_are_not_mistaken_for_each_other():
 def _turned(rank: int, world: int) -> bool:
     mesh = init_device_mesh("cpu", (world,))
     full = torch.arange(24.0).view(8, 3)
-    cut = fused_spec(0, [4, 4], [[span, span] for span in split_evenly(4, world)])
+    cut = _in_sections(4, world)
     own = cut.local_slice(full, rank)
     held = DTensor.from_local(own, mesh, [cut.placement()], run_check=False, shape=full.shape, stride=full.stride())
     columns = held.redistribute(placements=[Shard(1)])
@@ -119,7 +123,7 @@ def _no_plain_shard(rank: int, world: int) -> tuple[set[str], set[str]]:
 
 def torch_adam(params) -> torch.optim.Optimizer:
     """The engine's own AdamW."""
-    from thalweg.optim import build_optimizer
+    from thalweg.optim.build import build_optimizer
 
     return build_optimizer("AdamW", params, {"lr": 0.1})
 
@@ -141,13 +145,6 @@ def test_no_tensor_axis_has_a_plain_shard():
         assert kept == {"TrueRaggedShard"}
 
 
-def test_a_cut_knows_whether_it_is_chunks():
-    assert contiguous_spec(0, 10, 2).placement().chunked
-    assert contiguous_spec(0, 5, 4, 1).placement().chunked is False  # 2, 1, 1, 1: chunk would give 2, 2, 1, 0
-    assert fused_spec(0, [4, 4], [[(0, 2), (0, 2)], [(2, 4), (2, 4)]]).placement().chunked is False
-    assert ShardSpec(0, 3, (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))).placement().chunked
-
-
 def _rejoin(rank: int, world: int, folder: str) -> list[bool]:
     """Two jobs in one process, one after the other; the second makes a group of its own before its mesh."""
     same = []
@@ -167,3 +164,10 @@ def _rejoin(rank: int, world: int, folder: str) -> list[bool]:
 def test_ranks_that_form_a_second_job_in_one_process_forget_the_groups_of_the_first(tmp_path):
     """Meshes of the same ranks are equal, whatever groups they have; layouts in DTensor's cache have the old ones."""
     assert run_ranks(_rejoin, 2, str(tmp_path), init=False) == [[True, True]] * 2
+
+
+def test_a_cut_knows_whether_it_is_chunks():
+    assert contiguous_spec(0, 10, 2).placement().chunked
+    assert contiguous_spec(0, 5, 4, 1).placement().chunked is False  # 2, 1, 1, 1: chunk would give 2, 2, 1, 0
+    assert _in_sections(4, 2).placement().chunked is False
+    assert ShardSpec(0, 3, (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))).placement().chunked

@@ -8,17 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from thalweg.activation_checkpointing import (
+from thalweg.activation_checkpointing import offloaded_forward
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
-    CpuActivationOffloader,
-    NvmeActivationOffloader,
     apply_activation_checkpointing,
-    offloaded_forward,
 )
+from thalweg.activation_checkpointing.offload import CpuActivationOffloader, NvmeActivationOffloader
+from thalweg.config.schema.zero import ZenFlow
 from thalweg.nn import tiled, tiled_cross_entropy
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.optim import build_optimizer
-from thalweg.optim.algorithms.zenflow import ZenFlowPolicy
+from thalweg.optim.build import build_optimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +83,7 @@ def test_a_tiled_module():
 
 @pytest.mark.parametrize("hyper", [{"state_dtype": "bf16"}, {"state_dtype": "int8"}, {}], ids=str)
 def test_optimisers_step_as_on_the_cpu(hyper):
-    delay = None if hyper else ZenFlowPolicy(topk_ratio=0.2, select_interval=3, update_interval=2, overlap=True)
+    delay = None if hyper else ZenFlow(topk_ratio=0.2, select_interval=3, update_interval=2, overlap_step=True)
     results = []
     for device in ("cpu", "cuda"):
         g = torch.Generator().manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_the_update_writes_copies_on_the_device(tmp_path: Path) -> None:
     params = [nn.Parameter(v.clone()) for v in values]
     copies = {p: torch.zeros(p.shape, dtype=torch.bfloat16, device="cuda") for p in params}
     reference, optimizer = AdamW(plain, lr=1e-2, fused=True), AdamW(params, lr=1e-2, fused=True)
-    with SwapFile(tmp_path, 8 << 20) as swap:
+    with closing(SwapFile(tmp_path, 8 << 20)) as swap:
         update = NvmeStep(optimizer, swap, BufferRing(3, 1 << 20, pin=True), compute_copies=copies)
         for _ in range(3):
             for a, b in zip(plain, params, strict=True):

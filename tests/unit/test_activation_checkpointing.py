@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.marks import nightly
-from thalweg.activation_checkpointing import (
+from thalweg.activation_checkpointing import checkpoint_wrapper
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
     apply_activation_checkpointing,
-    checkpoint_wrapper,
-    remove_activation_checkpointing,
 )
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.ops import patch_linear_layers
+from thalweg.ops.dynamic_subclass import DynamicSubclass
 from thalweg.ops.linear import functional
 
 FULL = ActivationCheckpointPolicy("full")
@@ -270,15 +270,15 @@ def test_inputs_without_gradients_and_a_frozen_base_with_adapters() -> None:
             block.mlp.up, block.attention.qkv = Lora(block.mlp.up), Lora(block.attention.qkv)
         return model
 
-    plain, model = build(), build()
+    plain = build()
     for policy in (FULL, ActivationCheckpointPolicy("selective")):
+        model = build()
         apply_activation_checkpointing(model, list(model.blocks), policy)
         grads = train(model)
         assert same(grads, train(plain)) and len(grads) == 3 + 4 * 4
-        assert remove_activation_checkpointing(model) == 4
 
 
-def test_the_model_looks_the_same_and_comes_back() -> None:
+def test_the_model_looks_the_same() -> None:
     plain, model = small(), small()
     blocks = list(model.blocks)
     kind = type(blocks[0])
@@ -289,10 +289,8 @@ def test_the_model_looks_the_same_and_comes_back() -> None:
     assert repr(model) == repr(plain)
     assert isinstance(blocks[0], kind) and type(blocks[0]).__name__ == "Block"
     assert type(blocks[0]) is type(blocks[1])
-    apply_activation_checkpointing(model, blocks, FULL)
-    assert remove_activation_checkpointing(model) == 4
-    assert {type(block) for block in blocks} == {kind}
-    assert runs_of(model, blocks) == [1, 1, 1, 1]
+    apply_activation_checkpointing(model, blocks, FULL)  # once more changes nothing
+    assert runs_of(model, blocks) == [2, 2, 2, 2]
 
 
 def test_copies_and_pickles() -> None:
@@ -368,4 +366,4 @@ def test_units_that_cannot_be_checkpointed() -> None:
     replaced.blocks[1].forward = lambda x: x
     with pytest.raises(ValueError, match="replaced forward"):
         apply_activation_checkpointing(replaced, list(replaced.blocks), FULL)
-    assert remove_activation_checkpointing(replaced) == 0
+    assert not any(isinstance(unit, DynamicSubclass) for unit in replaced.modules())

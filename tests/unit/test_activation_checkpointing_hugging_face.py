@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.activation_checkpointing import ActivationCheckpointPolicy, apply_activation_checkpointing
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
+    ActivationCheckpointPolicy,
+    apply_activation_checkpointing,
+)
 
 hf = pytest.importorskip("transformers")
 

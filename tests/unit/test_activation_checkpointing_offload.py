@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,12 @@ from torch import Tensor, nn
 
 from tests.marks import nightly
 from tests.unit.test_tiled_loss import peak_of
-from thalweg.activation_checkpointing import (
+from thalweg.activation_checkpointing import offloaded_forward
+from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
-    NoActivationOffloader,
-    NvmeActivationOffloader,
     apply_activation_checkpointing,
-    offloaded_forward,
-    remove_activation_checkpointing,
 )
+from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
 from thalweg.nn.transformer import GPT, GPTConfig
 from thalweg.storage_io.disk import Disk
 from thalweg.storage_io.swap_file import SwapFile
@@ -91,7 +90,12 @@ def test_on_disk_the_bits_are_the_same(
 ) -> None:
     assert same(train(build(saver, dropout, policy)), train(small(dropout)))
     assert saver.num_bytes > 0
-    assert same(train(build(NoActivationOffloader(), dropout, policy)), train(small(dropout)))
+
+    class InPlace:
+        def save(self, tensor: Tensor) -> Any:
+            return SimpleNamespace(fetch=lambda: tensor)
+
+    assert same(train(build(InPlace(), dropout, policy)), train(small(dropout)))
 
 
 def test_a_disk_without_room_for_a_segment_takes_what_is_needed(tmp_path: Path) -> None:
@@ -238,7 +242,7 @@ def test_the_peak_is_lower_by_the_inputs(saver: NvmeActivationOffloader) -> None
     assert here - away > 11 / 16 * inputs - 100_000, (here, away, inputs)
 
 
-def test_removed_and_copied(saver: NvmeActivationOffloader) -> None:
+def test_copied(saver: NvmeActivationOffloader) -> None:
     import copy
     import pickle
 
@@ -246,6 +250,3 @@ def test_removed_and_copied(saver: NvmeActivationOffloader) -> None:
     twin = copy.deepcopy(model)
     assert same(train(twin), train(small()))
     assert same(train(pickle.loads(pickle.dumps(model))), train(small()))
-    assert remove_activation_checkpointing(model) == 5
-    before = saver.num_bytes
-    assert same(train(model), train(small())) and saver.num_bytes == before

@@ -13,7 +13,7 @@ from thalweg.config.schema.base import Section, to_jsonable
 from thalweg.config.schema.optimizer import OPTIMIZERS
 from thalweg.config.schema.scheduler import REQUIRED_PARAMS, SCHEDULES
 from thalweg.config.schema.unsupported import UNUSABLE_TYPES
-from thalweg.optim import build_lr_scheduler, build_optimizer
+from thalweg.optim.build import build_lr_scheduler, build_optimizer
 
 BUILT = list(OPTIMIZERS)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thalweg.config import load
 from thalweg.config.schema.training import FP16
-from thalweg.optim import LossScaleFloorError, LossScaler
+from thalweg.optim.loss_scaler import LossScaleFloorError, LossScaler
 
 
 def reference(section: dict, verdicts: list[bool]) -> list[float]:

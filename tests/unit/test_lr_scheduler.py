@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thalweg.optim import build_lr_scheduler
+from thalweg.optim.build import build_lr_scheduler
 from thalweg.optim.lr_scheduler import OneCycle, WarmupLR
 
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thalweg.optim import Muon, build_optimizer, muon_groups
 from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, plan_rounds
-from thalweg.optim.algorithms.muon_params import is_hidden_matrix
+from thalweg.optim.algorithms.muon import Muon
+from thalweg.optim.algorithms.muon_params import is_hidden_matrix, muon_groups
 from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, orthogonalize
+from thalweg.optim.build import build_optimizer
 
 torch.set_num_threads(1)
 

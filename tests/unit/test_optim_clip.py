@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thalweg.optim import global_grad_norm
-from thalweg.optim.norms import clip_factor, square_sums
+from thalweg.optim.norms import clip_factor, global_grad_norm, square_sums
 
 torch.set_num_threads(1)
 

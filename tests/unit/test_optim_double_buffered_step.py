@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.test_optim_nvme_step import free_bytes
 from thalweg.optim.algorithms import elementwise
 from thalweg.optim.algorithms.lion import Lion
 from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS
@@ -111,7 +112,7 @@ def test_the_second_places_are_counted_beforehand_and_taken_once(tmp_path: Path)
         twins.gradients(step)
         twins.tentative.apply(set(twins.paged))
         twins.tentative.commit()
-        left.append(twins.swap.free_bytes)
+        left.append(free_bytes(twins.swap))
     assert left[1] == left[2] == left[4]
     states = sum(-(-p.nbytes // 4096) * 4096 * 2 for p in twins.paged)
     assert left[0] - left[1] == states  # moments: their first place came into being, then their second

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from thalweg.storage_io.swap_file import SwapFile
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_write_to_an_offloaded_gradient_is_seen(tmp_path, count, where, through_data):
     """``p.grad.data`` has a version counter of its own, so counting versions would miss it."""
-    with SwapFile(tmp_path, 1 << 20) as swap:
+    with closing(SwapFile(tmp_path, 1 << 20)) as swap:
         offload, param = GradOffload(swap), nn.Parameter(torch.zeros(count))
         param.grad = torch.randn(count)
         offload.offload([param])

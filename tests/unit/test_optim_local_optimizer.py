@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.optim import to_local_optimizer
 from thalweg.optim.algorithms.adafactor import Adafactor
 from thalweg.optim.dtensor_local import LocalStepMixin
+from thalweg.optim.local_optimizer import to_local_optimizer
 
 torch.set_num_threads(1)
 NAMES = [

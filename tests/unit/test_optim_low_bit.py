@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
 from thalweg.optim.algorithms.moment_codec import (
     ADAM_MOMENTS,
@@ -25,6 +24,7 @@ from thalweg.optim.algorithms.moment_codec import (
     read_moment_fp32,
     stochastic_round_into,
 )
+from thalweg.optim.build import build_optimizer
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def _swapped(swap: SwapFile, optimizer: EngineOptimizer) -> bool:
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_clipping_and_skipped_steps(tmp_path: Path, max_norm: float) -> None:
     plain, streamed = _model(), _model()
-    with SwapFile(tmp_path, 4 * MIB) as swap:
+    with closing(SwapFile(tmp_path, 4 * MIB)) as swap:
         first, second = _managed(plain, None, max_norm), _managed(streamed, swap, max_norm)
         for model, optimizer in ((plain, first), (streamed, second)):
             _train(model, optimizer, range(6), poison=3)
@@ -83,7 +84,7 @@ def test_clipping_and_skipped_steps(tmp_path: Path, max_norm: float) -> None:
 
 def test_state_dicts_go_both_ways(tmp_path: Path) -> None:
     plain, streamed = _model(), _model()
-    with SwapFile(tmp_path, 8 * MIB) as swap:
+    with closing(SwapFile(tmp_path, 8 * MIB)) as swap:
         first, second = _managed(plain, None), _managed(streamed, swap)
         _train(plain, first, range(3))
         streamed.load_state_dict(plain.state_dict())
@@ -103,7 +104,7 @@ def test_state_dicts_go_both_ways(tmp_path: Path) -> None:
 def test_a_checkpoint_of_one_kind_loads_into_the_other(tmp_path: Path, saved: bool, loaded: bool) -> None:
     """State that is loaded is made in the swap file at once, without a copy in memory."""
     folder = tmp_path / "checkpoint"
-    with SwapFile(tmp_path, 4 * MIB) as one, SwapFile(tmp_path, 4 * MIB) as two:
+    with closing(SwapFile(tmp_path, 4 * MIB)) as one, closing(SwapFile(tmp_path, 4 * MIB)) as two:
         model = _model()
         optimizer = _managed(model, one if saved else None)
         _train(model, optimizer, range(3))
@@ -133,7 +134,7 @@ def test_saving_and_loading_keep_no_state_in_memory(
     if not released:
         monkeypatch.setattr(NvmeStep, "release", lambda self, tensor: None)
     model = nn.Linear(3000, 1000)
-    with SwapFile(tmp_path, 80 * MIB) as swap:
+    with closing(SwapFile(tmp_path, 80 * MIB)) as swap:
         optimizer = _managed(model, swap)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

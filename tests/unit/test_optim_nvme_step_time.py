@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def _step(folder: Path) -> tuple[float, float, float]:
     masters = sum(round_up(n * 4) for n in SIZES)
     params = [nn.Parameter(torch.empty(n, device="meta")) for n in SIZES]
     room = masters + optimizer_state_bytes(AdamW(params, fused=False))
-    with SwapFile(folder, room, disk=_Modelled()) as swap, pytest.MonkeyPatch.context() as patch:
+    with closing(SwapFile(folder, room, disk=_Modelled())) as swap, pytest.MonkeyPatch.context() as patch:
         params = [nn.Parameter(swap.view(swap.allocate(n * 4), (n,), torch.float32)) for n in SIZES]
         update = NvmeStep(AdamW(params, fused=True), swap, BufferRing(4, 1 << 20))
         for param in params:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.optim import build_optimizer
 from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS
-from thalweg.optim.build import OPTIMIZERS
+from thalweg.optim.build import OPTIMIZERS, build_optimizer
 from thalweg.optim.dtensor_local import LocalStepMixin
 
 torch.set_num_threads(1)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thalweg.optim import build_optimizer
+from thalweg.config.schema.zero import ZenFlow
 from thalweg.optim.algorithms import zenflow
-from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim.algorithms.zenflow import ZenFlowAdam
+from thalweg.optim.build import build_optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,9 @@ def plain(name: str = "AdamW", **hyper: Any) -> Any:
 
 def waits(name: str = "AdamW", hyper: dict[str, Any] | None = None, **policy: Any) -> Any:
     given = {"lr": 1e-2, "weight_decay": 0.1, **(hyper or {})}
-    return lambda params: build_optimizer(name, params, given, zenflow_policy=ZenFlowPolicy(**policy))
+    return lambda params: build_optimizer(
+        name, params, given, zenflow_policy=ZenFlow(**{"update_interval": 4, **policy})
+    )
 
 
 def same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
@@ -56,7 +59,9 @@ def same(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
 
 
 @pytest.mark.parametrize("hyper", [{}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
-@pytest.mark.parametrize("policy", [{"topk_ratio": 1.0}, {"warmup_steps": 12}, {"topk_ratio": 1.0, "overlap": True}])
+@pytest.mark.parametrize(
+    "policy", [{"topk_ratio": 1.0}, {"full_warm_up_rounds": 12}, {"topk_ratio": 1.0, "overlap_step": True}]
+)
 def test_where_nothing_waits_the_bits_are_adams(hyper: dict[str, Any], policy: dict[str, Any]) -> None:
     assert same(run(waits("Adam", hyper, **policy))[0], run(plain("Adam", **hyper))[0])
     assert not same(run(waits("Adam", hyper, topk_ratio=0.5))[0], run(plain("Adam", **hyper))[0])
@@ -107,7 +112,9 @@ def reference(steps: int, k: int, select: int, update: int, overlap: bool) -> Te
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("select", "update"), [(16, 4), (5, 3), (4, 7), (1, 1)])
 def test_the_rule(select: int, update: int, overlap: bool) -> None:
-    params, _ = run(waits(topk_ratio=0.25, select_interval=select, update_interval=update, overlap=overlap), steps=14)
+    params, _ = run(
+        waits(topk_ratio=0.25, select_interval=select, update_interval=update, overlap_step=overlap), steps=14
+    )
     want = reference(14, 10, select, update, overlap)
     assert (params[0].double() - want).abs().max() < 2e-5
     if update > 1:
@@ -116,7 +123,7 @@ def test_the_rule(select: int, update: int, overlap: bool) -> None:
 
 
 def test_the_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = waits(topk_ratio=0.25, select_interval=6, update_interval=3, overlap=True)
+    rule = waits(topk_ratio=0.25, select_interval=6, update_interval=3, overlap_step=True)
     quick, _ = run(rule)
     slow = zenflow._run_all
 
@@ -131,7 +138,7 @@ def test_the_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stop", [5, 6, 7, 8])
 def test_a_saved_state_goes_on_to_the_bit(overlap: bool, stop: int) -> None:
-    rule = waits(topk_ratio=0.25, select_interval=7, update_interval=3, overlap=overlap)
+    rule = waits(topk_ratio=0.25, select_interval=7, update_interval=3, overlap_step=overlap)
     whole, _ = run(rule, steps=12)
     first, optimizer = run(rule, steps=stop)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -146,10 +153,10 @@ def test_a_saved_state_goes_on_to_the_bit(overlap: bool, stop: int) -> None:
 
 
 def test_by_themselves_they_are_updated_when_they_matter() -> None:
-    params, optimizer = run(waits(topk_ratio=0.25, update_interval=None, auto_ratio=0.5), steps=14)
+    params, optimizer = run(waits(topk_ratio=0.25, update_interval="auto", auto_ratio=0.5), steps=14)
     counts = optimizer.state[params[0]]["column_steps"]
     assert counts.max() == 14 and 1 <= counts.min() < 14
-    _, patient = run(waits(topk_ratio=0.25, update_interval=None, auto_ratio=1.0), steps=14)
+    _, patient = run(waits(topk_ratio=0.25, update_interval="auto", auto_ratio=1.0), steps=14)
     assert patient.state[patient.param_groups[0]["params"][0]]["column_steps"].sum() < counts.sum()
 
 
@@ -167,15 +174,15 @@ def test_16_bit_weights() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ZenFlowPolicy(topk_ratio=0.0), "topk_ratio"),
-        (lambda: ZenFlowPolicy(select_interval=0), "at least 1"),
-        (lambda: build_optimizer("Lion", model(), {}, zenflow_policy=ZenFlowPolicy()), "Adam and AdamW"),
+        (lambda: waits(select_strategy="epoch", steps_per_epoch=0)(model()), "at least 1"),
+        (lambda: waits(select_strategy="epoch")(model()), "steps_per_epoch"),
+        (lambda: build_optimizer("Lion", model(), {}, zenflow_policy=ZenFlow()), "Adam and AdamW"),
         (
-            lambda: build_optimizer("AdamW", model(), {"state_dtype": "int8"}, zenflow_policy=ZenFlowPolicy()),
+            lambda: build_optimizer("AdamW", model(), {"state_dtype": "int8"}, zenflow_policy=ZenFlow()),
             "fp32 state",
         ),
         (
-            lambda: build_optimizer("AdamW", model(), {"amsgrad": True}, zenflow_policy=ZenFlowPolicy()),
+            lambda: build_optimizer("AdamW", model(), {"amsgrad": True}, zenflow_policy=ZenFlow()),
             "no such variant",
         ),
     ],

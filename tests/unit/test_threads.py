@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_the_streamed_update_computes_on_one_core(tmp_path: Path, monkeypatch) -
         param = nn.Parameter(torch.ones(50_000))
         optimizer = AdamW([param], lr=0.1, fused=True)
         param.grad = torch.ones_like(param)
-        with SwapFile(tmp_path, 1 << 20) as swap:
+        with closing(SwapFile(tmp_path, 1 << 20)) as swap:
             update = NvmeStep(optimizer, swap, BufferRing(2, 1 << 18))
             monkeypatch.setattr(PiecewiseOptimizer, "step", watched)
             update.apply()

@@ -30,25 +30,6 @@ from __future__ import annotations
 from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
     apply_activation_checkpointing,
-    remove_activation_checkpointing,
-)
-from thalweg.activation_checkpointing.offload import (
-    ActivationOffloader,
-    CpuActivationOffloader,
-    NoActivationOffloader,
-    NvmeActivationOffloader,
-    PartitionedActivationOffloader,
-    build_activation_offloader,
 )
 
-__all__ = [
-    "ActivationCheckpointPolicy",
-    "ActivationOffloader",
-    "CpuActivationOffloader",
-    "NoActivationOffloader",
-    "NvmeActivationOffloader",
-    "PartitionedActivationOffloader",
-    "apply_activation_checkpointing",
-    "build_activation_offloader",
-    "remove_activation_checkpointing",
-]
+__all__ = ["ActivationCheckpointPolicy", "apply_activation_checkpointing"]

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from thalweg.activation_checkpointing.offload import ActivationOffloader
-from thalweg.activation_checkpointing.offloaded_forward import OffloadedForward, OffloadState
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.activation_checkpointing.offloaded_forward import OffloadState, checkpoint_offloaded
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.linear.functional import get_matmul_ops
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -82,12 +82,7 @@ class _CheckpointedModule(DynamicSubclass):
         contexts: dict[str, Any] = {"context_fn": _selective_context_fn} if self._thalweg_remat.saves_products else {}
         storage = self._thalweg_storage
         if storage is not None and not storage.is_active:
-            with OffloadedForward(storage, plain, args, kwargs) as offloaded_forward:
-                both = partial(offloaded_forward.context_fn, contexts.get("context_fn"))
-                markers = offloaded_forward.device_markers
-                return checkpoint(
-                    offloaded_forward, *markers, use_reentrant=False, preserve_rng_state=True, context_fn=both
-                )
+            return checkpoint_offloaded(storage, plain, args, kwargs, **contexts)
         unit = partial(plain, **kwargs)  # so that no keyword of the unit meets one of checkpoint
         return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=True, **contexts)
 
@@ -140,10 +135,3 @@ def apply_activation_checkpointing(
             unit.__class__ = _checkpointed_class(type(unit), policy)
         if offload_state is not None:
             unit.__dict__["_thalweg_storage"] = offload_state
-
-
-def remove_activation_checkpointing(model: nn.Module) -> int:
-    """Undo :func:`apply_activation_checkpointing`; returns how many units went back to their class."""
-    for module in model.modules():
-        module.__dict__.pop("_thalweg_storage", None)
-    return restore_class(model, _CheckpointedModule)

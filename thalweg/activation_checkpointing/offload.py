@@ -1,6 +1,6 @@
 """Where inputs of checkpointed units wait for the backward pass: in place, on the host, on disk, in parts.
 
-    forward     unit 0 -> unit 1 -> ... -> unit n     save: behind the computation, `depth` at a time
+    forward     unit 0 -> unit 1 -> ... -> unit n     save: behind the computation, two at a time
     backward    unit n <- ... <- unit 1 <- unit 0     fetch: the tensors of the units before are read ahead
 
 A *saver* takes a tensor and gives a *kept* one, whose ``fetch`` brings back the same bits.  Kept tensors know
@@ -33,6 +33,7 @@ _log = get_logger(__name__)
 
 MIN_OFFLOAD_BYTES = 64 * 1024
 """Smaller tensors stay where they are."""
+_DEPTH = 2  # how many tensors may be on their way out, and how many are read ahead
 
 
 class OffloadedActivation(Protocol):
@@ -51,26 +52,10 @@ class ActivationOffloader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _InMemoryTensor:
-    tensor: Tensor
-
-    def fetch(self) -> Tensor:
-        return self.tensor
-
-
-class NoActivationOffloader:
-    """Leaves tensors where they are: the host tier of a rank that computes on the host."""
-
-    def save(self, tensor: Tensor) -> OffloadedActivation:
-        return _InMemoryTensor(tensor)
-
-
 class ReadAheadOffloader:
     """The order of saving (each kept tensor knows its predecessor, weakly) and buffers that wait to be used again."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self) -> None:
         self._last_saved: weakref.ref[Any] | None = None
         self._free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
@@ -80,7 +65,7 @@ class ReadAheadOffloader:
 
     def on_fetch(self, offloaded: Any) -> None:
         """Start to bring back what the backward pass will want next."""
-        for _ in range(self._depth):
+        for _ in range(_DEPTH):
             offloaded = None if offloaded.previous is None else offloaded.previous()
             if offloaded is None:
                 return
@@ -174,15 +159,10 @@ class _NvmeTensor:
 
 
 class NvmeActivationOffloader(ReadAheadOffloader):
-    """Keeps tensors in a swap file below ``folder``, which grows with what a step needs, ``segment_bytes`` at a time.
+    """Keeps tensors in a swap file below ``folder``, which grows by ``segment_bytes`` with what a step needs."""
 
-    ``depth``: how many tensors may be on their way out, and how many are read ahead.
-    """
-
-    def __init__(
-        self, folder: str | Path, *, depth: int = 2, segment_bytes: int = 2**28, disk: Disk | None = None
-    ) -> None:
-        super().__init__(depth)
+    def __init__(self, folder: str | Path, *, segment_bytes: int = 2**28, disk: Disk | None = None) -> None:
+        super().__init__()
         self._open_file = partial(SwapFile, folder, 0, capacity=MAX_SWAP_BYTES, segment_bytes=segment_bytes, disk=disk)
         self._file: SwapFile | None = None
         self._pending_writes: deque[weakref.ref[_NvmeTensor]] = deque()
@@ -204,7 +184,7 @@ class NvmeActivationOffloader(ReadAheadOffloader):
         if tensor.device.type == "cpu":
             offloaded.start_write()
         self._pending_writes.append(weakref.ref(offloaded))
-        while len(self._pending_writes) > self._depth:
+        while len(self._pending_writes) > _DEPTH:
             oldest = self._pending_writes.popleft()()
             if oldest is not None:
                 oldest.finish_write()
@@ -273,8 +253,8 @@ class _PinnedTensor:
 class CpuActivationOffloader(ReadAheadOffloader):
     """Keeps a GPU's tensors in pinned host memory, copied on a stream of their own."""
 
-    def __init__(self, device: torch.device, *, depth: int = 2) -> None:
-        super().__init__(depth)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.stream = torch.Stream(device)
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
@@ -288,12 +268,12 @@ class CpuActivationOffloader(ReadAheadOffloader):
 
 @dataclass(frozen=True)
 class _PartitionedTensor:
-    shard: OffloadedActivation
+    shard: OffloadedActivation | Tensor
     shape: torch.Size
     group: dist.ProcessGroup
 
     def fetch(self) -> Tensor:
-        local_shard = self.shard.fetch()
+        local_shard = self.shard if isinstance(self.shard, Tensor) else self.shard.fetch()
         size = dist.get_world_size(self.group)
         gathered = local_shard.new_empty(size * local_shard.numel())
         dist.all_gather_into_tensor(gathered, local_shard, group=self.group)
@@ -303,11 +283,12 @@ class _PartitionedTensor:
 class PartitionedActivationOffloader:
     """Each rank of ``group`` keeps its part of a tensor that all of them hold alike; fetching gathers.
 
-    Korthikanti et al. 2022, section 5.  ``save`` and ``fetch`` must come in the same order on all ranks.
+    Korthikanti et al. 2022, section 5.  ``inner``: where the parts wait; None leaves them in place.
+    ``save`` and ``fetch`` must come in the same order on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, inner: ActivationOffloader | None = None) -> None:
-        self.group, self.inner = group, inner or NoActivationOffloader()
+        self.group, self.inner = group, inner
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -315,7 +296,8 @@ class PartitionedActivationOffloader:
         shard = tensor.new_zeros(shard_numel)
         local_values = tensor.reshape(-1)[rank * shard_numel : (rank + 1) * shard_numel]
         shard[: local_values.numel()].copy_(local_values)
-        return _PartitionedTensor(self.inner.save(shard), tensor.shape, self.group)
+        part = shard if self.inner is None else self.inner.save(shard)
+        return _PartitionedTensor(part, tensor.shape, self.group)
 
 
 def build_activation_offloader(

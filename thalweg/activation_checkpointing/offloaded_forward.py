@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 from thalweg.activation_checkpointing.offload import MIN_OFFLOAD_BYTES, ActivationOffloader, OffloadedActivation
 from thalweg.ops._torch_private import is_plain_tensor
-
-ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class OffloadState:
@@ -43,88 +44,46 @@ class OffloadState:
         return type(None), ()  # a pickled unit keeps its inputs
 
 
-class OffloadedForward:
-    """Callable that runs ``forward`` on its arguments: first the given ones, later the fetched ones.
+def checkpoint_offloaded(
+    offload_state: OffloadState, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any
+) -> Any:
+    """Torch's ``checkpoint`` of ``forward(*args, **kwargs)``, whose arguments are put away until its second run.
 
     Tensors that carry a gradient (the hidden states) are put away; masks, positions and the like, which all
-    units share, stay.  The recomputation's own graph is thrown away, so fetched tensors need no history.
+    units share, stay.  Inside of the unit checkpoint's own hooks are the ones that count.
     """
+    leaves, spec = _pytree.tree_flatten((args, kwargs))
+    offloaded = [(leaf, leaf._version) for leaf in leaves if _should_offload(leaf)]
 
-    def __init__(self, offload_state: OffloadState, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._offload_state, self._forward = offload_state, forward
-        self._leaves, self._spec = _pytree.tree_flatten((args, kwargs))
-        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
-        self._offloaded: dict[int, OffloadedActivation] = {}
-        self._original_leaves: list[Any] | None = list(self._leaves)
-        self.fetched_leaves: list[Any] | None = None
+    def run(*leaves: Any) -> Any:
+        args, kwargs = _pytree.tree_unflatten(leaves, spec)
+        with offload_state.enter():
+            return forward(*args, **kwargs)
 
-    def __enter__(self) -> OffloadedForward:
-        for index, leaf in enumerate(self._leaves):
-            if _should_offload(leaf):
-                self._offloaded[index] = self._offload_state.offloader.save(leaf.detach())
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        """The first run is over: let go of what was put away."""
-        original_leaves, self._original_leaves = self._original_leaves, None
-        assert original_leaves is not None
-        for index in self._offloaded:
-            self._check(index, original_leaves[index])
-            self._leaves[index] = None
-
-    def context_fn(self, inner_context_fn: Callable[[], ContextPair] | None = None) -> ContextPair:
-        """``context_fn`` of torch's checkpoint: as ``inner_context_fn`` says, and what is put away is fetched before
-        the second run's context begins, which would count the operators of fetching."""
-        first, second = (nullcontext(), nullcontext()) if inner_context_fn is None else inner_context_fn()
-        return first, _FetchContext(self, second)
-
-    def fetch_inputs(self) -> None:
-        """Bring the arguments back for one more run."""
-        leaves = list(self._leaves)
-        for index, offloaded in self._offloaded.items():
-            leaves[index] = offloaded.fetch().detach().requires_grad_()
-        for index, leaf in enumerate(self._leaves):
-            self._check(index, leaf)
-        self.fetched_leaves = leaves
-
-    @property
-    def device_markers(self) -> list[Tensor]:
-        """An empty tensor for each device of the arguments: torch's checkpoint restores the random numbers of the
-        devices of what it is given, and the arguments themselves it must not hold."""
-        assert self._original_leaves is not None
-        by_device = {leaf.device: leaf for leaf in self._original_leaves if isinstance(leaf, Tensor)}
-        return [torch.empty(0, device=device) for device in by_device]
-
-    def __call__(self, *_: Tensor) -> Any:
-        leaves = self._original_leaves
-        if leaves is None:
-            leaves, self.fetched_leaves = self.fetched_leaves, None
-        assert leaves is not None
-        args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        with self._offload_state.enter():
-            return self._forward(*args, **kwargs)
-
-    def _check(self, index: int, leaf: Any) -> None:
-        if isinstance(leaf, Tensor) and leaf._version != self._versions[index]:
-            raise RuntimeError(
-                "an input of a checkpointed unit was changed in place after the unit had begun, and its "
-                "gradient needs the old value: use an out-of-place operation"
-            )
+    with saved_tensors_hooks(partial(_pack, offload_state.offloader), _unpack):
+        output = checkpoint(run, *leaves, use_reentrant=False, **options)
+    for leaf, version in offloaded:  # of which a copy may have been under way
+        _check_unchanged(leaf, version)
+    return output
 
 
-class _FetchContext:
-    """Fetches, then enters ``inner``; may be entered again."""
+def _pack(offloader: ActivationOffloader, tensor: Tensor) -> tuple[Tensor, int] | OffloadedActivation:
+    return offloader.save(tensor.detach()) if _should_offload(tensor) else (tensor, tensor._version)
 
-    def __init__(self, offloaded_forward: OffloadedForward, inner: AbstractContextManager[Any]) -> None:
-        self._offloaded_forward, self._inner = offloaded_forward, inner
 
-    def __enter__(self) -> Any:
-        self._offloaded_forward.fetch_inputs()
-        return self._inner.__enter__()
+def _unpack(packed: tuple[Tensor, int] | OffloadedActivation) -> Tensor:
+    if not isinstance(packed, tuple):
+        return packed.fetch()
+    _check_unchanged(*packed)
+    return packed[0]
 
-    def __exit__(self, *error: Any) -> Any:
-        self._offloaded_forward.fetched_leaves = None  # which no run has taken
-        return self._inner.__exit__(*error)
+
+def _check_unchanged(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "an input of a checkpointed unit was changed in place after the unit had begun, and its "
+            "gradient needs the old value: use an out-of-place operation"
+        )
 
 
 def _should_offload(value: Any) -> bool:

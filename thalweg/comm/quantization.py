@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from thalweg.comm.collectives.reducer import CHUNK_NUMEL
+from thalweg.storage_io.allocator import round_up
 
 BLOCK_SIZE = 256
 _FP32_TINY = torch.finfo(torch.float32).tiny
@@ -53,7 +54,7 @@ class BlockQuantizer:
     def num_bytes(self, numel: int) -> int:
         """Bytes of ``numel`` encoded elements, a multiple of 4."""
         blocks = self.num_blocks(numel)
-        return _align_up(2 * blocks) + _align_up(blocks * self.block_size * self.bits // 8)
+        return round_up(2 * blocks, 8) + round_up(blocks * self.block_size * self.bits // 8, 8)
 
     def quantize(self, values: Tensor, payload: Tensor) -> None:
         """Write ``values`` (1-D, floating point) into ``payload`` (uint8, :meth:`num_bytes` long)."""
@@ -98,7 +99,7 @@ class BlockQuantizer:
     def _split_payload(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         blocks = self.num_blocks(numel)
         width = self.block_size * self.bits // 8
-        start = _align_up(2 * blocks)
+        start = round_up(2 * blocks, 8)
         scales = payload[: 2 * blocks].view(torch.bfloat16)
         codes = payload[start : start + blocks * width].view(torch.int8)
         return scales, codes.view(blocks, width)
@@ -158,7 +159,7 @@ class PayloadFormat:
                 segment.copy_(_view_as_dtype(segment_payload, self.raw_dtype, segment.numel()))
 
     def _segment_bytes(self, length: int, is_quantized: bool) -> int:
-        return self.quantizer.num_bytes(length) if is_quantized else _align_up(length * self.raw_dtype.itemsize)
+        return self.quantizer.num_bytes(length) if is_quantized else round_up(length * self.raw_dtype.itemsize, 8)
 
     def _iter_segments(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
         value_start = byte_start = 0
@@ -173,7 +174,3 @@ class PayloadFormat:
 
 def _view_as_dtype(payload: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
     return payload[: numel * dtype.itemsize].view(dtype)
-
-
-def _align_up(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8

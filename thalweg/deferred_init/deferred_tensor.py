@@ -328,23 +328,20 @@ class _OpCall:
         """Move the random generator on as the operation does in an ordinary build."""
         first = self.leaves[0]
         if self.func._schema.name in _SEQUENTIAL_RNG_OPS and is_deferred(first) and first.is_contiguous():
-            self._advance_rng_in_blocks(first)
+            # These operators take their numbers one after the other; normal_ takes those of 16
+            # elements at a time and treats less than 16 differently, so no block may be that small.
+            remaining = first.numel()
+            block = torch.empty(min(remaining, _RNG_BLOCK_NUMEL + 16), dtype=first.dtype)
+            while remaining:
+                size = remaining if remaining < _RNG_BLOCK_NUMEL + 16 else _RNG_BLOCK_NUMEL
+                chunk = block[:size]
+                self.run(lambda tensor, part=chunk: part if tensor is first else tensor)
+                remaining -= size
         elif self.traits.is_shape_only or self.traits.overwrites_first_arg:
             scratch = torch.empty_strided(first.size(), first.stride(), dtype=first.dtype)
             self.run(lambda tensor: scratch if tensor is first else tensor)
         else:
             self.run_materialized()
-
-    def _advance_rng_in_blocks(self, target: Tensor) -> None:
-        # These operators take their numbers one after the other; normal_ takes those of 16
-        # elements at a time and treats less than 16 differently, so no block may be that small.
-        remaining = target.numel()
-        block = torch.empty(min(remaining, _RNG_BLOCK_NUMEL + 16), dtype=target.dtype)
-        while remaining:
-            size = remaining if remaining < _RNG_BLOCK_NUMEL + 16 else _RNG_BLOCK_NUMEL
-            chunk = block[:size]
-            self.run(lambda tensor, part=chunk: part if tensor is target else tensor)
-            remaining -= size
 
     def record(self, result: Any, rng_state: Tensor | None) -> Any:
         """Write the call down; return its result with pending tensors in the place of meta ones."""

@@ -92,20 +92,16 @@ class RecordMode(TorchDispatchMode):
         super().__exit__(*error)
         for hook in self._registration_hooks:
             hook.remove()
-        if error[0] is None:
-            self._defer_parameters()
+        storages: dict[int, torch.UntypedStorage] = {}
+        for param in self.built_parameters() if error[0] is None else ():
+            is_plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device == CPU
+            if is_plain and param.grad is None and param.untyped_storage()._cdata in self._new_storages:
+                defer_parameter(param, storages)
         self._new_storages.clear()
 
     def built_parameters(self) -> list[nn.Parameter]:
         """The distinct parameters of the modules that were built in it."""
         return list({id(p): p for module in list(self._built_modules) for p in module.parameters()}.values())
-
-    def _defer_parameters(self) -> None:
-        storages: dict[int, torch.UntypedStorage] = {}
-        for param in self.built_parameters():
-            is_plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device == CPU
-            if is_plain and param.grad is None and param.untyped_storage()._cdata in self._new_storages:
-                defer_parameter(param, storages)
 
     def _track_new_storages(self, leaves: list[Any], known_storages: set[int]) -> None:
         """Remember the storages that a result brought into being."""

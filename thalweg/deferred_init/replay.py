@@ -181,7 +181,8 @@ class _Executor:
         if storage is None:
             storage = torch.zeros(ref.storage_record.nbytes, dtype=torch.uint8).untyped_storage()
             self.storages[ref.storage_record] = storage
-        return _view_storage(ref, storage)
+        value = torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.size, ref.stride)
+        return value.conj() if ref.conj else value
 
     def snapshot(self) -> dict[StorageRecord, tuple[RecordedOp, torch.UntypedStorage]]:
         """Return what is in memory now and still the present value of a living storage."""
@@ -226,11 +227,6 @@ class _Executor:
             self.storages[ref.storage_record] = storage
             return
         self.get_tensor(ref).copy_(result)
-
-
-def _view_storage(ref: ViewRef, storage: torch.UntypedStorage) -> Tensor:
-    value = torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.size, ref.stride)
-    return value.conj() if ref.conj else value
 
 
 def _restore_rng_state(op: RecordedOp, leaves: list[Any]) -> list[Any]:

@@ -46,15 +46,22 @@ def record_module_init(module: nn.Module, meta_tensors: dict[str, Tensor]) -> No
         defer_meta_tensor(tensor)
     tensor_ids = {id(tensor) for tensor in meta_tensors.values()}
     ties, stand_ins = _untie(module, tensor_ids)
-    initialized: set[int] = set()
+    initialized, own_ids = set[int](), tensor_ids | stand_ins
     try:
         with RecordMode(max_real_numel=0):
             for owner in _modules_post_order(module):
-                if _is_transformers_model(owner):
-                    _reset_pretrained(owner, tensor_ids | stand_ins, initialized)
+                init_weights: Any = getattr(owner, "_init_weights", None)
+                is_pretrained = callable(init_weights) and hasattr(owner, "config")  # one of Transformers'
+                for submodule in _modules_post_order(owner) if is_pretrained else ():
+                    if id(submodule) not in initialized and _has_only(submodule, own_ids):
+                        initialized.add(id(submodule))
+                        init_weights(submodule)
                 _tie(ties.pop(id(owner), []))
-                if not _is_transformers_model(owner):
-                    _call_reset_method(owner, tensor_ids | stand_ins)
+                if not is_pretrained and _has_only(owner, own_ids):
+                    methods = (getattr(owner, name, None) for name in _RESET_METHODS)
+                    reset = next((m for m in methods if callable(m) and _has_no_required_args(m)), None)
+                    if reset is not None:
+                        reset()
     finally:
         for tied_locations in ties.values():
             _tie(tied_locations)
@@ -64,20 +71,14 @@ def record_module_init(module: nn.Module, meta_tensors: dict[str, Tensor]) -> No
     if missing:
         for tensor in meta_tensors.values():
             drop_record(tensor)
-        raise ValueError(_missing_init_message(module, missing))
-
-
-def _missing_init_message(module: nn.Module, missing: set[str]) -> str:
-    def kind(name: str) -> str:
-        return type(module.get_submodule(name.rpartition(".")[0])).__name__
-
-    kinds = sorted(f"{name} ({kind(name)})" for name in missing)
-    listed = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
-    return (
-        f"these tensors are on meta and nothing says what their values are: {listed}. Build the model "
-        "under `with thalweg.zero.Init():` instead of torch.device('meta'), or give the modules a "
-        "reset_parameters() method, or load a checkpoint with assign=True"
-    )
+        owners = {name: type(module.get_submodule(name.rpartition(".")[0])).__name__ for name in missing}
+        kinds = sorted(f"{name} ({kind})" for name, kind in owners.items())
+        listed = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
+        raise ValueError(
+            f"these tensors are on meta and nothing says what their values are: {listed}. Build the model "
+            "under `with thalweg.zero.Init():` instead of torch.device('meta'), or give the modules a "
+            "reset_parameters() method, or load a checkpoint with assign=True"
+        )
 
 
 def _modules_post_order(module: nn.Module, visited: set[int] | None = None) -> Iterator[nn.Module]:
@@ -117,22 +118,6 @@ def _tie(locations: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
         module._parameters[key] = param
 
 
-def _call_reset_method(owner: nn.Module, tensor_ids: set[int]) -> None:
-    if not _has_only(owner, tensor_ids):
-        return
-    for method in (getattr(owner, name, None) for name in _RESET_METHODS):
-        if callable(method) and _has_no_required_args(method):
-            method()
-            return
-
-
-def _reset_pretrained(model: Any, tensor_ids: set[int], initialized: set[int]) -> None:
-    for submodule in _modules_post_order(model):
-        if id(submodule) not in initialized and _has_only(submodule, tensor_ids):
-            initialized.add(id(submodule))
-            model._init_weights(submodule)
-
-
 def _has_only(owner: nn.Module, tensor_ids: set[int]) -> bool:
     """Whether ``owner`` has tensors, and a reset would touch none that has a value."""
     tensors = [*owner.parameters(), *owner.buffers()]
@@ -143,7 +128,3 @@ def _has_no_required_args(method: Any) -> bool:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(method).parameters.values()
     return all(p.default is not p.empty or p.kind in kinds for p in parameters)
-
-
-def _is_transformers_model(module: nn.Module) -> bool:
-    return callable(getattr(module, "_init_weights", None)) and hasattr(module, "config")

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from thalweg.nn.losses.tiled_cross_entropy import tiled_cross_entropy
-from thalweg.nn.tiled_mlp import TiledMLP, tiled
+from thalweg.nn.tiled_mlp import tiled
 
-__all__ = ["TiledMLP", "tiled", "tiled_cross_entropy"]
+__all__ = ["tiled", "tiled_cross_entropy"]

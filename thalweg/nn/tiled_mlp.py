@@ -13,8 +13,8 @@ tiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -101,32 +101,15 @@ def _make_tiled_call(
     return _TiledCall(forward, spec, leaves, is_tiled, dim % ndim, leading_shape, num_tiles), tensors
 
 
-def _capture_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """What gives a second run what the first one found: random state and autocast."""
-    first_state = get_rng_state()
-    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    autocast = partial(torch.autocast, device.type, dtype, enabled, torch.is_autocast_cache_enabled())
-
-    @contextmanager
-    def restored() -> Iterator[None]:
-        current_state = get_rng_state()
-        set_rng_state(first_state)
-        try:
-            with autocast():
-                yield
-        finally:
-            set_rng_state(current_state)
-
-    return restored
-
-
 class _TiledForward(torch.autograd.Function):
     """(module, call, a list for the outputs' structure, *tensor arguments, *parameters)."""
 
     @staticmethod
     def forward(ctx: Any, module: nn.Module, call: _TiledCall, out_specs: list[Any], *tensors: Tensor) -> Any:  # type: ignore[override]
         inputs = tensors[: len(call.is_tiled)]
-        ctx.restored_state = _capture_state(inputs[0].device)
+        kind = inputs[0].device.type
+        autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+        ctx.autocast, ctx.rng_state = partial(torch.autocast, kind, *autocast), get_rng_state()
         outputs, spec = call.run_in_tiles(inputs)
         out_specs.append(spec)
         ctx.save_for_backward(*inputs)
@@ -142,10 +125,15 @@ class _TiledForward(torch.autograd.Function):
         inputs, params = ctx.saved_tensors, _trainable_params(ctx.module)
         needs_grad, is_tiled = ctx.needs_input_grad[3:], [*call.is_tiled, *(False for _ in params)]
         sums: list[Tensor | None] = [
-            None if not want else torch.zeros_like(t, dtype=t.dtype if tiled else _accumulation_dtype(t.dtype))
+            None
+            if not want
+            else torch.zeros_like(t, dtype=t.dtype if tiled else torch.promote_types(t.dtype, torch.float32))
             for t, want, tiled in zip((*inputs, *params), needs_grad, is_tiled, strict=True)
         ]
-        with ctx.restored_state():
+        # The second run finds what the first one found: random state and autocast.
+        with ctx.autocast(), ExitStack() as stack:
+            stack.callback(set_rng_state, get_rng_state())
+            set_rng_state(ctx.rng_state)
             for start, size in call.tile_bounds():
                 tile_inputs = [
                     t.detach().requires_grad_(want)
@@ -176,10 +164,6 @@ class _TiledForward(torch.autograd.Function):
 
 def _trainable_params(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 class _TiledModule(DynamicSubclass):
@@ -248,18 +232,3 @@ def find_mlps(model: nn.Module, names: Sequence[str] | None = None) -> dict[str,
             "MLPs in tiling.mlp_modules, or set tiling.mlp to 1"
         )
     return mlps
-
-
-class TiledMLP(nn.Module):
-    """``module`` run over tiles of the sequence, as a module of its own; see :func:`tiled`.
-
-    The wrapped module is ``self.module``, so parameter names gain ``module.``; :func:`tiled` keeps them.
-    """
-
-    def __init__(self, module: nn.Module, tiles: int, *, dim: int = -2) -> None:
-        super().__init__()
-        self.module = tiled(module, tiles, dim=dim)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
-        return self.module(*args, **kwargs)

@@ -9,7 +9,7 @@ and nothing of torch is patched.
 The phases: at the first product of a new shape class, ``linear/autotune.py`` times the usable
 candidates for a few milliseconds; ``linear/autotune_cache.py`` keeps the winner, in the process and in a
 file that all processes of the machine share; ``linear/functional.py`` looks the winner up at each call
-and runs it inside an ``autograd.Function``; ``linear/functional.py`` moves a model's layers over and back.
+and runs it inside an ``autograd.Function``; ``linear/functional.py`` moves a model's layers over.
 
 The invariants:
 
@@ -27,9 +27,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
-from thalweg.ops.linear.functional import patch_linear_layers, restore_linear_layers
+from thalweg.ops.linear.functional import patch_linear_layers
 
-__all__ = ["export_autotune_cache", "import_autotune_cache", "patch_linear_layers", "restore_linear_layers"]
+__all__ = ["export_autotune_cache", "import_autotune_cache", "patch_linear_layers"]
 
 
 def export_autotune_cache() -> dict[str, str]:

@@ -11,18 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
 
-
-def onednn_linear_op() -> Any:
-    """Return the overload ``mkldnn::_linear_pointwise``, or None where torch was built without it."""
-    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return getattr(packet, "default", None)
-
-
-_onednn_linear_op: Any = onednn_linear_op()
+# oneDNN's linear layer and its one overload, or None where torch was built without it.
+_ONEDNN_PACKET: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+ONEDNN_LINEAR: Any = getattr(_ONEDNN_PACKET, "default", None)
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,7 +26,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     ``weight`` may be a transposed view: its strides are passed on.  ``x`` is copied when it
     is not contiguous.  Not differentiable.
     """
-    return _onednn_linear_op(x, weight, bias, "none", [], "")
+    return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
 
 
 def _linear_flops(x_shape: Any, weight_shape: Any, *_args: Any, out_shape: Any = None, **_kwargs: Any) -> int:
@@ -40,9 +35,8 @@ def _linear_flops(x_shape: Any, weight_shape: Any, *_args: Any, out_shape: Any =
 
 def register_onednn_flops() -> None:
     """Tell torch's flop counter what the operator computes, as torch does for its own ones."""
-    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if packet is not None and packet not in flop_counter.flop_registry:
-        flop_counter.register_flop_formula(packet)(_linear_flops)
+    if _ONEDNN_PACKET is not None and _ONEDNN_PACKET not in flop_counter.flop_registry:
+        flop_counter.register_flop_formula(_ONEDNN_PACKET)(_linear_flops)
 
 
 # True inside ``torch.func`` transforms, which cannot see through an autograd.Function.
@@ -65,6 +59,12 @@ def is_fake(tensor: Tensor) -> bool:
 def is_plain_tensor(value: object) -> bool:
     """True for a tensor of no subclass, or one without values that stands for such a tensor."""
     return type(value) is Tensor or type(value) is FakeTensor
+
+
+def hook_ids(module: nn.Module) -> set[int]:
+    """The identities of a module's hooks."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {id(hook) for table in tables for hook in getattr(module, table).values()}
 
 
 def forward_ad_active() -> bool:

@@ -14,8 +14,6 @@ import copyreg
 import types
 from typing import Any
 
-from torch import nn
-
 
 class DynamicSubclass:
     """Mixin of every class made by :func:`make_subclass`: copied as it is, pickled as the plain class."""
@@ -51,14 +49,3 @@ def make_subclass(base_class: type, *mixins: type, **namespace: Any) -> type:
 def original_class(module: Any) -> type:
     """Return the class that a module had before any disguise."""
     return next(base for base in type(module).__mro__ if not issubclass(base, DynamicSubclass))
-
-
-def restore_class(model: nn.Module, mixin: type) -> int:
-    """Take a mixin's outermost disguise off every module of ``model``; returns how many there were."""
-    count = 0
-    for module in model.modules():
-        bases = type(module).__bases__
-        if mixin in bases:
-            module.__class__ = bases[-1]
-            count += 1
-    return count

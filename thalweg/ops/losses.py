@@ -1,4 +1,4 @@
-"""Losses that are means over targets, taken apart into a sum and a number of targets.
+"""Losses that are means over targets, taken apart into a sum and a number of targets; logits on the way to a loss.
 
 What a function mode needs to average them over more than one call: ranks that share a sequence, or
 micro-batches that hold different numbers of targets.
@@ -53,6 +53,26 @@ class LossCall:
             return torch.tensor(float(target.numel() // classes), dtype=dtype, device=target.device)
         valid = target != self._arguments["ignore_index"]
         return (valid if weight is None else weight[target[valid]]).sum(dtype=dtype)
+
+
+def leading_shape(func: Callable[..., Any], logits: Tensor, args: Any, kwargs: Any) -> torch.Size | None:
+    """The shape but for the last dim that ``func``, a view or the like, gives logits; None where it touches that."""
+    try:
+        probe = func(torch.empty(tuple(logits.shape), dtype=logits.dtype, device="meta"), *args, **kwargs)
+    except (RuntimeError, TypeError, IndexError):
+        return None
+    keeps_last_dim = probe.dim() and probe.shape[-1] == logits.shape[-1] and probe.dtype == logits.dtype
+    return probe.shape[:-1] if keeps_last_dim else None
+
+
+def leaves_last_dim(index: Any, num_dims: int) -> bool:
+    """Whether an index of slices and whole numbers does not touch the last dim (``logits[..., :-1, :]``)."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(type(item) not in (slice, int) and item is not Ellipsis for item in items):
+        return False
+    num_indexed = sum(item is not Ellipsis for item in items)
+    indexes_last_dim = num_indexed == num_dims or (num_indexed < len(items) and items[-1] is not Ellipsis)
+    return num_indexed <= num_dims and (not indexes_last_dim or items[-1] == slice(None))
 
 
 class TargetCountMode(TorchFunctionMode):

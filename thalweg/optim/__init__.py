@@ -16,31 +16,6 @@ logical shape and layout (or no shape at all), so that a checkpoint sees logical
 
 from __future__ import annotations
 
-from thalweg.optim.algorithms.lamb import Lamb
-from thalweg.optim.algorithms.lion import Lion
-from thalweg.optim.algorithms.muon import Muon
-from thalweg.optim.algorithms.muon_params import muon_groups
-from thalweg.optim.build import build_lr_scheduler, build_optimizer
-from thalweg.optim.local_optimizer import to_local_optimizer
-from thalweg.optim.loss_scaler import LossScaleFloorError, LossScaler
-from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from thalweg.optim.norms import global_grad_norm
+from thalweg.optim.build import build_optimizer
 
-__all__ = [
-    "LRRangeTest",
-    "LRScheduler",
-    "Lamb",
-    "Lion",
-    "LossScaleFloorError",
-    "LossScaler",
-    "Muon",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "build_lr_scheduler",
-    "build_optimizer",
-    "global_grad_norm",
-    "muon_groups",
-    "to_local_optimizer",
-]
+__all__ = ["build_optimizer"]

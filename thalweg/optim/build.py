@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.config.schema.optimizer import canonical_name, get_params_schema
+from thalweg.config.schema.zero import ZenFlow
 from thalweg.optim.algorithms.adafactor import Adafactor
 from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS, has_fused_kernel
 from thalweg.optim.algorithms.lamb import Lamb
@@ -19,7 +20,7 @@ from thalweg.optim.algorithms.low_bit import LowBitAdam, LowBitLion
 from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import get_param, group_members, muon_groups
 from thalweg.optim.algorithms.onebit import COMPRESSED_OPTIMIZERS, MomentumLink, OneBitAdam, ZeroOneAdam
-from thalweg.optim.algorithms.zenflow import ZenFlowAdam, ZenFlowPolicy
+from thalweg.optim.algorithms.zenflow import ZenFlowAdam
 from thalweg.optim.lr_scheduler import LRRangeTest, LRScheduler, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 LR_SCHEDULERS: dict[str, type[LRScheduler]] = {
@@ -49,7 +50,7 @@ def build_optimizer(
     *,
     model: nn.Module | None = None,
     replicate_group: dist.ProcessGroup | None = None,
-    zenflow_policy: ZenFlowPolicy | None = None,
+    zenflow_policy: ZenFlow | None = None,
     link: MomentumLink | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimiser called ``type_name`` (case does not matter) over ``params``.
@@ -144,6 +145,8 @@ def _make_keywords(name: str, cls: Any, hyper: Mapping[str, Any]) -> dict[str, A
     known = _keyword_names(cls) - _UNSUPPORTED_FLAGS.keys()
     if name in _ADAM_NAMES or cls in (OneBitAdam, ZeroOneAdam):
         known -= {"decoupled_weight_decay"}
+    if cls in COMPRESSED_OPTIMIZERS.values():
+        known -= {"amsgrad", "eps_inside_sqrt"}
     for key in hyper.keys() & {*_UNSUPPORTED_FLAGS, "amsgrad", "eps_inside_sqrt"} - known:
         if hyper[key]:
             reason = _UNSUPPORTED_FLAGS.get(key, f"{name} has no such variant")

@@ -70,6 +70,11 @@ def as_dtensor_like(piece: Tensor, param: Tensor) -> Tensor:
     return make_dtensor(piece, param.placements, param) if isinstance(param, DTensor) else piece
 
 
+def trainable_params(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of ``optimizer`` that are not frozen, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
 def default_state_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype in which moments of ``param`` are kept."""
     return torch.float32 if param.dtype in HALF_DTYPES else param.dtype
@@ -82,14 +87,20 @@ def zeros_state_like(param: Tensor) -> Tensor:
 
 
 @contextmanager
-def working_copies(params: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield (pieces, gradient pieces) to compute on; fp32 copies of 16-bit pieces are rounded back after."""
+def working_pieces(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield pieces to update, gradients or not; fp32 copies of 16-bit pieces are rounded back after."""
     pieces = [to_local(p) for p in params]
-    grads = [local_grad(p) for p in params]
     work = [upcast_half(t) for t in pieces]
-    grads = [g.to(w.dtype) if g.dtype != w.dtype else g for g, w in zip(grads, work, strict=True)]
-    yield work, grads
+    yield work
     write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
+
+
+@contextmanager
+def working_copies(params: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield (pieces, gradient pieces) to compute on; see :func:`working_pieces`."""
+    grads = [local_grad(p) for p in params]
+    with working_pieces(params) as work:
+        yield work, [g.to(w.dtype) if g.dtype != w.dtype else g for g, w in zip(grads, work, strict=True)]
 
 
 def upcast_half(piece: Tensor) -> Tensor:
@@ -180,7 +191,13 @@ class LocalStepMixin(StateLoadMixin):
         all_lists = [*lists, *named.values()]
         params, grads = all_lists[0], all_lists[1]
         owner_params = list(params)
-        replaced = self._upcast_state(owner_params)
+        replaced: dict[int, Tensor] = {}  # new 16-bit state made fp32, by the old tensor's id
+        for param in owner_params:
+            if param.dtype in HALF_DTYPES:
+                state = self.state[param]  # pyright: ignore[reportAttributeAccessIssue]
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+                        state[key] = replaced[id(value)] = as_dtensor_like(to_local(value).float(), value)
         for tensors in all_lists[2:]:
             tensors[:] = [to_local(replaced.get(id(t), t)) if isinstance(t, Tensor) else t for t in tensors]
         grads[:] = [local_grad(p) for p in owner_params]
@@ -188,18 +205,6 @@ class LocalStepMixin(StateLoadMixin):
         if replaced or any(p.dtype in HALF_DTYPES for p in params):
             self._upcast_params(params, grads)
         return result
-
-    def _upcast_state(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Make new 16-bit state fp32; returns what replaced it by the old tensor's id."""
-        replaced: dict[int, Tensor] = {}
-        for param in params:
-            if param.dtype not in HALF_DTYPES:
-                continue
-            state = self.state[param]  # pyright: ignore[reportAttributeAccessIssue]
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-                    state[key] = replaced[id(value)] = as_dtensor_like(to_local(value).float(), value)
-        return replaced
 
     def _upcast_params(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Exchange 16-bit pieces for fp32 copies, to be rounded back when the step is over."""

@@ -53,33 +53,27 @@ class LossScaler:
         the state is then unchanged.
         """
         if self.dynamic and found_inf:
-            self._shrink()
+            if self._remaining_hysteresis > 1:
+                self._remaining_hysteresis -= 1
+            elif self.scale <= self.section.min_loss_scale:
+                raise LossScaleFloorError(
+                    f"the fp16 gradients overflow at a loss scale of {self.scale:g}, which is "
+                    "fp16.min_loss_scale: the model itself produces inf or NaN. Train in bf16 "
+                    '("bf16": {"enabled": true}), or lower the learning rate, set gradient_clipping and look for '
+                    "a loss that is not finite in fp32 too; a smaller fp16.min_loss_scale helps only if the "
+                    "gradients are huge but finite"
+                )
+            else:
+                self.scale = max(self.scale / _FACTOR, self.section.min_loss_scale)
             self._last_overflow = self._iteration
         elif self.dynamic:
-            self._grow()
+            if self.section.consecutive_hysteresis:
+                self._remaining_hysteresis = self.section.hysteresis
+            stable = self._iteration - self._last_overflow - 1
+            if stable > 0 and stable % self.section.loss_scale_window == 0:
+                self._remaining_hysteresis = self.section.hysteresis
+                self.scale = max(self.scale, min(self.scale * _FACTOR, self.section.max_loss_scale))
         self._iteration += 1
-
-    def _shrink(self) -> None:
-        if self._remaining_hysteresis > 1:
-            self._remaining_hysteresis -= 1
-        elif self.scale <= self.section.min_loss_scale:
-            raise LossScaleFloorError(
-                f"the fp16 gradients overflow at a loss scale of {self.scale:g}, which is "
-                "fp16.min_loss_scale: the model itself produces inf or NaN. Train in bf16 "
-                '("bf16": {"enabled": true}), or lower the learning rate, set gradient_clipping and look for '
-                "a loss that is not finite in fp32 too; a smaller fp16.min_loss_scale helps only if the "
-                "gradients are huge but finite"
-            )
-        else:
-            self.scale = max(self.scale / _FACTOR, self.section.min_loss_scale)
-
-    def _grow(self) -> None:
-        if self.section.consecutive_hysteresis:
-            self._remaining_hysteresis = self.section.hysteresis
-        stable = self._iteration - self._last_overflow - 1
-        if stable > 0 and stable % self.section.loss_scale_window == 0:
-            self._remaining_hysteresis = self.section.hysteresis
-            self.scale = max(self.scale, min(self.scale * _FACTOR, self.section.max_loss_scale))
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as JSON-ready scalars."""

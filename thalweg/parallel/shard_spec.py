@@ -15,6 +15,7 @@ there), so that no parameter may carry a plain one where another carries ``Ragge
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,10 +53,6 @@ class ShardSpec:
     def local_size(self, rank: int) -> int:
         """Indices that ``rank`` holds."""
         return sum(stop - start for start, stop in self.spans[rank])
-
-    def indices(self, rank: int) -> list[int]:
-        """The logical indices that ``rank`` holds, in the order of its piece."""
-        return [index for start, stop in self.spans[rank] for index in range(start, stop)]
 
     def local_slice(self, full: Tensor, rank: int) -> Tensor:
         """This rank's piece of the full tensor, contiguous and in memory of its own."""
@@ -240,11 +237,10 @@ def aligned_spec(dim: int, size: int, world_size: int, block: int = 1) -> ShardS
     return contiguous_spec(dim, size, world_size, unit)
 
 
-def fused_spec(dim: int, sizes: Sequence[int], spans_by_rank: Sequence[Sequence[Span]]) -> ShardSpec:
-    """Fused sections one behind the other; ``spans_by_rank[rank][k]`` is a span within section k."""
-    offsets = [sum(sizes[:k]) for k in range(len(sizes))]
-    spans = tuple(
-        tuple((start + offset, stop + offset) for (start, stop), offset in zip(own, offsets, strict=True))
-        for own in spans_by_rank
-    )
-    return ShardSpec(dim, sum(sizes), spans)
+def sections_spec(dim: int, sizes: Sequence[int], world_size: int, block: int = 1) -> ShardSpec:
+    """Fused sections one behind the other, each cut as by :func:`aligned_spec`."""
+    spans: list[Spans] = [()] * world_size
+    for offset, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+        section = aligned_spec(dim, size, world_size, block).spans
+        spans = [(*own, (start + offset, stop + offset)) for own, ((start, stop),) in zip(spans, section, strict=True)]
+    return ShardSpec(dim, sum(sizes), tuple(spans))

@@ -40,10 +40,9 @@ class RangeAllocator:
                 return start
         return None
 
-    def free(self, offset: int) -> int:
-        """Give the range that begins at ``offset`` back; returns its size."""
-        size = self._allocated.pop(offset)
-        start, stop = offset, offset + size
+    def free(self, offset: int) -> None:
+        """Give the range that begins at ``offset`` back."""
+        start, stop = offset, offset + self._allocated.pop(offset)
         i = bisect_left(self._free_ranges, (start, stop))
         if i < len(self._free_ranges) and self._free_ranges[i][0] == stop:
             stop = self._free_ranges.pop(i)[1]
@@ -51,7 +50,6 @@ class RangeAllocator:
             i -= 1
             start = self._free_ranges.pop(i)[0]
         self._free_ranges.insert(i, (start, stop))
-        return size
 
     def extend(self, num_bytes: int) -> None:
         """Add ``num_bytes`` (a multiple of ``align``) at the end."""
@@ -59,11 +57,6 @@ class RangeAllocator:
         if self._free_ranges and self._free_ranges[-1][1] == start:
             start = self._free_ranges.pop()[0]
         self._free_ranges.append((start, self.num_bytes))
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in all gaps."""
-        return sum(stop - start for start, stop in self._free_ranges)
 
     @property
     def largest_gap(self) -> int:
@@ -85,9 +78,6 @@ class RemapTable:
     def __init__(self) -> None:
         # Where runs of one shift begin, ascending, and the shift of each.
         self._starts, self._shifts = [0], [0]
-
-    def __len__(self) -> int:
-        return len(self._starts)
 
     def lookup(self, start: int, nbytes: int) -> list[Extent]:
         """The range in pieces that each lie in one run of the file."""
@@ -117,16 +107,13 @@ class RemapTable:
         starts = [start + extent.start - origin for extent in extents]
         shifts = [extent.file_offset - at for extent, at in zip(extents, starts, strict=True)]
         self._starts[begin:end], self._shifts[begin:end] = starts, shifts
-        self._merge_runs(begin, begin + len(starts))
+        end = begin + len(starts)
+        for index in range(min(end, len(self._starts) - 1), max(begin, 1) - 1, -1):
+            if self._shifts[index] == self._shifts[index - 1]:  # neighbours with the same shift are one run
+                del self._starts[index], self._shifts[index]
 
     def _split_at(self, offset: int) -> None:
         index = bisect_right(self._starts, offset) - 1
         if self._starts[index] != offset:
             self._starts.insert(index + 1, offset)
             self._shifts.insert(index + 1, self._shifts[index])
-
-    def _merge_runs(self, begin: int, end: int) -> None:
-        """Make one run of neighbours with the same shift."""
-        for index in range(min(end, len(self._starts) - 1), max(begin, 1) - 1, -1):
-            if self._shifts[index] == self._shifts[index - 1]:
-                del self._starts[index], self._shifts[index]

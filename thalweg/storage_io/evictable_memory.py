@@ -68,10 +68,6 @@ class EvictableMemory:
             raise ValueError(f"{nbytes} bytes do not fit: {self._allocator.largest_gap} of {self.num_bytes} are left")
         return offset
 
-    def free(self, offset: int) -> None:
-        """Give back the addresses, and the pages, of the region that begins at ``offset``."""
-        self.evict(offset, self._allocator.free(offset))
-
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor over the bytes from ``offset``, with a storage (and version counter) of its own."""
         if prod(shape) == 0:
@@ -119,11 +115,6 @@ class EvictableMemory:
             return True
         return False
 
-    def locate(self, tensor: Tensor) -> int | None:
-        """The offset of a tensor that lies in here, or None."""
-        offset = tensor.data_ptr() - self._base
-        return offset if tensor.device.type == "cpu" and 0 <= offset < self.num_bytes else None
-
 
 class PagePrefaulter:
     """Lets the pages of a memory that is used from its start on come before they are needed, in a thread.
@@ -132,15 +123,13 @@ class PagePrefaulter:
     memory yet thirty times that: too long for a step that somebody waits for.
     """
 
-    def __init__(
-        self, memory: EvictableMemory, chunk_bytes: int, *, initial_bytes: int = 256 << 20, margin_bytes: int = 64 << 20
-    ) -> None:
-        """``chunk_bytes``: bytes that are used together; ``initial_bytes``: bytes that come at once (at most a
-        quarter of the memory), ``margin_bytes``: bytes that are there beyond those in use (at most an eighth)."""
+    def __init__(self, memory: EvictableMemory, chunk_bytes: int, *, margin_bytes: int = 64 << 20) -> None:
+        """``chunk_bytes``: bytes that are used together; ``margin_bytes``: bytes that are there beyond those in use (at
+        most an eighth of the memory).  256 MiB (at most a quarter of it) come at once."""
         self._memory, self._chunk_bytes = memory, chunk_bytes
         self._margin_bytes = min(margin_bytes, memory.num_bytes // 8)
         self._prefaulted_bytes = 0
-        self._prefault(min(initial_bytes, memory.num_bytes // 4))
+        self._prefault(min(256 << 20, memory.num_bytes // 4))
 
     def prefault_to(self, chunk_index: int) -> None:
         """Note that this piece is in use."""

@@ -93,11 +93,6 @@ class SwapFile:
 
     # Space
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that no region has taken."""
-        return self._allocator.free_bytes
-
     def allocate(self, nbytes: int) -> int:
         """Take ``nbytes`` (rounded up to pages); returns their offset, a multiple of the page size.  The file
         grows where it has no gap of that size and its capacity allows.
@@ -262,12 +257,6 @@ class SwapFile:
         self._closed = True
         self._finalizer()
         del self._memory  # views hold it on their own
-
-    def __enter__(self) -> SwapFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _transfer(self, verb: Literal["read", "write"], offset: int, tensor: Tensor) -> IoFuture:
         assert not self._closed, "the swap file is closed"

@@ -143,7 +143,6 @@ class CollectivesSpec:
     unit_bytes: int
     root_bytes: int
     output_dtype: torch.dtype
-    timeout: float
     replicas: ReplicaSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
@@ -199,7 +198,7 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
     if spec.device.type == "cpu":
         depth = NUM_REPLICATED_REDUCE_SLOTS if spec.replicate else NUM_REDUCE_SLOTS
         arena_bytes = spec.unsharded_bytes + SharedMemoryRing.num_bytes(size, spec.unit_bytes, depth)
-        arena = SharedMemoryArena.create(group, arena_bytes, timeout=spec.timeout)
+        arena = SharedMemoryArena.create(group, arena_bytes)
         if spec.all_replicas_agree(arena is not None):
             assert arena is not None
             spec.ledger.topology = HostTopology((0,) * size, spec.mesh.get_local_rank())
@@ -221,7 +220,7 @@ def build_collectives(spec: CollectivesSpec) -> Collectives:
             if keeps_unsharded
             else SharedMemoryRing.num_bytes(hosts.num_local_ranks, slot_bytes, _NUM_GATHER_SLOTS)
         )
-        arena = hierarchical.create_host_arena(hosts, host_arena_bytes, spec.timeout)
+        arena = hierarchical.create_host_arena(hosts, host_arena_bytes)
         if spec.all_replicas_agree(arena is not None):
             assert arena is not None
             return _build_hierarchical(spec, arena, hosts, slot_bytes, keeps_unsharded)
@@ -321,60 +320,46 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
     if not cpu:  # on CPUs the memory of a host, or gloo, tells ranks that disagree
         arena = SharedMemoryArena.create(control_group(spec.group), CollectiveOrder.num_bytes(size))
         order = None if arena is None else CollectiveOrder(arena, spec.group)
-    make_reducer: ReducerFactory = partial(_make_wire_reducer, spec, reduce_group, topology, hosts)
-    if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
-        make_reducer = lambda name, group, options: wire.WireReduceScatter(name, spec.ledger, topology, order)
+
+    def make_reducer(name: str, group: FSDPGroupHandle, options: ReduceOptions) -> Reducer | wire.WireReduceScatter:
+        if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
+            return wire.WireReduceScatter(name, spec.ledger, topology, order)
+        if not zero.zero_quantized_gradients:
+            return wire.AllToAllReduceScatter(name, options, wire.AllToAllReduce(reduce_group, topology))
+        if hosts is None:
+            all_to_all = _make_gradient_all_to_all(spec, reduce_group, topology, group)
+            return wire.AllToAllReduceScatter(name, options, all_to_all)
+        intra_host_format = quantized.single_segment_format(quantized.INTRA_HOST_GRADIENT_QUANTIZER)
+        inner = quantized.QuantizedAllToAllReduce(hosts.intra_host_group, hosts.intra_host_topology, intra_host_format)
+        outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
+        return quantized.TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
+
+    def make_all_gather(name: str, group: FSDPGroupHandle) -> wire.WireAllGather:
+        if zero.mics_hierarchical_params_gather and hosts is not None:
+            return quantized.TwoLevelAllGather(
+                hosts.intra_host_group,
+                hosts.inter_host_group,
+                (hosts.intra_host_topology, hosts.inter_host_topology),
+                hosts.ranks_by_local_rank,
+                name,
+                spec.ledger,
+                _weight_format_fn(zero, group),
+            )
+        if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
+            payload_format_fn = _weight_format_fn(zero, group)
+            return quantized.QuantizedAllGather(name, spec.ledger, topology, payload_format_fn, size)
+        return wire.WireAllGather(name, spec.ledger, topology, order)
+
     stays_on_gpus = spec.policy.reshards_after_use and zero.zero_hpz_partition_size < size
     # Between the two levels of a quantised reduction lie groups that gathers use as well.
     shares_groups = zero.zero_quantized_gradients and hosts is not None
     return spec.build(
         "wire",
         make_reducer=make_reducer,
-        make_all_gather=_choose_wire_all_gather(spec, topology, hosts, order),
+        make_all_gather=make_all_gather,
         hpz_group_size=zero.zero_hpz_partition_size if stays_on_gpus else 1,
         async_reduction=None if shares_groups else async_reduction,
     )
-
-
-def _choose_wire_all_gather(
-    spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None, order: CollectiveOrder | None
-) -> AllGatherFactory:
-    ledger, zero, size = spec.ledger, spec.zero, spec.mesh.size()
-    if zero.mics_hierarchical_params_gather and hosts is not None:
-        topologies = (hosts.intra_host_topology, hosts.inter_host_topology)
-        return lambda name, group: quantized.TwoLevelAllGather(
-            hosts.intra_host_group,
-            hosts.inter_host_group,
-            topologies,
-            hosts.ranks_by_local_rank,
-            name,
-            ledger,
-            _weight_format_fn(zero, group),
-        )
-    if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
-        return lambda name, group: quantized.QuantizedAllGather(
-            name, ledger, topology, _weight_format_fn(zero, group), size
-        )
-    return lambda name, group: wire.WireAllGather(name, ledger, topology, order)
-
-
-def _make_wire_reducer(
-    spec: CollectivesSpec,
-    reduce_group: dist.ProcessGroup,
-    topology: HostTopology,
-    hosts: HostGroups | None,
-    name: str,
-    group: FSDPGroupHandle,
-    options: ReduceOptions,
-) -> Reducer:
-    if not spec.zero.zero_quantized_gradients:
-        return wire.AllToAllReduceScatter(name, options, wire.AllToAllReduce(reduce_group, topology))
-    if hosts is None:
-        return wire.AllToAllReduceScatter(name, options, _make_gradient_all_to_all(spec, reduce_group, topology, group))
-    intra_host_format = quantized.single_segment_format(quantized.INTRA_HOST_GRADIENT_QUANTIZER)
-    inner = quantized.QuantizedAllToAllReduce(hosts.intra_host_group, hosts.intra_host_topology, intra_host_format)
-    outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
-    return quantized.TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
 
 
 def _make_gradient_all_to_all(
@@ -405,7 +390,6 @@ def _weight_format_fn(zero: ZeroOptimization, group: FSDPGroupHandle) -> Payload
 
 def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
     """The codes of a unit's gradients, where all that train have one; else of one run of numbers."""
-    single_segment = quantized.single_segment_format(quantized.GRADIENT_QUANTIZER)
 
     def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
         segments = [
@@ -414,7 +398,7 @@ def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
             if param.sharded_param.requires_grad
         ]
         if sum(length for length, _ in segments) != numel:
-            return single_segment(numel, dtype)
+            segments = [(numel, True)]
         return _make_payload_format(segments, numel, dtype, quantized.GRADIENT_QUANTIZER)
 
     return get_payload_format
@@ -427,17 +411,14 @@ def _make_payload_format(
     fits = sum(length for length, _ in segments) == numel
     if not (is_quantizable and fits and any(is_quantized for _, is_quantized in segments)):
         return None
-    return PayloadFormat(tuple(_join_segments(segments, quantizer.block_size)), quantizer, dtype)
-
-
-def _join_segments(segments: list[tuple[int, bool]], block_size: int) -> list[tuple[int, bool]]:
-    """Neighbours as one, where no block would hold numbers of both: a device has as many kernels to launch."""
+    # Neighbours as one, where no block would hold numbers of both: a device has as many kernels to launch.
     joined: list[tuple[int, bool]] = []
     for length, in_few_bits in segments:
-        if joined and joined[-1][1] == in_few_bits and joined[-1][0] % (block_size if in_few_bits else 1) == 0:
+        whole = quantizer.block_size if in_few_bits else 1
+        if joined and joined[-1][1] == in_few_bits and joined[-1][0] % whole == 0:
             length += joined.pop()[0]
         joined.append((length, in_few_bits))
-    return joined
+    return PayloadFormat(tuple(joined), quantizer, dtype)
 
 
 def _check_hpz_groups(spec: CollectivesSpec, topology: HostTopology) -> None:

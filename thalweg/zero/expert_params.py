@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thalweg.comm import CommsLog
 from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather
+from thalweg.parallel.comm_group import pad_to_length
 from thalweg.parallel_dims import control_group
 from thalweg.utils.buckets import iter_buckets
 from thalweg.zero.full_state_dict import make_dtensor
@@ -120,7 +121,7 @@ class _ShardedExpert(_ReplicatedExpert):
 
     def get_flat_shard(self) -> Tensor:
         """The shard as the others receive it."""
-        return _pad_to(self.local_shard, self.dim, self.padded_shape()[self.dim]).reshape(-1)
+        return pad_to_length(self.local_shard, self.dim, self.padded_shape()[self.dim]).reshape(-1)
 
     def set_rows(self, shards: Tensor) -> None:
         """Put together what :meth:`get_flat_shard` gave on each copy, (copies, elements)."""
@@ -133,7 +134,9 @@ class _ShardedExpert(_ReplicatedExpert):
         length = self.padded_shape()[self.dim]
         grad, self.rows.grad = self.rows.grad, None
         grad = torch.zeros_like(self.rows) if grad is None else grad
-        shards = _pad_to(grad, self.dim, self.num_replicas * length).unflatten(self.dim, (self.num_replicas, length))
+        shards = pad_to_length(grad, self.dim, self.num_replicas * length).unflatten(
+            self.dim, (self.num_replicas, length)
+        )
         return shards.movedim(self.dim, 0).reshape(self.num_replicas, -1)
 
     def accumulate_mean(self, flat: Tensor) -> None:
@@ -325,12 +328,3 @@ def _iter_buckets(experts: Sequence[_ShardedExpert]) -> Iterator[list[_ShardedEx
 def _axis_size(mesh: DeviceMesh, axis: str) -> int:
     assert mesh.mesh_dim_names is not None
     return mesh.size(mesh.mesh_dim_names.index(axis))
-
-
-def _pad_to(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
-    if tensor.size(dim) == length:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = length - tensor.size(dim)
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)

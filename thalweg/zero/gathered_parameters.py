@@ -111,7 +111,14 @@ class GatheredParameters:
         self.enabled = enabled
         self.modifier_rank = modifier_rank
         self.fwd_module = fwd_module
-        self.params = _unique_params(params) if enabled else []
+        listed = [] if not enabled else [params] if isinstance(params, Tensor) else list(params)
+        for param in listed:
+            if not isinstance(param, Tensor):
+                raise ValueError(
+                    f"GatheredParameters takes parameters, but got {type(param).__name__}: "
+                    "pass model.parameters() or [model.head.weight]"
+                )
+        self.params = list({id(param): param for param in listed}.values())
         self._entered: list[_GatheredParam] = []
         self._full_params: list[Tensor] = []
         self._aliases: list[tuple[Tensor, Tensor]] = []
@@ -121,13 +128,26 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self.enabled:
             return
-        self._roots = _find_sharded_roots(self.params, self.fwd_module)
+        if self.fwd_module is not None:
+            register_sharded_model(self.fwd_module)
+        param_ids = {id(param) for param in self.params}
+        self._roots = [
+            root
+            for root in list(_ledgers_by_root)
+            if any(id(p) in param_ids for pair in _list_current_and_sharded(root) for p in pair)
+        ]
         self._ledger = next((_ledgers_by_root[root] for root in self._roots), self._ledger)
         shard_by_unsharded: dict[int, Tensor] = {}
         unsharded_by_shard: dict[int, Tensor] = {}
         for root in self._roots:
-            shard_by_unsharded |= {id(param): shard for param, shard in _list_unsharded(root)}
-            _free_unsharded_copies(root)
+            pairs = _list_unsharded(root)
+            shard_by_unsharded |= {id(param): shard for param, shard in pairs}
+            # Gathered copies are freed, so that a forward inside gathers by itself; under a live graph they stay, as it
+            # may have saved them.
+            if pairs and all(param._use_count() == 1 for param, _ in pairs):  # pyright: ignore[reportAttributeAccessIssue]
+                for module in root.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
             unsharded_by_shard |= {id(shard): param for param, shard in _list_unsharded(root)}
         try:
             for param in self.params:
@@ -177,22 +197,30 @@ class GatheredParameters:
             self._restore()
         for param, value in values:
             write_to_shard(param, value)
-        if values:
-            self._refresh_unsharded_copies({id(param): value for param, value in values})
-
-    def _refresh_unsharded_copies(self, values: dict[int, Tensor]) -> None:
-        """Bring gathered copies up to date that FSDP2 holds now and would use again as they are."""
-        for root in self._roots:
+        # Gathered copies that FSDP2 holds now it would use again as they are.
+        value_by_shard = {id(param): value for param, value in values}
+        for root in self._roots if values else ():
             for unsharded, shard in _list_unsharded(root):
-                if id(shard) in values and unsharded.untyped_storage().size():
-                    unsharded.data.copy_(values[id(shard)])
+                if id(shard) in value_by_shard and unsharded.untyped_storage().size():
+                    unsharded.data.copy_(value_by_shard[id(shard)])
 
     @torch.no_grad()
     def _broadcast_values(self) -> list[tuple[Tensor, Tensor]]:
         """Broadcast what the modifier left; return (parameter, value) to write once they are DTensors."""
-        _check_shapes(self._entered)
+        for record in self._entered:
+            if record.param.shape != record.sharded.shape:
+                raise ValueError(
+                    f"a gathered parameter was resized from {tuple(record.sharded.shape)} to "
+                    f"{tuple(record.param.shape)}: the shape of a sharded parameter is fixed; resize the model "
+                    "before thalweg.initialize"
+                )
         if self.modifier_rank is None:
-            _warn_if_written(self._entered)
+            if written := sum(record.param._version != record.version for record in self._entered):
+                _log.warning(
+                    "GatheredParameters: %d parameter(s) were written to and modifier_rank is None, so the writes "
+                    "are dropped; pass modifier_rank=0 to keep those of rank 0",
+                    written,
+                )
             return []
         values = []
         for param in self._full_params:
@@ -239,29 +267,6 @@ def get_sharded(param: Tensor) -> Tensor:
     return param if record is None else record.sharded
 
 
-def _unique_params(params: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    listed = [params] if isinstance(params, Tensor) else list(params)
-    for param in listed:
-        if not isinstance(param, Tensor):
-            raise ValueError(
-                f"GatheredParameters takes parameters, but got {type(param).__name__}: "
-                "pass model.parameters() or [model.head.weight]"
-            )
-    return list({id(param): param for param in listed}.values())
-
-
-def _find_sharded_roots(params: list[Tensor], fwd_module: nn.Module | None) -> list[nn.Module]:
-    """Return the sharded models that any of ``params`` belongs to."""
-    if fwd_module is not None:
-        register_sharded_model(fwd_module)
-    param_ids = {id(param) for param in params}
-    return [
-        root
-        for root in list(_ledgers_by_root)
-        if any(id(p) in param_ids for pair in _list_current_and_sharded(root) for p in pair)
-    ]
-
-
 def _list_current_and_sharded(root: nn.Module) -> list[tuple[Any, Tensor]]:
     """Return (object that the modules show now, sharded parameter) for all of FSDP2's in ``root``."""
     params = [param for group in get_fsdp_groups(root) for param in group.params]
@@ -273,18 +278,6 @@ def _list_unsharded(root: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (object that the modules show, its shard) for what is unsharded in ``root`` now."""
     pairs = _list_current_and_sharded(root)
     return [(param, shard) for param, shard in pairs if param is not shard and not isinstance(param, WholeParameter)]
-
-
-def _free_unsharded_copies(root: nn.Module) -> None:
-    """Free the gathered copies, so that a forward inside the context gathers by itself.
-
-    Under a live graph they stay: the graph may have saved them.
-    """
-    pairs = _list_unsharded(root)
-    if pairs and all(param._use_count() == 1 for param, _ in pairs):  # pyright: ignore[reportAttributeAccessIssue]
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 @torch.no_grad()
@@ -313,8 +306,7 @@ def _broadcast_over_mesh(value: Tensor, rank: int, sharded: Tensor | None) -> No
     for axis, coordinate in enumerate(coordinates):
         if mesh.size(axis) > 1:
             group = mesh.get_group(axis)
-            source = dist.get_global_rank(group, coordinate)
-            dist.broadcast(value, source, group=control_group(group, value.device))
+            dist.broadcast(value, group_src=coordinate, group=control_group(group, value.device))
 
 
 def _check_modifier_rank(rank: int | None, param: Tensor) -> None:
@@ -329,24 +321,4 @@ def _check_modifier_rank(rank: int | None, param: Tensor) -> None:
         raise ValueError(
             f"GatheredParameters(modifier_rank={rank}): the parameter lives on ranks {named}; "
             "name one of them, or None to read only"
-        )
-
-
-def _check_shapes(records: Iterable[_GatheredParam]) -> None:
-    for record in records:
-        if record.param.shape != record.sharded.shape:
-            raise ValueError(
-                f"a gathered parameter was resized from {tuple(record.sharded.shape)} to "
-                f"{tuple(record.param.shape)}: the shape of a sharded parameter is fixed; resize the model "
-                "before thalweg.initialize"
-            )
-
-
-def _warn_if_written(records: list[_GatheredParam]) -> None:
-    written = sum(record.param._version != record.version for record in records)
-    if written:
-        _log.warning(
-            "GatheredParameters: %d parameter(s) were written to and modifier_rank is None, so the writes "
-            "are dropped; pass modifier_rank=0 to keep those of rank 0",
-            written,
         )

@@ -42,7 +42,6 @@ def load_initial_values(
 ) -> None:
     """Bring rank 0's values into shards, loose parameters and buffers; free the full tensors."""
     group = mesh.get_group()
-    src_rank = dist.get_global_rank(group, 0)
     unsharded_values: dict[str, Tensor] = {}
 
     def broadcast_from_rank0(full: Tensor) -> Tensor:
@@ -50,7 +49,7 @@ def load_initial_values(
         full = full.detach().to(device)
         if mesh.size() > 1:
             full = full.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(full.view(-1).view(torch.uint8), src=src_rank, group=group)  # gloo knows few dtypes
+            dist.broadcast(full.view(-1).view(torch.uint8), group_src=0, group=group)  # gloo knows few dtypes
         return full
 
     def sink(name: str, meta: Tensor, full: Tensor) -> None:

@@ -36,10 +36,18 @@ def unwrap_quantized_params(model: nn.Module) -> list[str]:
     locations_by_id: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
-            if parameter is not None:
-                _copy_quant_state(module, parameter, f"{path}.{key}".lstrip("."))
-            if parameter is not None and _is_tensor_wrapper(parameter):
-                locations_by_id.setdefault(id(parameter), []).append((f"{path}.{key}".lstrip("."), module, key))
+            if parameter is None:
+                continue
+            name, state = f"{path}.{key}".lstrip("."), getattr(parameter, "quant_state", None)
+            if state is not None and getattr(module, "quant_state", None) is None:
+                module.quant_state = state  # what bitsandbytes hangs on its parameter stays on the layer
+            if type(parameter).__name__ == "Int8Params":
+                raise ValueError(
+                    f"{name} is an Int8Params, whose scales are lost when it is sharded: load the base in 4 bits "
+                    "(load_in_4bit), or in 8 bits of torchao's"
+                )
+            if _is_tensor_wrapper(parameter):
+                locations_by_id.setdefault(id(parameter), []).append((name, module, key))
     names = []
     for locations in locations_by_id.values():
         (name, module, key), *others = locations
@@ -61,18 +69,6 @@ def unwrap_quantized_params(model: nn.Module) -> list[str]:
         parametrize.register_parametrization(module, key, _SubclassParametrization(leaves, build), unsafe=True)
         names.append(name)
     return names
-
-
-def _copy_quant_state(module: nn.Module, parameter: Any, name: str) -> None:
-    """Leave on the layer what bitsandbytes hangs on its parameter."""
-    state = getattr(parameter, "quant_state", None)
-    if state is not None and getattr(module, "quant_state", None) is None:
-        module.quant_state = state
-    if type(parameter).__name__ == "Int8Params":
-        raise ValueError(
-            f"{name} is an Int8Params, whose scales are lost when it is sharded: load the base in 4 bits "
-            "(load_in_4bit), or in 8 bits of torchao's"
-        )
 
 
 class _SubclassParametrization(nn.Module):

@@ -40,7 +40,7 @@ from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.full_state_dict import all_gather_full, all_gather_into, make_dtensor
 from thalweg.zero.gathered_parameters import register_sharded_model
-from thalweg.zero.initial_values import ParamLocations, get_param_locations, load_initial_values
+from thalweg.zero.initial_values import get_param_locations, load_initial_values
 from thalweg.zero.meshes import (
     build_mics_mesh,
     build_site_mesh,
@@ -67,7 +67,7 @@ from thalweg.zero.storage.nvme import (
     pins_grads,
     shards_on_host,
 )
-from thalweg.zero.tp_layout import DTensorLayout, TensorParallelLayout
+from thalweg.zero.tp_layout import TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
 from thalweg.zero.whole_parameter import get_shard
 from thalweg.zero.whole_tensors import gather_master
@@ -96,7 +96,6 @@ class ShardOptions:
     within_hosts: bool = False
     site_size: int | str | None = None
     fp32_modules: tuple[str, ...] = ()
-    timeout: float = 1800.0
 
 
 class _RestsOnHost(DynamicSubclass):
@@ -124,10 +123,10 @@ class BackwardTracker:
     """
 
     def __init__(self, group: private_api.FSDPGroupHandle, before: BeforeReduce, after: AfterReduce) -> None:
-        self._group, self._before, self._after, self._num_pending_uses = group, before, after, 0
+        self._group, self._after, self._num_pending_uses = group, after, 0
         module: Any = group.module
         self.handles = [module.register_forward_hook(self._on_forward)]
-        group.add_reduction_hooks(self._on_before_reduce, self._on_after_reduce)
+        group.add_reduction_hooks(lambda: before(self._parameters), self._on_after_reduce)
 
     def reset(self) -> None:
         """Forget forward passes that had no backward pass."""
@@ -136,9 +135,6 @@ class BackwardTracker:
     def _on_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():
             self._num_pending_uses += 1
-
-    def _on_before_reduce(self) -> None:
-        self._before(self._parameters)
 
     def _on_after_reduce(self) -> None:
         self._num_pending_uses = max(0, self._num_pending_uses - 1)
@@ -495,7 +491,6 @@ def shard_model(
         unit_bytes=max_unit_grad_bytes(param_specs, units, reduce_dtype),
         root_bytes=max_unit_grad_bytes(param_specs, blocks, reduce_dtype),
         output_dtype=options.precision.master_dtype,
-        timeout=options.timeout,
         replicas=None if mics_mesh is None else build_replica_sum(mics_mesh, device, zero.zero_quantized_gradients),
         ledger=ledger or CommsLog(),
         shards_on_host=on_host,
@@ -543,12 +538,37 @@ def shard_model(
         if isinstance(getattr(type(module), "device", None), property):
             module.__class__ = make_subclass(type(module), _RestsOnHost)
             module._thalweg_device = device  # type: ignore[assignment]
-    _apply_fully_shard(model, units, fsdp_mesh, options, reshard_by_unit, on_host)
+    param_dtype = options.precision.compute_dtype if options.precision.compute_dtype != torch.float32 else None
+    ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
+    common_kwargs: dict[str, Any] = {"mesh": fsdp_mesh, "ignored_params": ignored}
+    if on_host:
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(zero))
+    with private_api.sharding_any_dtype():
+        fp32_mp_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        for name in options.fp32_modules:
+            module = model.get_submodule(name)
+            fully_shard(module, mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
+        common_kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        for name, module in units.items():
+            if name not in options.fp32_modules:
+                fully_shard(module, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
+        fully_shard(model, reshard_after_forward=False, **common_kwargs)
     groups = private_api.get_fsdp_groups(model)
     private_api.check_private_names(groups)
-    storages_by_group = _install_storages(
-        groups, storages, locations, make_layout_fn(mesh, outer_mesh, tp_layout, replicate)
-    )
+    layout_fn = make_layout_fn(mesh, outer_mesh, tp_layout, replicate)
+    names = {(id(module), key): name for name, where in locations.items() for module, key in where}
+    storages_by_group: dict[str, list[ShardStorage]] = {}
+    for group in groups:
+        storages_by_group[group.name] = in_group = []
+        for param in group.params:
+            module, key = param.locations[0]
+            storage = storages[names[id(module), key]]
+            assert tuple(param.padded_shape) == tuple(storage.shard.shape), storage.spec.name
+            param.set_shard_storage(storage.shard, layout_fn(storage.spec.name, storage.spec.shape))
+            if storage.unsharded is not None:
+                param.set_unsharded_storage(storage.unsharded)
+            storage.param_handle = param
+            in_group.append(storage)
     assert isinstance(model, FSDPModule)
     private_api.lazy_init(model, (options.precision.master_dtype, options.precision.reduce_dtype))
     if on_host:
@@ -563,13 +583,33 @@ def shard_model(
         for param in (param for group in groups for param in group.params):
             param.forward_hooks_to_unsharded()
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    # Where each unit's parameters are, in the order in which they are made ready and given back.
+    unit_storages: list[ParameterStorage] = []
+    if paging is not None:
+        paged = [group for group in groups if group.name in paged_units]
+        unit_storages.append(NvmeStorage(paged, storages_by_group, paging))
+    resident, sync = [group for group in groups if group.name not in paged_units], collectives.cross_host_sync
+    storage_type = WholeStorage if shows_whole else ResidentStorage
+    if kind == "wire" and not shows_whole:
+        unit_storages.append(FSDPStorage(resident, storages_by_group))
+    elif kind == "wire":
+        unit_storages.append(WholeStorage(resident, storages_by_group, None))
+    elif sync is not None:  # which logs what moves
+        on_update = sync.mark_updated
+        unit_storages.append(storage_type(resident, storages_by_group, sync, arena, on_update=on_update))
+    else:
+        in_units = [storage.spec for group in resident for storage in storages_by_group[group.name]]
+        full_bytes = sum(one.unsharded_bytes for one in in_units) if kind == "shared" else 0
+        sizes = {"full_bytes": full_bytes, "world_size": shard_mesh.size()}  # of a site, or a MiCS group
+        log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
+        unit_storages.append(storage_type(resident, storages_by_group, arena=arena, log_gather=log_gather))
     sharded_model = ShardedModel(
         model,
         options,
         mesh,
         device,
         groups,
-        _build_storages(groups, storages_by_group, collectives, paging, shows_whole),
+        unit_storages,
         storages,
         collectives,
         [params for params in (ScalarParams(scalars, mesh.get_group()), expert_params) if params],
@@ -635,79 +675,3 @@ def make_param_specs(
             name, parameter.shape, master_dtype, compute_dtype, num_shards, requires_grad=parameter.requires_grad
         )
     return param_specs
-
-
-def _apply_fully_shard(
-    model: nn.Module,
-    units: dict[str, nn.Module],
-    mesh: DeviceMesh,
-    options: ShardOptions,
-    reshard_by_unit: dict[str, bool | int],
-    on_host: bool,
-) -> None:
-    precision = options.precision
-    param_dtype = precision.compute_dtype if precision.compute_dtype != torch.float32 else None
-    unit_mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=precision.reduce_dtype)
-    fp32_mp_policy = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
-    ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
-    common_kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
-    if on_host:
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(options.zero))
-    with private_api.sharding_any_dtype():
-        for name in options.fp32_modules:
-            module = model.get_submodule(name)
-            fully_shard(module, mp_policy=fp32_mp_policy, reshard_after_forward=False, **common_kwargs)
-        for name, module in units.items():
-            if name in options.fp32_modules:
-                continue
-            fully_shard(module, mp_policy=unit_mp_policy, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
-        fully_shard(model, mp_policy=unit_mp_policy, reshard_after_forward=False, **common_kwargs)
-
-
-def _install_storages(
-    groups: Sequence[private_api.FSDPGroupHandle],
-    storages: Mapping[str, ShardStorage],
-    locations: ParamLocations,
-    layout_fn: Callable[[str, torch.Size], DTensorLayout | None],
-) -> dict[str, list[ShardStorage]]:
-    """Plant the shards; returns the storages of each group."""
-    names = {(id(module), key): name for name, where in locations.items() for module, key in where}
-    storages_by_group: dict[str, list[ShardStorage]] = {}
-    for group in groups:
-        storages_by_group[group.name] = in_group = []
-        for param in group.params:
-            module, key = param.locations[0]
-            storage = storages[names[id(module), key]]
-            assert tuple(param.padded_shape) == tuple(storage.shard.shape), storage.spec.name
-            param.set_shard_storage(storage.shard, layout_fn(storage.spec.name, storage.spec.shape))
-            if storage.unsharded is not None:
-                param.set_unsharded_storage(storage.unsharded)
-            storage.param_handle = param
-            in_group.append(storage)
-    return storages_by_group
-
-
-def _build_storages(
-    groups: Sequence[private_api.FSDPGroupHandle],
-    storages: Mapping[str, Sequence[ShardStorage]],
-    collectives: Collectives,
-    paging: ParamPaging | None,
-    shows_whole: bool,
-) -> list[ParameterStorage]:
-    """Where each unit's parameters are, in the order in which they are made ready and given back."""
-    built: list[ParameterStorage] = []
-    paged_units = () if paging is None else paging.pager.units
-    if paging is not None:
-        built.append(NvmeStorage([group for group in groups if group.name in paged_units], storages, paging))
-    groups = [group for group in groups if group.name not in paged_units]
-    if collectives.storage_kind == "wire":
-        return [*built, WholeStorage(groups, storages, None) if shows_whole else FSDPStorage(groups, storages)]
-    storage_type = WholeStorage if shows_whole else ResidentStorage
-    arena, sync = collectives.arena, collectives.cross_host_sync
-    if sync is not None:  # which logs what moves
-        return [*built, storage_type(groups, storages, sync, arena, on_update=sync.mark_updated)]
-    is_shared = collectives.storage_kind == "shared"
-    full_bytes = sum(s.spec.unsharded_bytes for group in groups for s in storages[group.name]) if is_shared else 0
-    sizes = {"full_bytes": full_bytes, "world_size": collectives.spec.mesh.size()}  # of a site, or a MiCS group
-    log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
-    return [*built, storage_type(groups, storages, arena=arena, log_gather=log_gather)]

@@ -14,7 +14,8 @@ gradient, the master's; the one that autograd fills is FSDP2's business (:class:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -158,32 +159,23 @@ def get_shard(param: Any) -> Any:
     return param.sharded if isinstance(param, WholeParameter) else param
 
 
-class StateByParam(MutableMapping[Any, Any]):
+class StateByParam(UserDict[Any, Any]):
     """An optimizer's state, found by the parameter that programs see or by the one that training has."""
 
-    def __init__(self, state: MutableMapping[Any, Any]) -> None:
-        self._state = state
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.data = state
 
     def __getitem__(self, param: Any) -> Any:
-        return self._state[get_shard(param)]
+        return self.data[get_shard(param)]
 
     def __setitem__(self, param: Any, entries: Any) -> None:
-        self._state[get_shard(param)] = entries
+        self.data[get_shard(param)] = entries
 
     def __delitem__(self, param: Any) -> None:
-        del self._state[get_shard(param)]
+        del self.data[get_shard(param)]
 
     def __contains__(self, param: object) -> bool:
-        return get_shard(param) in self._state
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-    def __repr__(self) -> str:
-        return repr(self._state)
+        return get_shard(param) in self.data
 
 
 def named_shards(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

@@ -192,9 +192,9 @@ class HierarchicalAllReduce(ReplicatedReducer):
             ring.release_slots()
 
 
-def create_host_arena(hosts: HostGroups, num_bytes: int, timeout: float) -> SharedMemoryArena | None:
+def create_host_arena(hosts: HostGroups, num_bytes: int) -> SharedMemoryArena | None:
     """The arena of this rank's host, or None on every rank if any host could not make one."""
-    arena = SharedMemoryArena.create(hosts.intra_host_group, num_bytes, timeout=timeout)
+    arena = SharedMemoryArena.create(hosts.intra_host_group, num_bytes)
     all_created = torch.tensor([0 if arena is None else 1])
     dist.all_reduce(all_created, op=dist.ReduceOp.MIN, group=hosts.inter_host_group)
     dist.all_reduce(all_created, op=dist.ReduceOp.MIN, group=hosts.intra_host_group)

@@ -206,32 +206,26 @@ class Reducer:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """FSDP2's hook: :meth:`_reduce`, now or later."""
-        self.submit(lambda: self._reduce(output_tensor, input_tensor, group, op))
+        """FSDP2's hook: add up ``input_tensor`` (1-D, a shard for each rank) into ``output_tensor``, now or later."""
+
+        def reduce_scatter() -> None:
+            world_size = group.size()
+            scale = self.mean_scale(world_size if op == dist.ReduceOp.AVG else 1)
+            sizes = {"full_bytes": input_tensor.nbytes, "world_size": world_size}
+            with self._ledger.timed("reduce_scatter", self._name, self.transport, **sizes) as call:
+                rows = input_tensor.view(world_size, -1)
+                replica_reduce = self._options.replica_reduce if self._options.sync.enabled else None
+                self.sum_shards(rows, output_tensor, group, scale if replica_reduce is None else 1.0, call)
+                if replica_reduce is not None:
+                    replica_reduce(output_tensor, call)
+                    output_tensor.mul_(scale)
+
+        self.submit(reduce_scatter)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do a reduction's work now, or hand it to ``try_submit`` if that takes it."""
         if self._options.try_submit is None or not self._options.try_submit(work):
             work()
-
-    def _reduce(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    ) -> None:
-        """Add up ``input_tensor`` (1-D, a shard for each rank) into ``output_tensor``."""
-        world_size = group.size()
-        scale = self.mean_scale(world_size if op == dist.ReduceOp.AVG else 1)
-        sizes = {"full_bytes": input_tensor.nbytes, "world_size": world_size}
-        with self._ledger.timed("reduce_scatter", self._name, self.transport, **sizes) as call:
-            rows = input_tensor.view(world_size, -1)
-            replica_reduce = self._options.replica_reduce if self._options.sync.enabled else None
-            self.sum_shards(rows, output_tensor, group, scale if replica_reduce is None else 1.0, call)
-            if replica_reduce is not None:
-                replica_reduce(output_tensor, call)
-                output_tensor.mul_(scale)
 
     def sum_shards(
         self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall

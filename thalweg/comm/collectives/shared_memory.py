@@ -48,6 +48,7 @@ from torch import Tensor
 from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
 from thalweg.comm.comms_logger import CollectiveCall
 from thalweg.comm.topology import get_host_key
+from thalweg.storage_io.allocator import round_up
 from thalweg.utils.log import get_logger
 from thalweg.utils.processes import is_process_alive
 
@@ -103,7 +104,7 @@ class SharedMemoryArena:
         A rank that could have mapped it and did not says why in the log.
         """
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        total_bytes = _control_bytes(world_size) + _round_up(num_bytes, _ALIGN) + _ALIGN
+        total_bytes = _control_bytes(world_size) + round_up(num_bytes, _ALIGN) + _ALIGN
         token = secrets.token_bytes(24)
         fd = _create_memfd(total_bytes, token) if rank == 0 and is_supported() else -1
         header = torch.zeros(7, dtype=torch.int64)
@@ -126,7 +127,7 @@ class SharedMemoryArena:
     def reserve(self, num_bytes: int) -> int:
         """Return the offset of a fresh aligned range; every rank reserves in the same order."""
         offset = self._next_offset
-        self._next_offset = _round_up(offset + num_bytes, 64)
+        self._next_offset = round_up(offset + num_bytes, 64)
         if self._next_offset > len(self._memory):
             raise AssertionError(f"arena of {len(self._memory)} bytes is full")
         return offset
@@ -200,7 +201,7 @@ class SharedMemoryArena:
 
     def release_pages(self, offset: int, num_bytes: int) -> None:
         """Give the pages wholly within a range back to the system, for all ranks; they read as zeros then."""
-        start, stop = _round_up(offset, _ALIGN), (offset + num_bytes) // _ALIGN * _ALIGN
+        start, stop = round_up(offset, _ALIGN), (offset + num_bytes) // _ALIGN * _ALIGN
         if stop > start:
             self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
 
@@ -321,11 +322,7 @@ def hash_name(name: str) -> int:
 
 
 def _control_bytes(world_size: int) -> int:
-    return _round_up(world_size * _CELLS_PER_RANK * 8, _ALIGN)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return round_up(world_size * _CELLS_PER_RANK * 8, _ALIGN)
 
 
 def _create_memfd(total_bytes: int, token: bytes) -> int:

@@ -107,8 +107,7 @@ class DeepSpeedMoE(MoE):
         dispatcher = self._dispatcher
         if dispatcher is None:
             return gather_whole(stack.detach()) if isinstance(stack, DTensor) else stack.detach()
-        if dispatcher.expert_params is not None:
-            dispatcher.expert_params.refresh_rows()
+        dispatcher.expert_params.refresh_rows()
         return dispatcher.local_weight(stack, stack.dtype).detach()
 
     def _run_experts(self, x: Tensor, routing: Routing) -> Tensor:

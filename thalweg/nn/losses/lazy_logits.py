@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,9 +33,8 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from thalweg.nn.losses.tiled_cross_entropy import LogitTransform, tiled_cross_entropy
-from thalweg.ops._torch_private import METADATA_OPS, is_plain_tensor, no_torch_function
-
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from thalweg.ops._torch_private import METADATA_OPS, hook_ids, is_plain_tensor, no_torch_function
+from thalweg.ops.losses import leading_shape, leaves_last_dim
 
 
 @dataclass
@@ -65,12 +63,6 @@ class LossTiling:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tile_tokens": self.tile_tokens, "depth": 0, "generation": 0, "handles": []}
-
-
-def hook_ids(module: nn.Module) -> Iterator[int]:
-    """The identities of a module's hooks."""
-    for table in _HOOK_TABLES:
-        yield from (id(hook) for hook in getattr(module, table).values())
 
 
 @dataclass
@@ -172,12 +164,10 @@ class LazyLogits(Tensor):
             with no_torch_function():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, LazyLogits) and first._value is None:
-            handler = _handlers().get(func)
-            if handler is not None and not any(contains_lazy_logits(a) for a in (*args[1:], *kwargs.values())):
-                result = handler(first, func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
+        if isinstance(first, LazyLogits) and first._value is None and not contains_lazy_logits((args[1:], kwargs)):
+            result = _lazy_result(first, func, args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
         args, kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -198,63 +188,36 @@ _METADATA = METADATA_OPS | {getattr(Tensor, name).__get__ for name in ("requires
 # What may be done without computing anything
 
 
-def _handle_reshape(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    """``view``, ``reshape`` and ``flatten`` that leave the last dim alone."""
-    if kwargs:
-        return NotImplemented
-    vocab_size, hidden_size = lazy.shape[-1], lazy._hidden.shape[-1]
-    try:
-        shape = func(torch.empty(tuple(lazy.shape), device="meta"), *args[1:]).shape
-    except (RuntimeError, TypeError, IndexError):
-        return NotImplemented
-    if not shape or shape[-1] != vocab_size:
-        return NotImplemented
-    hidden = lazy._hidden.reshape(*shape[:-1], hidden_size)
-    parent = (lazy, lambda logits: func(logits, *args[1:]), False)
-    return LazyLogits(lazy._head_call, hidden, lazy.dtype, lazy._transforms, parent)
-
-
-def _handle_getitem(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    """``logits[..., :-1, :]`` and the like: slices and whole numbers that leave the last dim alone."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(type(part) not in (slice, int) and part is not Ellipsis for part in index):
-        return NotImplemented
-    num_indexed = sum(part is not Ellipsis for part in index)
-    indexes_last_dim = num_indexed == lazy.dim() or (num_indexed < len(index) and index[-1] is not Ellipsis)
-    if num_indexed > lazy.dim() or (indexes_last_dim and index[-1] != slice(None)):
-        return NotImplemented
-    hidden = lazy._hidden[args[1]]
-    parent = (lazy, lambda logits: logits[args[1]], True)
-    return LazyLogits(lazy._head_call, hidden, lazy.dtype, lazy._transforms, parent)
-
-
-def _handle_elementwise(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    """Conversions, and arithmetic with numbers; noted for later."""
-    rest = args[1:]
-    plain_types = (int, float, torch.dtype, torch.device, str)
-    if not all(isinstance(argument, plain_types) for argument in (*rest, *kwargs.values())):
-        return NotImplemented
-    probe = func(torch.empty(0, dtype=lazy.dtype, device=lazy.device), *rest, **kwargs)
-    if probe.device != lazy.device:
-        return NotImplemented
-    if probe.dtype == lazy.dtype and func in _CONVERSIONS:
+def _lazy_result(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    """``func(lazy, *args, **kwargs)`` where that needs no logits, else NotImplemented."""
+    head_call, hidden, dtype, transforms = lazy._head_call, lazy._hidden, lazy.dtype, lazy._transforms
+    if func is Tensor.contiguous:
         return lazy
+    if func is Tensor.register_hook:
+        handle = RemovableHandle(lazy._hooks)
+        lazy._hooks[handle.id] = args[0]
+        return handle
+    if func in _RESHAPES and not kwargs and (shape := leading_shape(func, lazy, args, {})) is not None:
+        parent = (lazy, lambda logits: func(logits, *args), False)
+        return LazyLogits(head_call, hidden.reshape(*shape, hidden.shape[-1]), dtype, transforms, parent)
+    if func is Tensor.__getitem__ and leaves_last_dim(args[0], lazy.dim()):
+        parent = (lazy, lambda logits: logits[args[0]], True)
+        return LazyLogits(head_call, hidden[args[0]], dtype, transforms, parent)
+    if func in _ELEMENTWISE:  # conversions, and arithmetic with numbers; noted for later
+        plain_types = (int, float, torch.dtype, torch.device, str)
+        if not all(isinstance(argument, plain_types) for argument in (*args, *kwargs.values())):
+            return NotImplemented
+        probe = func(torch.empty(0, dtype=dtype, device=lazy.device), *args, **kwargs)
+        if probe.device != lazy.device:
+            return NotImplemented
+        if probe.dtype == dtype and func in _CONVERSIONS:
+            return lazy
 
-    def transform(logits: Tensor) -> Tensor:
-        return func(logits, *rest, **kwargs)
+        def transform(logits: Tensor) -> Tensor:
+            return func(logits, *args, **kwargs)
 
-    transforms = (*lazy._transforms, transform)
-    return LazyLogits(lazy._head_call, lazy._hidden, probe.dtype, transforms, (lazy, transform, False))
-
-
-def _handle_identity(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    return lazy
-
-
-def _handle_register_hook(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    handle = RemovableHandle(lazy._hooks)
-    lazy._hooks[handle.id] = args[1]
-    return handle
+        return LazyLogits(head_call, hidden, probe.dtype, (*transforms, transform), (lazy, transform, False))
+    return _cross_entropy(lazy, *args, **kwargs) if func is F.cross_entropy else NotImplemented
 
 
 def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
@@ -264,10 +227,17 @@ def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
         yield lazy
 
 
-def _handle_cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    named_args = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
-    target = named_args["target"]
-    is_supported = all(named_args.get(name) is None for name in ("weight", "size_average", "reduce"))
+def _cross_entropy(
+    lazy: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_supported = weight is None and size_average is None and reduce is None
     if not is_supported or not is_plain_tensor(target) or target.is_floating_point() or lazy.dim() > 2:
         return NotImplemented
     if lazy.dim() != target.dim() + 1 or any(one._hooks for one in _with_ancestors(lazy)):
@@ -287,9 +257,9 @@ def _handle_cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -
             weight,
             target,
             bias,
-            ignore_index=named_args.get("ignore_index", -100),
-            reduction=named_args.get("reduction", "mean"),
-            label_smoothing=named_args.get("label_smoothing", 0.0),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
             logit_transform=apply_transforms if transforms else None,
             tile_tokens=head_call.head._thalweg_tiling.tile_tokens,
             measured_kernels=head_call.measured_kernels,
@@ -300,24 +270,9 @@ def _handle_cross_entropy(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -
         return head_call.head(lazy._hidden, compute)
 
 
-_LOSS_ARGUMENTS = (
-    *("input", "target", "weight", "size_average"),
-    *("ignore_index", "reduce", "reduction", "label_smoothing"),
-)
+_RESHAPES = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape}
 _CONVERSIONS = {Tensor.float, Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.double}
-
-
-@cache
-def _handlers() -> Mapping[Any, Callable[..., Any]]:
-    arithmetic = (Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.add)
-    tanh = (Tensor.tanh, torch.tanh, F.tanh, Tensor.__add__, Tensor.__sub__, torch.mul, torch.div)
-    handlers = dict.fromkeys((*_CONVERSIONS, *arithmetic, *tanh), _handle_elementwise)
-    handlers |= dict.fromkeys(
-        (Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape), _handle_reshape
-    )
-    handlers |= {
-        Tensor.__getitem__: _handle_getitem,
-        Tensor.contiguous: _handle_identity,
-        F.cross_entropy: _handle_cross_entropy,
-    }
-    return handlers | {Tensor.register_hook: _handle_register_hook}
+_ELEMENTWISE = {
+    *(*_CONVERSIONS, Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.add),
+    *(Tensor.tanh, torch.tanh, F.tanh, Tensor.__add__, Tensor.__sub__, torch.mul, torch.div),
+}

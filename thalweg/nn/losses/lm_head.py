@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, contains_lazy_logits, hook_ids
+from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, contains_lazy_logits
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
-from thalweg.ops._torch_private import is_plain_tensor
+from thalweg.ops._torch_private import hook_ids, is_plain_tensor
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class
 from thalweg.ops.linear.functional import is_patched, must_use_plain_ops
 
@@ -50,7 +50,7 @@ def _should_be_lazy(head: Any, hidden: Any) -> bool:
         return False
     rows = hidden.numel() // max(1, hidden.shape[-1])
     num_tile_rows = tiling.tile_tokens or tile_rows(rows, head.out_features, hidden.device.type)
-    return rows > num_tile_rows and not set(hook_ids(head)) - tiling.known_hooks
+    return rows > num_tile_rows and not hook_ids(head) - tiling.known_hooks
 
 
 @cache
@@ -73,13 +73,6 @@ def find_lm_head(model: nn.Module) -> nn.Module | None:
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _is_plain_linear(head: nn.Module) -> bool:
-    """Whether the layer computes ``x @ weight.T + bias`` and nothing else: one that is split over
-    tensor-parallel ranks has a class of its own, and only a part of the weight."""
-    original_class = type(head).__bases__[-1] if is_patched(head) else type(head)
-    return original_class is nn.Linear
-
-
 def make_logits_lazy(model: nn.Module, head: nn.Module | None = None, tile_tokens: int | None = None) -> LossTiling:
     """Let ``model`` take its cross-entropy tile by tile; comes before sharding.
 
@@ -93,7 +86,9 @@ def make_logits_lazy(model: nn.Module, head: nn.Module | None = None, tile_token
             'to or as wide as its embedding): name it, as in "tiling": {"head": "lm_head"}, or set '
             "tiling.loss to false"
         )
-    if not _is_plain_linear(head) or any(hook_ids(head)) or "forward" in head.__dict__:
+    # One that is split over tensor-parallel ranks has a class of its own, and only a part of the weight.
+    own_class = type(head).__bases__[-1] if is_patched(head) else type(head)
+    if own_class is not nn.Linear or hook_ids(head) or "forward" in head.__dict__:
         raise ValueError(
             f"tiling.loss needs a head that is a plain nn.Linear, whole and without hooks; this one is a "
             f"{type(head).__name__}: set tiling.loss to false"

@@ -56,8 +56,7 @@ class _TileOptions:
     measured_kernels: bool
 
 
-_Operands = tuple[Tensor, Tensor, Tensor | None]  # hidden (N, D), weight (V, D), bias (V,) or None
-_GradSums = list[Tensor | None]  # of the operands; None where nobody wants them
+_GradSums = list[Tensor | None]  # of hidden (N, D), weight (V, D), bias (V,); None where nobody wants them
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
@@ -100,13 +99,11 @@ class _TiledCrossEntropy(torch.autograd.Function):
 def _zero_grad_sums(operands: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> _GradSums:
     """Of hidden in its own dtype, as each row is written once."""
     return [
-        None if x is None or not want else torch.zeros_like(x, dtype=_accumulation_dtype(x.dtype) if index else x.dtype)
+        None
+        if x is None or not want
+        else torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if index else x.dtype)
         for index, (x, want) in enumerate(zip(operands, needs_grad, strict=True))
     ]
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _run_tiles(
@@ -152,7 +149,7 @@ def _run_tile(
         with torch.set_grad_enabled(want_grad):
             raw = raw.detach().requires_grad_(want_grad)
             logits = options.logit_transform(raw)
-    z = logits.detach().to(_accumulation_dtype(logits.dtype))
+    z = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
     if options.logit_transform is not None and z.dtype == logits.dtype:
         z = z.clone()  # the curve's own backward may need its result; ours works in place
     row_weights = row_weights.to(z.dtype)
@@ -234,7 +231,7 @@ def tiled_cross_entropy(
         is_scalar=is_scalar,
         measured_kernels=measured_kernels,
     )
-    row_weights = (flat != ignore_index).to(_accumulation_dtype(hidden.dtype))
+    row_weights = (flat != ignore_index).to(torch.promote_types(hidden.dtype, torch.float32))
     if reduction == "mean":
         row_weights /= row_weights.sum()
     loss: Any = _TiledCrossEntropy.apply(rows, weight, bias, flat, row_weights, options)

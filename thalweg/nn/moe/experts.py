@@ -9,7 +9,7 @@ rows depend on each other, is noticed on its first rows and runs expert by exper
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from thalweg.ops.grouped_mm import RowGroups, grouped_linear
 from thalweg.parallel.expert.expert_parallel import local_rows
+from thalweg.utils.trees import iter_tensors
 
 _NUM_SAMPLE_ROWS = 3  # rows of an expert that are compared
 
@@ -113,14 +114,6 @@ class _GroupedLinearMode(TorchFunctionMode):
             if id(weight) in self.stand_ins and x.shape[:-1] == self.groups.group_ids.shape:
                 expert_bias = None if bias is None else self.stand_ins[id(bias)]
                 return grouped_linear(x, self.stand_ins[id(weight)], self.groups, expert_bias)
-        if any(id(value) in self.stand_ins for value in _flatten((*args, *kwargs.values()))):
+        if any(id(tensor) in self.stand_ins for tensor in iter_tensors((args, kwargs))):
             raise _UnknownUseError
         return func(*args, **kwargs)
-
-
-def _flatten(args: Any) -> Iterator[Any]:
-    for value in args:
-        if isinstance(value, tuple | list):
-            yield from _flatten(value)
-        else:
-            yield value

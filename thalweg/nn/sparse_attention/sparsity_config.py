@@ -43,7 +43,11 @@ class SparsityConfig:
     num_heads: int
     block: int = 16
     different_layout_per_head: bool = False
-    attention = "bidirectional"  # no option of this class: each pattern that has it lists it in its own place
+    # No options of this class: each pattern that has one lists it in its own place.
+    attention = "bidirectional"
+    horizontal_global_attention = False
+    global_block_indices = ()
+    global_block_end_indices = None
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -52,6 +56,14 @@ class SparsityConfig:
                 object.__setattr__(self, one.name, tuple(value))
         if self.attention not in ("bidirectional", "unidirectional"):
             raise ValueError(f'attention is {self.attention!r}: it is "bidirectional" or "unidirectional"')
+        starts, ends = self.global_block_indices, self.global_block_end_indices
+        if ends is not None and (len(starts) != len(ends) or any(s >= e for s, e in zip(starts, ends, strict=True))):
+            raise ValueError(
+                f"global_block_end_indices {list(ends)} must give an end above each of global_block_indices "
+                f"{list(starts)}"
+            )
+        if self.horizontal_global_attention and self.attention != "bidirectional":
+            raise ValueError('horizontal_global_attention looks ahead: it needs attention to be "bidirectional"')
 
     def make_layout(self, seq_len: int) -> Tensor:
         """bool (num_heads, N, N) for ``seq_len`` tokens in N blocks: whether queries of a block see keys of another.
@@ -94,18 +106,6 @@ def _mark(num_blocks: int, starts: Sequence[int], ends: Sequence[int] | None) ->
     return marked
 
 
-def _check_ranges(starts: Sequence[int], ends: Sequence[int] | None) -> None:
-    if ends is not None and (len(starts) != len(ends) or any(s >= e for s, e in zip(starts, ends, strict=True))):
-        raise ValueError(
-            f"global_block_end_indices {list(ends)} must give an end above each of global_block_indices {list(starts)}"
-        )
-
-
-def _check_horizontal(horizontal: bool, attention: str) -> None:
-    if horizontal and attention != "bidirectional":
-        raise ValueError('horizontal_global_attention looks ahead: it needs attention to be "bidirectional"')
-
-
 @dataclass(frozen=True)
 class DenseSparsityConfig(SparsityConfig):
     """Every block."""
@@ -130,7 +130,6 @@ class FixedSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_horizontal(self.horizontal_global_attention, self.attention)
         patterns, local, shared = self.num_different_global_patterns, self.num_local_blocks, self.num_global_blocks
         if local % shared:
             raise ValueError(f"num_local_blocks {local} must be a multiple of num_global_blocks {shared}")
@@ -165,11 +164,6 @@ class VariableSparsityConfig(SparsityConfig):
     attention: Attention = "bidirectional"  # type: ignore[misc]
     horizontal_global_attention: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ranges(self.global_block_indices, self.global_block_end_indices)
-        _check_horizontal(self.horizontal_global_attention, self.attention)
-
     def head_layout(self, head: int, num_blocks: int, rng: random.Random) -> Tensor:
         sizes = [*self.local_window_blocks]
         sizes += [sizes[-1]] * num_blocks
@@ -202,10 +196,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
     global_block_indices: Sequence[int] = (0,)
     global_block_end_indices: Sequence[int] | None = None
     attention: Attention = "bidirectional"  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def head_layout(self, head: int, num_blocks: int, rng: random.Random) -> Tensor:
         marked = _mark(num_blocks, self.global_block_indices, self.global_block_end_indices)

@@ -101,7 +101,7 @@ def reference_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The plain formula of :func:`block_forward`."""
-    acc_dtype = _accumulation_dtype(q.dtype)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
     outs, sums = [], []
     for start in range(0, q.shape[2], _TILE_ROWS):
         scores = _scores(q, k, start, causal, mask, scale)
@@ -118,7 +118,7 @@ def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain formula of :func:`block_backward` (Dao et al. 2022, appendix B.4)."""
-    acc_dtype = _accumulation_dtype(q.dtype)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
     dk, dv = torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
     dqs = []
     for start in range(0, q.shape[2], _TILE_ROWS):
@@ -134,12 +134,8 @@ def reference_backward(
     return torch.cat(dqs, 2) if dqs else torch.zeros_like(q), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _scores(q: Tensor, k: Tensor, start: int, causal: bool, mask: Mask, scale: float) -> Tensor:
-    acc_dtype = _accumulation_dtype(q.dtype)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
     rows = q[:, :, start : start + _TILE_ROWS]
     scores = _fold(rows.to(acc_dtype), k) @ k.to(acc_dtype).transpose(2, 3)
     scores = scores.view(*rows.shape[:3], k.shape[2]) * scale

@@ -104,7 +104,15 @@ class BlockSparseAttention:
         assert k.shape[2] == self.length and len(self.layout) in (1, q.shape[1])
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         if q.shape[2] < self.length:
-            return self._attend_last(q, k, v, self._visibility(self.layout.to(q.device), causal, mask_mod), bias, scale)
+            # As generation with a cache has them.
+            is_seen = self._visibility(self.layout.to(q.device), causal, mask_mod)
+            sizes = len(q), q.shape[1], self.length, self.length
+            b, h, q_idx, kv_idx = (torch.arange(n, device=q.device) for n in sizes)
+            places = b[:, None, None, None], h[:, None, None], q_idx[-q.shape[2] :, None], kv_idx
+            mask = is_seen(*places)
+            if bias is not None:
+                mask = torch.where(mask, bias(*places), -torch.inf)
+            return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         if q.is_cuda:
             return self.flex(_compiled_flex_attention(), q, k, v, causal, mask_mod, bias, scale)
         modifier = None if mask_mod is None and bias is None else _Modifier(mask_mod, bias, self.length)
@@ -118,18 +126,6 @@ class BlockSparseAttention:
             outs.append(_BlockSparse.apply(*own, plan, self.block, modifier, scale))
             heads.append(plan.heads)
         return torch.cat(outs, 1)[:, torch.cat(heads).argsort()]
-
-    def _attend_last(
-        self, q: Tensor, k: Tensor, v: Tensor, is_seen: MaskMod, bias: MaskMod | None, scale: float
-    ) -> Tensor:
-        """The same for q (B, H, few, D), the last queries alone, as generation with a cache has them."""
-        b, h, q_idx, kv_idx = (torch.arange(n, device=q.device) for n in (len(q), q.shape[1], self.length, self.length))
-        places = b[:, None, None, None], h[:, None, None], q_idx[-q.shape[2] :, None], kv_idx
-        mask = is_seen(*places)
-        if bias is not None:
-            mask = torch.where(mask, bias(*places), -torch.inf)
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
     def flex(
         self,
@@ -213,7 +209,8 @@ def _plan_heads(
 ) -> _HeadPlan:
     """Group the tiles of ``layout`` (N, N) by structure."""
     num_blocks = len(layout)
-    rows = min(_tile_sizes(block, num_blocks), key=lambda size: _count_cost(layout, size, block))
+    sizes = [1, *(size for size in (2, 4, 8, 16, 32) if size * block <= _MAX_TILE_TOKENS and size <= num_blocks)]
+    rows = min(sizes, key=lambda size: _count_cost(layout, size, block))
     num_tiles = -(-num_blocks // rows)
     kept = F.pad(layout, (0, 0, 0, num_tiles * rows - num_blocks)).view(num_tiles, rows, num_blocks)
     tile, column = kept.any(1).nonzero(as_tuple=True)
@@ -247,10 +244,6 @@ def _plan_heads(
                 )
             )
     return _HeadPlan(heads, rows, num_tiles, tail, tuple(groups))
-
-
-def _tile_sizes(block: int, num_blocks: int) -> list[int]:
-    return [1, *(size for size in (2, 4, 8, 16, 32) if size * block <= _MAX_TILE_TOKENS and size <= num_blocks)]
 
 
 def _count_cost(layout: Tensor, rows: int, block: int) -> int:

@@ -19,7 +19,7 @@ left; their weight is 0, and nothing is multiplied by them that could be infinit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -78,12 +78,7 @@ class AttentionShape:
 
     def kernel_name(self, prefix: str) -> str:
         """Return a name that tells this shape from others."""
-        fields = (
-            self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.kv_dtype, self.bf16_pairs,
-            self.rotary_dim, self.rotary_interleaved, self.qk_norm, self.sliding_window, self.softcap,
-            self.alibi, self.bias_span,
-        )  # fmt: skip
-        return f"{prefix}_" + "_".join(str(field).replace(".", "p").replace("-", "m") for field in fields)
+        return f"{prefix}_" + "_".join(str(field).replace(".", "p").replace("-", "m") for field in astuple(self))
 
 
 class PlainKV:

@@ -89,7 +89,13 @@ class AutotuneCache:
         name = self._resolved.get(product)
         if name is None:
             with self._lock:
-                name = self._resolved[product] = self._limit_jit_shapes(self._resolve(kind, dtype, rows, k, n))
+                name = self._resolve(kind, dtype, rows, k, n)
+                # oneDNN compiles a kernel for each exact shape (0.5 to 1 ms) and keeps 1,024 of them: batches
+                # of ever new lengths would compile at every call, which costs more than a kernel gains.
+                if name in JIT_FALLBACKS:
+                    self._num_jit_shapes += 1
+                    name = name if self._num_jit_shapes <= _MAX_JIT_SHAPES else JIT_FALLBACKS[name]
+                self._resolved[product] = name
         return name
 
     def lookup(self, kind: str, dtype: torch.dtype, rows: int, k: int, n: int) -> str | None:
@@ -101,15 +107,6 @@ class AutotuneCache:
                 self._file_entries = self._read()
             picks = self._file_entries | self._entries
         return picks.get(key) or next((name for other, name in sorted(picks.items()) if other.endswith(rest)), None)
-
-    def _limit_jit_shapes(self, name: str) -> str:
-        # oneDNN compiles a kernel for each exact shape (0.5 to 1 ms) and keeps 1,024 of them: batches
-        # of ever new lengths would compile at every call, which costs more than a kernel gains.
-        if name in JIT_FALLBACKS:
-            if self._num_jit_shapes >= _MAX_JIT_SHAPES:
-                return JIT_FALLBACKS[name]
-            self._num_jit_shapes += 1
-        return name
 
     def export_entries(self) -> dict[str, str]:
         """Return every choice known to this process, the file's included, as JSON-ready strings."""

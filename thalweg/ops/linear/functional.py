@@ -26,36 +26,52 @@ from torch import Tensor, nn
 
 from thalweg.ops import _torch_private
 from thalweg.ops._torch_private import (
+    ONEDNN_LINEAR,
     forward_ad_active,
     functorch_active,
+    hook_ids,
     is_jit_tracing,
-    onednn_linear_op,
     unsafe_view,
 )
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, restore_class
+from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
 from thalweg.ops.linear.kernels import KERNELS, REFERENCE, SUPPORTED_DTYPES, MatmulKernel
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 MIN_FLOPS = 4e6  # below it (some 40 us) the Python of an autograd.Function costs what a kernel gains
 
-_NT, _NN, _TN = KERNELS["nt"], KERNELS["nn"], KERNELS["tn"]
-
 
 def get_matmul_ops() -> frozenset[Any]:
     """Return the operators beyond torch's usual ones that a dispatch mode sees in a switched layer."""
-    operator = onednn_linear_op()
-    return frozenset() if operator is None else frozenset({operator})
+    return frozenset() if ONEDNN_LINEAR is None else frozenset({ONEDNN_LINEAR})
 
 
 @dataclass(frozen=True)
-class _KernelChoice:
-    """How one layer computes: whether its weight is (N, K) or (K, N), and the three candidates."""
+class LinearKernels:
+    """The three products of a linear layer ``x @ weight.T``, none of them recorded by autograd.
 
+    Or of one ``x @ weight``, with a weight (K, N): then ``out_features_first`` is false.
+    """
+
+    forward: MatmulKernel
+    grad_x: MatmulKernel
+    grad_weight: MatmulKernel
     out_features_first: bool
-    forward: str
-    grad_x: str
-    grad_weight: str
+
+    def accumulate_grad_weight(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Add ``grad.T @ x`` to ``total`` (N, K), which may be wider than the operands."""
+        if total.dtype == grad.dtype and self.grad_weight is KERNELS["tn"][REFERENCE]:
+            total.addmm_(grad.t(), x)
+        elif grad.is_cuda and total.dtype == torch.float32 and grad.dtype != torch.float32:
+            total.add_(torch.mm(grad.t(), x, out_dtype=torch.float32))
+        else:
+            total.add_(self.grad_weight(grad, x))
+
+
+_REFERENCES = {
+    first: LinearKernels(*(KERNELS[kind][REFERENCE] for kind in kinds), out_features_first=first)
+    for first, kinds in ((True, ("nt", "nn", "tn")), (False, ("nn", "nt", "tn")))
+}
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -63,32 +79,27 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, choice: _KernelChoice
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: LinearKernels
     ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
-        ctx.choice = choice
-        return (_NT if choice.out_features_first else _NN)[choice.forward](x, weight, bias)
+        ctx.kernels = kernels
+        return kernels.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        choice: _KernelChoice = ctx.choice
+        kernels: LinearKernels = ctx.kernels
+        # A backward pass records only under create_graph; batched gradients (is_grads_batched,
+        # jacobians) arrive inside a vmap.
+        if torch.is_grad_enabled() or functorch_active() or type(grad) not in _PLAIN_TYPES:
+            kernels = _REFERENCES[kernels.out_features_first]
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        grad_x = grad_weight = None
-        if need_x:
-            name = REFERENCE if _needs_double_backward(grad) else choice.grad_x
-            grad_x = (_NN if choice.out_features_first else _NT)[name](grad, weight)
+        grad_x = kernels.grad_x(grad, weight) if need_x else None
+        grad_weight = None
         if need_weight:
-            name = REFERENCE if _needs_double_backward(grad) else choice.grad_weight
-            grad_weight = _TN[name](grad, x) if choice.out_features_first else _TN[name](x, grad)
+            grad_weight = kernels.grad_weight(*((grad, x) if kernels.out_features_first else (x, grad)))
         return grad_x, grad_weight, grad.sum(0) if need_bias else None, None
-
-
-def _needs_double_backward(grad: Tensor) -> bool:
-    # A backward pass records only under create_graph; batched gradients (is_grads_batched,
-    # jacobians) arrive inside a vmap.
-    return torch.is_grad_enabled() or functorch_active() or type(grad) not in _PLAIN_TYPES
 
 
 def _is_eligible(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
@@ -110,33 +121,31 @@ def must_use_plain_ops() -> bool:
     return torch.compiler.is_compiling() or is_jit_tracing() or functorch_active() or forward_ad_active()
 
 
-def _choose_kernels(x: Tensor, weight: Tensor, k: int, n: int, out_features_first: bool, grad: bool) -> _KernelChoice:
-    rows = x.numel() // k
-    autotune_cache, dtype = get_autotune_cache(), x.dtype
+def _choose_kernels(
+    x: Tensor, weight: Tensor, out_features_first: bool, *, need_x: bool = True, need_weight: bool = True
+) -> LinearKernels:
+    n, k = weight.shape if out_features_first else reversed(weight.shape)
     forward, backward = ("nt", "nn") if out_features_first else ("nn", "nt")
-    weight_dims = (n, k) if out_features_first else (k, n)
-    return _KernelChoice(
-        out_features_first,
-        autotune_cache.best_kernel(forward, dtype, rows, k, n),
-        autotune_cache.best_kernel(backward, dtype, rows, n, k) if grad and x.requires_grad else REFERENCE,
-        autotune_cache.best_kernel("tn", dtype, rows, *weight_dims) if grad and weight.requires_grad else REFERENCE,
+    products = (forward, True, k, n), (backward, need_x, n, k), ("tn", need_weight, *weight.shape)
+    autotune_cache, rows = get_autotune_cache(), x.numel() // k
+    chosen = (
+        KERNELS[kind][autotune_cache.best_kernel(kind, x.dtype, rows, *dims) if needed else REFERENCE]
+        for kind, needed, *dims in products
     )
+    return LinearKernels(*chosen, out_features_first=out_features_first)
 
 
 def _run_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, out_features_first: bool) -> Tensor | None:
     """Return the layer's output, or None where torch's own operator is the choice."""
-    n, k = weight.shape if out_features_first else reversed(weight.shape)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    choice = _choose_kernels(x, weight, k, n, out_features_first, grad)
-    if choice.forward == choice.grad_x == choice.grad_weight == REFERENCE:
+    need_x, need_weight = grad and x.requires_grad, grad and weight.requires_grad
+    kernels = _choose_kernels(x, weight, out_features_first, need_x=need_x, need_weight=need_weight)
+    if kernels == _REFERENCES[out_features_first]:
         return None
-    rows = x.reshape(-1, k)
-    if grad:
-        y = _LinearFunction.apply(rows, weight, bias, choice)
-    else:
-        y = (_NT if out_features_first else _NN)[choice.forward](rows, weight, bias)
-    return y if x.dim() == 2 else unsafe_view(y, [*x.shape[:-1], n])
+    rows = x.reshape(-1, x.shape[-1])
+    y = _LinearFunction.apply(rows, weight, bias, kernels) if grad else kernels.forward(rows, weight, bias)
+    return y if x.dim() == 2 else unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -160,34 +169,14 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[-1])
 
 
-@dataclass(frozen=True)
-class LinearKernels:
-    """The three products of a linear layer ``x @ weight.T``, none of them recorded by autograd."""
-
-    forward: MatmulKernel
-    grad_x: MatmulKernel
-    grad_weight: MatmulKernel
-
-    def accumulate_grad_weight(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        """Add ``grad.T @ x`` to ``total`` (N, K), which may be wider than the operands."""
-        if total.dtype == grad.dtype and self.grad_weight is _TN[REFERENCE]:
-            total.addmm_(grad.t(), x)
-        elif grad.is_cuda and total.dtype == torch.float32 and grad.dtype != torch.float32:
-            total.add_(torch.mm(grad.t(), x, out_dtype=torch.float32))
-        else:
-            total.add_(self.grad_weight(grad, x))
-
-
 def get_linear_kernels(x: Tensor, weight: Tensor, *, autotuned: bool = True) -> LinearKernels:
     """The candidates for ``x`` (M, K) and ``weight`` (N, K); torch's own where nothing is measured."""
     if not autotuned or not _is_eligible(x, weight, None, weight.shape[-1]):
-        return LinearKernels(_NT[REFERENCE], _NN[REFERENCE], _TN[REFERENCE])
-    (n, k), autotune_cache = weight.shape, get_autotune_cache()
-    products = (_NT, "nt", k, n), (_NN, "nn", n, k), (_TN, "tn", n, k)
-    return LinearKernels(*(t[autotune_cache.best_kernel(kind, x.dtype, len(x), *dims)] for t, kind, *dims in products))
+        return _REFERENCES[True]
+    return _choose_kernels(x, weight, out_features_first=True)
 
 
-# Moving a model's layers over, and back
+# Moving a model's layers over
 
 
 class _PatchedLinear(DynamicSubclass):
@@ -217,12 +206,6 @@ def _forward_for(module: nn.Module) -> Callable[..., Tensor] | None:
     return None
 
 
-def _is_unmodified(module: nn.Module) -> bool:
-    hook_dicts = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    has_hooks = any(getattr(module, table) for table in hook_dicts)
-    return "forward" not in module.__dict__ and "weight" in module._parameters and not has_hooks
-
-
 def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
     """Let the model's linear layers choose their kernels and return how many were switched.
 
@@ -231,13 +214,14 @@ def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
     ``"torch"`` switches none.  Layers that are not on a CPU go on through torch's operator.
     Switch before sharding: FSDP gives the modules it wraps a class of its own.
     """
-    if mode == "torch" or onednn_linear_op() is None:
+    if mode == "torch" or ONEDNN_LINEAR is None:
         return 0
     _torch_private.register_onednn_flops()
     num_patched = 0
     for module in model.modules():
         forward = _forward_for(module)
-        if forward is not None and _is_unmodified(module):
+        is_replaced = "forward" in module.__dict__ or "weight" not in module._parameters or hook_ids(module)
+        if forward is not None and not is_replaced:
             module.__class__ = _patched_class(type(module), forward)
             num_patched += 1
     return num_patched
@@ -246,8 +230,3 @@ def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
 def is_patched(layer: nn.Module) -> bool:
     """Whether this layer's kernels are chosen by measurement."""
     return isinstance(layer, _PatchedLinear)
-
-
-def restore_linear_layers(model: nn.Module) -> int:
-    """Undo :func:`patch_linear_layers` and return how many layers went back to their class."""
-    return restore_class(model, _PatchedLinear)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thalweg.ops._torch_private import onednn_linear, onednn_linear_op
+from thalweg.ops._torch_private import ONEDNN_LINEAR, onednn_linear
 from thalweg.ops.clean_thread import run_in_clean_thread
 
 MATMUL_KINDS = ("nt", "nn", "tn")
@@ -108,7 +108,7 @@ def is_usable(kind: str, name: str, dtype: torch.dtype) -> bool:
         return False
     if name.startswith("fp32") and dtype == torch.float32:
         return False
-    if name != "fp32" and (onednn_linear_op() is None or not torch.backends.mkldnn.is_available()):
+    if name != "fp32" and (ONEDNN_LINEAR is None or not torch.backends.mkldnn.is_available()):
         return False
     return run_in_clean_thread(_matches_reference, kind, name, dtype)
 

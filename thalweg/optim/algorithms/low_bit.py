@@ -79,50 +79,34 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
         size = max(row, most // row * row)
         for start in range(0, flat.numel(), size):
             chunk, rows = slice(start, start + size), slice(start // row, (start + size) // row)
-            self._step_chunk(
-                group,
-                count,
-                flat[chunk],
-                grad[chunk],
-                [tensor[chunk] for tensor in stored],
-                [None if scale is None else scale[rows] for scale in scales],
-            )
+            codes_of = [tensor[chunk] for tensor in stored]
+            scales_of = [None if scale is None else scale[rows] for scale in scales]
+            # Widen, update and store.
+            work = upcast_half(flat[chunk])
+            chunk_grad = grad[chunk].to(work.dtype)
+            in_bf16 = codes_of[0].dtype == torch.bfloat16
+            noise = hash_noise(chunk_grad, work, count) if in_bf16 else None  # of the weights as they were
+            wide: list[Tensor] = []
+            for moment, codes, scale in zip(self.moments, codes_of, scales_of, strict=True):
+                if scale is None:
+                    wide.append(codes.float() if in_bf16 else codes)
+                else:
+                    wide.append(torch.empty(codes.shape, dtype=torch.float32, device=codes.device))
+                    num_rows = scale.shape[0]
+                    dequantize_moment(codes.view(num_rows, -1), scale, is_signed(moment), wide[-1].view(num_rows, -1))
+            self._update(group, work, chunk_grad, wide, count)
+            for moment, codes, scale, updated in zip(self.moments, codes_of, scales_of, wide, strict=True):
+                if scale is not None:
+                    num_rows = scale.shape[0]
+                    quantize_moment(updated.view(num_rows, -1), codes.view(num_rows, -1), scale, is_signed(moment))
+                elif noise is not None:
+                    stochastic_round_into(updated, codes, noise)
+                    noise = noise.bitwise_left_shift(16)  # the lower half serves the second moment
+            if work.dtype != flat.dtype:
+                flat[chunk].copy_(work)
         for tensor, copy in zip((piece, *moments), contiguous, strict=True):
             if tensor is not copy:
                 tensor.copy_(copy)
-
-    def _step_chunk(
-        self,
-        group: dict[str, Any],
-        count: int,
-        param: Tensor,
-        grad: Tensor,
-        stored: list[Tensor],
-        scales: list[Tensor | None],
-    ) -> None:
-        """Widen, update, and store the flat tensors of one chunk."""
-        work = upcast_half(param)
-        grad = grad.to(work.dtype)
-        in_bf16 = stored[0].dtype == torch.bfloat16
-        noise = hash_noise(grad, work, count) if in_bf16 else None  # of the weights as they were
-        wide: list[Tensor] = []
-        for moment, codes, scale in zip(self.moments, stored, scales, strict=True):
-            if scale is None:
-                wide.append(codes.float() if in_bf16 else codes)
-            else:
-                wide.append(torch.empty(codes.shape, dtype=torch.float32, device=codes.device))
-                rows = scale.shape[0]
-                dequantize_moment(codes.view(rows, -1), scale, is_signed(moment), wide[-1].view(rows, -1))
-        self._update(group, work, grad, wide, count)
-        for moment, codes, scale, updated in zip(self.moments, stored, scales, wide, strict=True):
-            if scale is not None:
-                rows = scale.shape[0]
-                quantize_moment(updated.view(rows, -1), codes.view(rows, -1), scale, is_signed(moment))
-            elif noise is not None:
-                stochastic_round_into(updated, codes, noise)
-                noise = noise.bitwise_left_shift(16)  # the lower half serves the second moment
-        if work is not param:
-            param.copy_(work)
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, moments: list[Tensor], count: int) -> None:
         raise NotImplementedError

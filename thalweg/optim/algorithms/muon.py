@@ -19,7 +19,7 @@ which is exact where names and shapes guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.optim.adamw import adamw
 
 from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, compute_on_owners, get_matrix_sharding
 from thalweg.optim.algorithms.elementwise import has_fused_kernel
+from thalweg.optim.algorithms.lamb import init_adam_state
 from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.algorithms.muon_params import split_group
 from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
@@ -150,27 +151,21 @@ class Muon(StepMixin, torch.optim.Optimizer):
                 flags = torch.tensor(has_grad, dtype=torch.int32)
                 dist.all_reduce(flags, dist.ReduceOp.MAX, control_group(process_group))
                 has_grad = [flag > 0 for flag in flags.tolist()]
-            if stepped := [member for member, flag in zip(members, has_grad, strict=True) if flag]:
-                self._step_sharded(group, stepped, process_group)
-
-    def _step_sharded(
-        self,
-        group: dict[str, Any],
-        members: Sequence[tuple[Tensor, MatrixSharding]],
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
-        directions = {i: self._update_momentum(group, param) for i, (param, _) in enumerate(members)}
-        device = to_local(members[0][0]).device
-        finished = compute_on_owners(
-            [sharding for _, sharding in members],
-            process_group,
-            lambda i: directions.pop(i)(),
-            lambda i, whole: self._orthogonalize(group, whole),
-            dtype=self._compute_dtype(device),
-            device=device,
-        )
-        for i, piece in finished:
-            self._apply(group, members[i][0], piece)
+            stepped = [member for member, flag in zip(members, has_grad, strict=True) if flag]
+            if not stepped:
+                continue
+            directions = {i: self._update_momentum(group, param) for i, (param, _) in enumerate(stepped)}
+            device = to_local(stepped[0][0]).device
+            finished = compute_on_owners(
+                [sharding for _, sharding in stepped],
+                process_group,
+                lambda i, directions=directions: directions.pop(i)(),
+                lambda i, whole: self._orthogonalize(group, whole),
+                dtype=self._compute_dtype(device),
+                device=device,
+            )
+            for i, piece in finished:
+                self._apply(group, stepped[i][0], piece)
 
     def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
         """A layout that ``distributed_matrices.py`` does not know: every rank gathers and computes all of it."""
@@ -224,13 +219,11 @@ class Muon(StepMixin, torch.optim.Optimizer):
         if not params:
             return
         for param in params:
-            if "exp_avg" not in (state := self.state[param]):
-                state["step"] = torch.tensor(0.0, device=to_local(param).device)
-                state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
+            init_adam_state(self.state[param], param, 0)
         states = [self.state[p] for p in params]
         first, second = ([to_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
         fused = has_fused_kernel("AdamW", params)
-        for param in params:  # a checkpoint brings steps to the host, where a device's fused kernel cannot read them
+        for param in params:  # steps begin, and a checkpoint brings them, on the host: no device's kernel reads them
             self.state[param]["step"] = self.state[param]["step"].to(to_local(param).device)
         options = {"eps": group["eps"], "lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
         options["beta1"], options["beta2"] = group["betas"]

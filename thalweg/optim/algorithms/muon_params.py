@@ -36,7 +36,10 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
     settings kept; by default all that are not frozen, with their names. A group that says ``use_muon`` stays
     whole; groups that would be empty are left out.
     """
-    excluded_ids = _embedding_and_head_ids(model)
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    vocabulary = max((module.num_embeddings for module in embeddings), default=None)
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
+    excluded_ids = {id(p) for module in (*embeddings, *heads[-1:]) for _, p in named_shards(module)}
     if groups is None:
         groups = [{"params": [(name, p) for name, p in named_shards(model) if p.requires_grad]}]
     halves: list[dict[str, Any]] = []
@@ -46,15 +49,6 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
             continue
         halves += split_group(group, lambda p, _: p.ndim >= 2 and id(p) not in excluded_ids)
     return [half for half in halves if half["params"]]
-
-
-def _embedding_and_head_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of embeddings and of the head."""
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    ids = {id(p) for module in embeddings for _, p in named_shards(module)}
-    vocabulary = max((module.num_embeddings for module in embeddings), default=None)
-    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
-    return ids | {id(p) for head in heads[-1:] for _, p in named_shards(head)}
 
 
 def get_param(member: Any) -> Tensor:

@@ -24,8 +24,7 @@ gathered; at another number of workers each begins with the mean of what all of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +52,9 @@ from thalweg.optim.dtensor_local import (
     get_worker_rows,
     match_layout,
     to_local,
-    upcast_half,
+    trainable_params,
     working_copies,
-    write_back,
+    working_pieces,
     zeros_state_like,
 )
 from thalweg.optim.norms import square_sums
@@ -176,7 +175,7 @@ class CompressedMixin:
 
     def combine_norms(self, norm: Tensor) -> Tensor:
         """The root mean square of the workers' gradient norms (0-dim fp64); collective."""
-        param = next((p for p in self._all_params() if get_worker_axis(p) is not None), None)
+        param = next((p for p in trainable_params(self) if get_worker_axis(p) is not None), None)
         if param is None:
             return norm
         group, size = worker_group(param)
@@ -193,11 +192,8 @@ class CompressedMixin:
     def adopt_state(self) -> None:
         """``state`` was loaded: the phase is that of its steps, and errors become this worker's; collective."""
         self._link.sync.enabled = not self.is_compressing
-        if any("worker_error" in self.state.get(p, ()) for p in self._all_params()):
-            self._open_exchanges(self._all_params())
-
-    def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if any("worker_error" in self.state.get(p, ()) for p in trainable_params(self)):
+            self._open_exchanges(trainable_params(self))
 
     def _end_step(self) -> None:
         for exchange in self._exchanges.values():
@@ -206,7 +202,7 @@ class CompressedMixin:
 
     def _num_steps(self) -> int:
         """Updates so far."""
-        steps = (self.state[p]["step"] for p in self._all_params() if "step" in self.state.get(p, ()))
+        steps = (self.state[p]["step"] for p in trainable_params(self) if "step" in self.state.get(p, ()))
         return int(next(steps, 0))
 
     def _open_exchanges(self, params: Sequence[Tensor]) -> list[tuple[OneBitAllReduce, list[Tensor]]]:
@@ -247,7 +243,7 @@ class CompressedMixin:
     def _fill_missing_grads(self) -> list[Tensor]:
         """All parameters that train; one that this step did not reach has a gradient of zero, as every rank exchanges
         the same ones."""
-        params = self._all_params()
+        params = trainable_params(self)
         for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -277,7 +273,12 @@ class WarmupMixin(CompressedMixin):
         """Freeze the variance if it is time."""
         num_steps, limit = self._num_steps(), self._freeze_step
         if num_steps and (num_steps >= limit if isinstance(limit, int) else self._is_stable(num_steps)):
-            self._freeze_variance()
+            # Bits move what has had no gradient so far, too, and by m / eps it would go far: such an element takes the
+            # mean of its parameter, and a parameter that has none stands still.
+            params = [p for p in trainable_params(self) if "exp_avg_sq" in self.state.get(p, ())]
+            for param, mean in zip(params, self._mean_variances(params), strict=True):
+                variance = to_local(self.state[param]["exp_avg_sq"])
+                variance.masked_fill_(variance == 0, mean or _STANDS_STILL)
             for group in self.param_groups:
                 group["frozen_at"] = num_steps
         self._end_step()
@@ -288,16 +289,6 @@ class WarmupMixin(CompressedMixin):
             init_adam_state(self.state[param], param, group["frozen_at"])
             to_local(self.state[param]["exp_avg_sq"]).fill_(_STANDS_STILL)
 
-    def _freeze_variance(self) -> None:
-        """Give a variance to what has had no gradient so far: bits move it, too, and by m / eps it would go far.
-
-        An element takes the mean of its parameter; a parameter that has none stands still.
-        """
-        params = [p for p in self._all_params() if "exp_avg_sq" in self.state.get(p, ())]
-        for param, mean in zip(params, self._mean_variances(params), strict=True):
-            variance = to_local(self.state[param]["exp_avg_sq"])
-            variance.masked_fill_(variance == 0, mean or _STANDS_STILL)
-
     def _is_stable(self, num_steps: int) -> bool:
         """Whether the variance's 1-norm is what it was 1 / (1 - b2) steps ago, and the rate no longer rises."""
         group = self.param_groups[0]
@@ -305,7 +296,7 @@ class WarmupMixin(CompressedMixin):
         interval = max(1, round(1 / (1 - beta2) / _LOOKS_PER_PERIOD))
         if num_steps % interval:
             return False
-        params = [p for p in self._all_params() if "exp_avg_sq" in self.state.get(p, ())]
+        params = [p for p in trainable_params(self) if "exp_avg_sq" in self.state.get(p, ())]
         means = self._mean_variances(params)
         norm = sum(mean * p.numel() for mean, p in zip(means, params, strict=True)) / (1 - beta2**num_steps)
         history = [*group["variance_norms"], [norm, float(group["lr"])]][-_LOOKS_PER_PERIOD - 1 :]
@@ -326,22 +317,13 @@ class OneBitAdam(WarmupMixin, Adam):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         *,
         freeze_step: int | str = 100_000,
-        bias_correction: bool = True,
         decoupled_weight_decay: bool = True,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
         link: MomentumLink | None = None,
+        **hyper: Any,
     ) -> None:
-        hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        hyper |= {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
-        super().__init__(params, bias_correction=bias_correction, foreach=foreach, fused=fused, **hyper)
+        super().__init__(params, decoupled_weight_decay=decoupled_weight_decay, **hyper)
         self._init_phase(freeze_step, link)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -366,7 +348,7 @@ class OneBitAdam(WarmupMixin, Adam):
             exchanged += zip(params, moments, strict=True)
         self._average([p for p, _ in exchanged], [m for _, m in exchanged])
         for group, params in groups:
-            with _masters(params) as work:
+            with working_pieces(params) as work:
                 states = [self.state[p] for p in params]
                 foreach.add_([s["step"] for s in states], 1)
                 if group["weight_decay"] and group["decoupled_weight_decay"]:
@@ -390,45 +372,35 @@ class OneBitLamb(WarmupMixin, Lamb):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         *,
         freeze_step: int | str = 100_000,
-        bias_correction: bool = True,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
         coeff_beta: float = 0.9,
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         link: MomentumLink | None = None,
+        **hyper: Any,
     ) -> None:
         if not (0 <= coeff_beta < 1 and 0 < factor_min <= factor_max and factor_threshold > 0):
             raise ValueError(
                 "OneBitLamb: 0 <= coeff_beta < 1, 0 < factor_min <= factor_max and factor_threshold > 0 must hold, got "
                 f"{coeff_beta!r}, {factor_min!r}, {factor_max!r} and {factor_threshold!r}"
             )
-        hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, bias_correction=bias_correction, max_coeff=max_coeff, min_coeff=min_coeff, **hyper)
+        super().__init__(params, **hyper)
         self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
         self._factor_bounds = (factor_min, factor_max)
         self._init_phase(freeze_step, link)
-
-    def _update_params(self) -> None:
-        if self.is_compressing:
-            self._compressed_update()
-        else:
-            super()._update_params()
-            self._end_warmup_step()
 
     def _observe_ratios(self, params: Sequence[Tensor], ratios: Sequence[float]) -> None:
         for param, ratio in zip(params, ratios, strict=True):
             mean = float(self.state[param].get("trust_ratio", ratio))
             self.state[param]["trust_ratio"] = torch.tensor(self._coeff_beta * mean + (1 - self._coeff_beta) * ratio)
 
-    def _compressed_update(self) -> None:
+    def _update_params(self) -> None:
+        if not self.is_compressing:
+            super()._update_params()
+            self._end_warmup_step()
+            return
         params = self._fill_missing_grads()
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         groups = [group_of[id(p)] for p in params]
@@ -529,7 +501,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
 
     def consolidate_state_dict(self) -> bool:
         """See the base; workers whose parameters differ meet first."""
-        differ = any("local_update" in self.state.get(p, ()) for p in self._all_params())
+        differ = any("local_update" in self.state.get(p, ()) for p in trainable_params(self))
         if differ:
             with torch.no_grad():
                 self._meet(self._num_steps())
@@ -577,7 +549,10 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
                         if "anchor" in state:
                             to_local(state["anchor"]).mul_(decay)
         if updates_variance:
-            self._plan_variance(step)
+            for group in self.param_groups:
+                interval = 2 ** ((group["num_variance_updates"] - 1) // self._limits["var_update_scaler"])
+                following = step + interval
+                group["next_variance_step"] = following if following <= self._limits["var_freeze_step"] else -1
             for param, mean in zip(params, self._mean_variances(params), strict=True):
                 self.state[param]["mean_variance"] = torch.tensor(mean)
         if (updates_variance and self.param_groups[0]["num_variance_updates"] < step) or not meets_now:
@@ -591,7 +566,7 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
         for group in self.param_groups:
             members = [p for p in group["params"] if p.requires_grad]
             weight = float(group["lr"]) / _correction(group, 0, step)
-            with _masters(members) as work:
+            with working_pieces(members) as work:
                 for param, piece in zip(members, work, strict=True):
                     denominator = self._variance_denominator(group, self.state[param])
                     piece.addcdiv_(to_local(self.state[param]["exp_avg"]), denominator, value=-weight)
@@ -610,12 +585,16 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
 
     def _meet(self, step: int) -> None:
         """All workers go on from one parameter and one momentum."""
-        params = [p for p in self._all_params() if "local_update" in self.state[p]]
+        interval, limits = 1, self._limits  # steps until the next meeting: 1 while the variance moves
+        if step >= limits["var_freeze_step"]:
+            doublings = (step - limits["var_freeze_step"]) // limits["local_step_scaler"]
+            interval = min(limits["local_step_clipper"], 2 ** min(doublings, 30))
+        params = [p for p in trainable_params(self) if "local_update" in self.state[p]]
         if params and any(group["rate_sum"] > 0 for group in self.param_groups):  # a rate of 0 has moved nobody
             self._average(params, [to_local(self.state[p]["local_update"]) for p in params])
         for group in self.param_groups:
             members = [p for p in group["params"] if "local_update" in self.state.get(p, ())]
-            with _masters(members) as work:
+            with working_pieces(members) as work:
                 for param, piece in zip(members, work, strict=True):
                     state = self.state[param]
                     update = to_local(state.pop("local_update"))
@@ -625,36 +604,13 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
                         piece.copy_(to_local(state.pop("anchor")))
                     piece.addcdiv_(update, self._variance_denominator(group, state), value=-1.0)
             group["rate_sum"] = 0.0
-            group["next_meeting"] = step + self._meeting_interval(step)
-
-    def _meeting_interval(self, step: int) -> int:
-        """Steps until the next meeting: 1 while the variance moves."""
-        limits = self._limits
-        if step < limits["var_freeze_step"]:
-            return 1
-        doublings = (step - limits["var_freeze_step"]) // limits["local_step_scaler"]
-        return min(limits["local_step_clipper"], 2 ** min(doublings, 30))
-
-    def _plan_variance(self, step: int) -> None:
-        for group in self.param_groups:
-            interval = 2 ** ((group["num_variance_updates"] - 1) // self._limits["var_update_scaler"])
-            following = step + interval
-            group["next_variance_step"] = following if following <= self._limits["var_freeze_step"] else -1
+            group["next_meeting"] = step + interval
 
     @staticmethod
     def _variance_denominator(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         """An element without a gradient so far takes the mean variance of its parameter, as bits move it, too."""
         variance, mean = to_local(state["exp_avg_sq"]), float(state.get("mean_variance", 0.0)) or _STANDS_STILL
         return _denominator(group, variance.masked_fill(variance == 0, mean), group["num_variance_updates"])
-
-
-@contextmanager
-def _masters(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Pieces to update, gradients or not; fp32 copies of 16-bit pieces are rounded back after."""
-    pieces = [to_local(param) for param in params]
-    work = [upcast_half(piece) for piece in pieces]
-    yield work
-    write_back([(piece, w) for piece, w in zip(pieces, work, strict=True) if piece is not w])
 
 
 def _effective_grads(group: dict[str, Any], work: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -8,17 +8,17 @@ A few columns of a weight's gradient hold most of its norm, and they stay the sa
     every select_interval what is delayed is applied, then the columns with the largest gradients are selected
 
 A *column* is an index of all dims but the first; parameters of one dim, and those cut along other dims than
-the first, are updated whole at every step.  With ``overlap`` the update of the rest is computed by a thread
+the first, are updated whole at every step.  With ``overlap_step`` the update of the rest is computed by a thread
 while the next forward and backward pass run, and is added to the weights when the next step begins: one step
 late.
 
 State, beside Adam's own, all of it in the checkpoint: ``delayed`` (a logical tensor like the parameter),
 ``waiting`` (how many gradients are in it), ``selected`` (a flag for each column), ``column_steps`` (how many
 updates each column has had; the bias correction of a column goes by it), ``step`` (steps in all), and with
-``overlap`` between two steps ``pending``, what is still to be added.
+``overlap_step`` between two steps ``pending``, what is still to be added.
 
-Invariants: with ``topk_ratio`` 1, and in the first ``warmup_steps`` steps, the result is torch's fused Adam to the
-bit; decoupled weight decay acts on every column at every step; all ranks select the same columns; what a run
+Invariants: with ``topk_ratio`` 1, and in the first ``full_warm_up_rounds`` steps, the result is torch's fused Adam to
+the bit; decoupled weight decay acts on every column at every step; all ranks select the same columns; what a run
 computes does not depend on how fast the thread is.
 """
 
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from thalweg.config.schema.zero import ZenFlow
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
+from thalweg.optim.algorithms.lamb import init_adam_state
 from thalweg.optim.dtensor_local import (
     all_reduce_tensors_,
     as_dtensor_like,
@@ -49,53 +50,23 @@ from thalweg.optim.dtensor_local import (
 _CHUNK_ELEMENTS = 1 << 18
 
 
-@dataclass(frozen=True)
-class ZenFlowPolicy:
-    """Which columns are updated when.
+def _select_interval(policy: ZenFlow) -> int:
+    """Steps from one selection to the next.
 
-    ``topk_ratio``: the part of the columns that is updated at once.  ``select_interval`` and
-    ``update_interval`` are counted in steps.  ``update_interval`` None: when the columns that wait have, on
-    average, gathered ``auto_ratio`` of the squared gradient of a selected one, and at each selection.
+    Raises:
+        ValueError: selection goes by epochs and their length is not given, or 0.
     """
-
-    topk_ratio: float = 0.1
-    select_interval: int = 16
-    update_interval: int | None = 4
-    overlap: bool = False
-    auto_ratio: float = 0.99
-    warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.topk_ratio <= 1:
-            raise ValueError(f"topk_ratio is {self.topk_ratio!r}; it must be above 0 and at most 1")
-        if self.select_interval < 1 or (self.update_interval is not None and self.update_interval < 1):
-            raise ValueError("select_interval and update_interval must be at least 1 step")
-
-    @classmethod
-    def from_config(cls, section: ZenFlow | None) -> ZenFlowPolicy | None:
-        """What the ``zenflow`` block asks for; None without one.
-
-        Raises:
-            ValueError: selection goes by epochs and their length is not given.
-        """
-        if section is None:
-            return None
-        select_interval, update_interval = section.select_interval, section.update_interval
-        if section.select_strategy == "epoch":
-            if section.steps_per_epoch is None:
-                raise ValueError(
-                    'zenflow.select_strategy is "epoch" and nobody knows how long one is: set '
-                    'zenflow.steps_per_epoch, or select_strategy to "step"'
-                )
-            select_interval = section.steps_per_epoch * (1 if select_interval == "auto" else int(select_interval))
-        return cls(
-            topk_ratio=section.topk_ratio,
-            select_interval=cls.select_interval if select_interval == "auto" else int(select_interval),
-            update_interval=None if update_interval == "auto" else int(update_interval),
-            overlap=section.overlap_step,
-            auto_ratio=section.auto_ratio,
-            warmup_steps=section.full_warm_up_rounds,
+    interval = policy.select_interval
+    if policy.select_strategy != "epoch":
+        return 16 if interval == "auto" else interval
+    if policy.steps_per_epoch is None:
+        raise ValueError(
+            'zenflow.select_strategy is "epoch" and nobody knows how long one is: set '
+            'zenflow.steps_per_epoch, or select_strategy to "step"'
         )
+    if policy.steps_per_epoch < 1:
+        raise ValueError("select_interval and update_interval must be at least 1 step")
+    return policy.steps_per_epoch * (1 if interval == "auto" else interval)
 
 
 @dataclass
@@ -144,13 +115,18 @@ class _ZenFlowParam:
 
 
 class ZenFlowAdam(AbstractAdam):
-    """See the module; ``policy`` holds for all groups."""
+    """See the module; ``policy``, the config's block, holds for all groups.
 
-    def __init__(self, params: Any, *options: Any, policy: ZenFlowPolicy | None = None, **hyper: Any) -> None:
+    Its ``update_interval`` "auto": when the columns that wait have, on average, gathered ``auto_ratio`` of the squared
+    gradient of a selected one, and at each selection.
+    """
+
+    def __init__(self, params: Any, *options: Any, policy: ZenFlow | None = None, **hyper: Any) -> None:
         self._state: Any = {}
         self._pending_update: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self.policy = policy or ZenFlowPolicy()
+        self.policy = policy = policy or ZenFlow()
+        self._select_interval = _select_interval(policy)
         super().__init__(params, *options, **hyper)
 
     # State, which a thread may be working on
@@ -189,7 +165,7 @@ class ZenFlowAdam(AbstractAdam):
         parts = [self._prepare(group, p) for group in groups for p in group["params"] if p.grad is not None]
         for part in parts:
             step = int(part.state["step"])
-            if "selected" in part.state and policy.topk_ratio < 1 and step > policy.warmup_steps:
+            if "selected" in part.state and policy.topk_ratio < 1 and step > policy.full_warm_up_rounds:
                 by_column.append(part)
                 continue
             moments = part.matrix("exp_avg"), part.matrix("exp_avg_sq")
@@ -205,9 +181,7 @@ class ZenFlowAdam(AbstractAdam):
 
     def _prepare(self, group: dict[str, Any], param: Tensor) -> _ZenFlowParam:
         state, piece = self._state[param], to_local(param)
-        if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
+        init_adam_state(state, param, 0)
         if "delayed" not in state and _can_split_columns(param):
             columns = param.numel() // param.shape[0]
             state["delayed"] = zeros_state_like(param)
@@ -222,7 +196,8 @@ class ZenFlowAdam(AbstractAdam):
 
     def _step_by_column(self, parts: Sequence[_ZenFlowParam]) -> None:
         policy = self.policy
-        to_select = [p for p in parts if (int(p.state["step"]) - policy.warmup_steps - 1) % policy.select_interval == 0]
+        first = policy.full_warm_up_rounds + 1
+        to_select = [p for p in parts if (int(p.state["step"]) - first) % self._select_interval == 0]
         for part in to_select:
             if float(part.state["waiting"]):
                 part.update_deferred_columns(part.weight)
@@ -235,11 +210,11 @@ class ZenFlowAdam(AbstractAdam):
             part.update_columns(columns, part.grad, part.weight)
             part.matrix("delayed").add_(part.grad).index_fill_(1, columns, 0.0)
             part.state["waiting"] += 1
-        if policy.update_interval is not None:
+        if policy.update_interval != "auto":
             due = [part for part in parts if float(part.state["waiting"]) >= policy.update_interval]
         else:
             due = parts if self._is_auto_update_due(parts) else []
-        if not policy.overlap:
+        if not policy.overlap_step:
             for part in due:
                 part.update_deferred_columns(part.weight)
         elif due:

@@ -142,15 +142,11 @@ def split_into_chunks(param_steps: Iterable[ParamStep], buffer_bytes: int, max_e
         ValueError: not even ``ALIGN_ELEMENTS`` elements of an item fit a buffer.
     """
     whole = (ParamSlice(param_step, 0, param_step.numel) for param_step in param_steps)
-    return [_build_chunk(slices) for slices in _cut(whole, max_elements, buffer_bytes)]
+    return [_build_chunk(slices) for slices in split_slices(whole, max_elements, buffer_bytes)]
 
 
-def split_into_batches(slices: Iterable[ParamSlice], max_elements: int) -> list[list[ParamSlice]]:
-    """Cut the pieces of a chunk further, into batches of about ``max_elements`` that stay in the cache."""
-    return _cut(slices, max_elements, 1 << 62)
-
-
-def _cut(slices: Iterable[ParamSlice], max_elements: int, max_bytes: int) -> list[list[ParamSlice]]:
+def split_slices(slices: Iterable[ParamSlice], max_elements: int, max_bytes: int = 1 << 62) -> list[list[ParamSlice]]:
+    """Cut pieces further, into groups of about ``max_elements`` that stay in the cache, or in a buffer."""
     groups: list[list[ParamSlice]] = [[]]
     bytes_left, elements_left = max_bytes, max_elements
     for piece in slices:
@@ -275,14 +271,6 @@ class IoPipeline:
         for _, future in prefetched:
             future.wait_ignoring_errors()
 
-    def _pop_prefetched(self, chunks: Sequence[IoChunk]) -> dict[int, IoFuture]:
-        """Reads under way of the first of ``chunks``, if these are what was expected."""
-        same = all(a.reads == b.reads for (a, _), b in zip(self._prefetched, chunks, strict=False))
-        if not same or len(chunks) < len(self._prefetched):
-            self._discard_prefetched()
-        prefetched, self._prefetched = self._prefetched, []
-        return {turn: future for turn, (_, future) in enumerate(prefetched)}
-
     def _finish_writes(self) -> None:
         writes, self._writes = self._writes, [IoFuture()] * len(self._ring)
         combine_futures(writes).wait()
@@ -292,7 +280,13 @@ class IoPipeline:
         swap, ring, depth, first = self._swap, self._ring, len(self._ring), self._first
         start_time, start_bytes = time.perf_counter(), swap.reads.nbytes + swap.writes.nbytes
         self.io_wait_seconds = 0.0
-        reads, writes = self._pop_prefetched(chunks), self._writes
+        # Reads under way count if they are those of the first chunks.
+        same = all(a.reads == b.reads for (a, _), b in zip(self._prefetched, chunks, strict=False))
+        if not same or len(chunks) < len(self._prefetched):
+            self._discard_prefetched()
+        prefetched, self._prefetched = self._prefetched, []
+        reads = {turn: future for turn, (_, future) in enumerate(prefetched)}
+        writes = self._writes
 
         def start_read(turn: int) -> None:
             if turn < len(chunks) and turn not in reads:
@@ -315,25 +309,22 @@ class IoPipeline:
             self._writes = [IoFuture()] * depth
             raise
         self._first = (first + len(chunks)) % depth
-        self._warn_if_slow(time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes)
+        seconds, nbytes = time.perf_counter() - start_time, swap.reads.nbytes + swap.writes.nbytes - start_bytes
+        # Said once, if the disk is what a step waits for, and a slow one.
+        is_slow = self.io_wait_seconds >= 0.5 * seconds and nbytes <= _SLOW_DISK_RATE * seconds
+        if is_slow and nbytes >= 64 << 20 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the disk of %s moves %.0f MB/s, and the optimiser's step moves %.0f MB: %.1f of its %.1f s went "
+                "by waiting. Point nvme_path to a faster disk, or keep the optimiser in memory (device cpu)",
+                swap.folder,
+                nbytes / seconds / 1e6,
+                nbytes / 1e6,
+                self.io_wait_seconds,
+                seconds,
+            )
 
     def _timed_wait(self, future: IoFuture) -> None:
         start = time.perf_counter()
         future.wait()
         self.io_wait_seconds += time.perf_counter() - start
-
-    def _warn_if_slow(self, seconds: float, nbytes: int) -> None:
-        """Say once that the disk is what a step waits for, if it is a slow one."""
-        is_slow = self.io_wait_seconds >= 0.5 * seconds and nbytes <= _SLOW_DISK_RATE * seconds
-        if self._warned or nbytes < (64 << 20) or not is_slow:
-            return
-        self._warned = True
-        _log.warning(
-            "the disk of %s moves %.0f MB/s, and the optimiser's step moves %.0f MB: %.1f of its %.1f s went "
-            "by waiting. Point nvme_path to a faster disk, or keep the optimiser in memory (device cpu)",
-            self._swap.folder,
-            nbytes / seconds / 1e6,
-            nbytes / 1e6,
-            self.io_wait_seconds,
-            seconds,
-        )

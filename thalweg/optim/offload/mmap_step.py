@@ -15,6 +15,7 @@ ranks share in one collective for all parameters becomes one for each.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,23 +29,16 @@ from thalweg.storage_io.swap_file import SwapFile
 
 
 class MmapStep(StateInSwapFile):
-    """Steps any ``optimizer`` over state in ``swap``, parameter by parameter; ``compute_copies`` as for
-    :class:`.nvme_step.NvmeStep`; with ``state_in_memory`` only masters and gradients lie in ``swap``;
-    ``in_memory_params``: parameters whose state stays in memory; ``step_together``: for an optimiser whose
-    update of one parameter depends on others, step all of them together (their pages are then in memory together)."""
+    """Steps any ``optimizer`` over state in ``swap``, parameter by parameter.
+
+    ``step_together``: for an optimiser whose update of one parameter depends on others, step all of them together
+    (their pages are then in memory together); ``where``: options of the base."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        swap: SwapFile,
-        *,
-        compute_copies: Mapping[Tensor, Tensor] | None = None,
-        state_in_memory: bool = False,
-        in_memory_params: Collection[Tensor] = (),
-        step_together: bool = False,
+        self, optimizer: torch.optim.Optimizer, swap: SwapFile, *, step_together: bool = False, **where: Any
     ) -> None:
         self._step_together = step_together
-        super().__init__(optimizer, swap, compute_copies, state_in_memory, in_memory_params)
+        super().__init__(optimizer, swap, **where)
 
     def grad_norm(
         self,

@@ -47,8 +47,8 @@ from thalweg.optim.offload.io_pipeline import (
     ParamSlice,
     ParamStep,
     StepTensor,
-    split_into_batches,
     split_into_chunks,
+    split_slices,
 )
 from thalweg.optim.step import InMemoryStep
 from thalweg.storage_io.allocator import PAGE, round_up
@@ -138,9 +138,10 @@ class StateInSwapFile(InMemoryStep):
         self,
         optimizer: torch.optim.Optimizer,
         swap: SwapFile,
-        compute_copies: Mapping[Tensor, Tensor] | None,
-        state_in_memory: bool,
-        in_memory_params: Collection[Tensor],
+        *,
+        compute_copies: Mapping[Tensor, Tensor] | None = None,
+        state_in_memory: bool = False,
+        in_memory_params: Collection[Tensor] = (),
     ) -> None:
         super().__init__(optimizer)
         self.swap = swap
@@ -195,8 +196,7 @@ class NvmeStep(StateInSwapFile):
     ``buffers``: a ring of at least two; its memory is all that the stream needs, apart from a batch of gradients.
     ``chunk_elements``: elements of parameters that share a buffer, at most;
     ``batch_elements``: elements that the arithmetic runs over at a time, where gradients are widened or copies written.
-    ``compute_copies``: for each parameter that has one, the tensor of this rank's rows in the compute dtype (in
-    memory, in the swap file on a page boundary, or on a GPU), which the update fills.
+    ``where``: options of the base; compute copies may be in memory, in the swap file on a page boundary, or on a GPU.
 
     A master or gradient is streamed if ``local(param)`` or ``param.grad`` is a view of ``swap`` that begins
     on a page boundary and owns its pages to the end; anything else is used where it is.  New state goes to
@@ -213,18 +213,16 @@ class NvmeStep(StateInSwapFile):
         swap: SwapFile,
         buffers: BufferRing,
         *,
-        compute_copies: Mapping[Tensor, Tensor] | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
         batch_elements: int = BATCH_ELEMENTS,
-        state_in_memory: bool = False,
-        in_memory_params: Collection[Tensor] = (),
+        **where: Any,
     ) -> None:
         self.buffers, self.io_pipeline = buffers, IoPipeline(swap, buffers)
         self._chunk_elements = max(chunk_elements, ALIGN_ELEMENTS)
         self._batch_elements = max(batch_elements, ALIGN_ELEMENTS)
         self._piecewise = PiecewiseOptimizer(optimizer)
         self._scratch: dict[torch.dtype, Tensor] = {}
-        super().__init__(optimizer, swap, compute_copies, state_in_memory, in_memory_params)
+        super().__init__(optimizer, swap, **where)
 
     @torch.no_grad()
     def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
@@ -302,7 +300,7 @@ class NvmeStep(StateInSwapFile):
 
     def _update(self, factor: float, chunk: IoChunk, buffer: Tensor) -> None:
         if any(self._needs_batches(piece.param_step, factor) for piece in chunk.slices):
-            for batch in split_into_batches(chunk.slices, self._batch_elements):
+            for batch in split_slices(chunk.slices, self._batch_elements):
                 self._step(batch, buffer, factor)
         else:
             self._step(chunk.slices, buffer, factor)

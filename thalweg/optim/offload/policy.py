@@ -13,7 +13,6 @@ their state.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from thalweg.config import Config
 from thalweg.config.schema.zero import OffloadOptimizer
 from thalweg.optim.accumulation import AccumulationWindow, StepCallbacks
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam
-from thalweg.optim.dtensor_local import to_local
+from thalweg.optim.dtensor_local import to_local, trainable_params
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.mmap_step import MmapStep
 from thalweg.optim.offload.nvme_step import NvmeStep, is_elementwise, optimizer_state_bytes
@@ -35,7 +34,6 @@ from thalweg.optim.offload.step_in_backward import (
     StepInBackward,
     double_buffer_bytes,
     grad_offload_bytes,
-    trainable_params,
 )
 from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer, InMemoryStep, StepGuard
@@ -84,8 +82,53 @@ def build_engine_optimizer(
     site_sync: SiteSync | None = None,
 ) -> EngineOptimizer:
     """The optimizer that users hold, with its state where the config wants it."""
-    build_strategy = partial(_build_step_strategy, inner, config, window, sharded, replicate_group)
-    ranks = replicate_group if config.zero_optimization.offload_optimizer.device == "nvme" else None
+    section = config.zero_optimization.offload_optimizer
+
+    def build_strategy() -> tuple[InMemoryStep, SwapFile | None]:
+        """The update, and the swap file if one was made here.
+
+        Raises:
+            ValueError: the swap file's folder or disk does not do.
+        """
+        steps_early = may_step_in_backward(config, on_cpu=sharded.device.type == "cpu")
+        elementwise, on_disk = is_elementwise(inner), section.device == "nvme"
+        swap, new_swap = sharded.swap, None
+        in_memory_params = _params_with_state_in_memory(inner, section.ratio) if on_disk else frozenset()
+        if on_disk:
+            size = optimizer_state_bytes if elementwise else _max_state_bytes
+            needed = size(inner, in_memory_params) + grad_offload_bytes(inner)
+            if swap is None:
+                swap = new_swap = SwapFile(section.nvme_path or "", needed, capacity=needed + MAX_SWAP_BYTES)
+            else:
+                swap.extend(needed)
+        where: dict[str, Any] = {"state_in_memory": not on_disk, "in_memory_params": in_memory_params}
+        where["compute_copies"] = sharded.get_compute_copies()
+        double_buffered = None
+        if swap is None:
+            strategy = InMemoryStep(inner)
+        elif elementwise:
+            ring = BufferRing(*buffer_ring_args(section), pin=section.pin_memory)
+            strategy = NvmeStep(inner, swap, ring, **where)
+            double_buffered = _make_double_buffered_step(strategy) if on_disk and steps_early else None
+        else:
+            strategy = MmapStep(inner, swap, step_together=isinstance(inner, ZenFlowAdam), **where)
+        in_place = section.device == "cpu" and steps_early and elementwise
+        grad_offload = GradOffload(swap) if on_disk and swap is not None else None
+        if in_place or grad_offload is not None:
+            sharded.adopt_writes_early()
+            strategy = StepInBackward(
+                strategy,
+                window,
+                sharded.mark_params_updated,
+                in_place=in_place,
+                double_buffered=double_buffered,
+                grad_offload=grad_offload,
+                use_thread=swap is not None and (in_place or double_buffered is not None),
+                group=replicate_group,
+            )
+        return strategy, new_swap
+
+    ranks = replicate_group if section.device == "nvme" else None
     strategy, swap = all_ranks_or_raise(build_strategy, "a swap file for its optimiser state", ranks)
     if isinstance(strategy, StepInBackward):
         sharded.add_reduction_callbacks(strategy.before_reduce, strategy.after_reduce)
@@ -97,58 +140,6 @@ def build_engine_optimizer(
     return EngineOptimizer(
         inner, sharded, window, scaler, max_norm=config.gradient_clipping, strategy=strategy, **groups
     )
-
-
-def _build_step_strategy(
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    window: AccumulationWindow,
-    sharded: ShardedModel,
-    group: dist.ProcessGroup | None,
-) -> tuple[InMemoryStep, SwapFile | None]:
-    """The update, and the swap file if one was made here; ``group``: see :class:`.step_in_backward.StepInBackward`.
-
-    Raises:
-        ValueError: the swap file's folder or disk does not do.
-    """
-    section = config.zero_optimization.offload_optimizer
-    steps_early = may_step_in_backward(config, on_cpu=sharded.device.type == "cpu")
-    elementwise, on_disk = is_elementwise(optimizer), section.device == "nvme"
-    swap, new_swap = sharded.swap, None
-    in_memory_params = _params_with_state_in_memory(optimizer, section.ratio) if on_disk else frozenset()
-    if on_disk:
-        size = optimizer_state_bytes if elementwise else _max_state_bytes
-        needed = size(optimizer, in_memory_params) + grad_offload_bytes(optimizer)
-        if swap is None:
-            swap = new_swap = SwapFile(section.nvme_path or "", needed, capacity=needed + MAX_SWAP_BYTES)
-        else:
-            swap.extend(needed)
-    where: dict[str, Any] = {"state_in_memory": not on_disk, "in_memory_params": in_memory_params}
-    where["compute_copies"] = sharded.get_compute_copies()
-    double_buffered = None
-    if swap is None:
-        strategy = InMemoryStep(optimizer)
-    elif elementwise:
-        ring = BufferRing(*buffer_ring_args(section), pin=section.pin_memory)
-        strategy = NvmeStep(optimizer, swap, ring, **where)
-        double_buffered = _make_double_buffered_step(strategy) if on_disk and steps_early else None
-    else:
-        strategy = MmapStep(optimizer, swap, step_together=isinstance(optimizer, ZenFlowAdam), **where)
-    in_place = section.device == "cpu" and steps_early and elementwise
-    grad_offload = GradOffload(swap) if on_disk and swap is not None else None
-    if in_place or grad_offload is not None:
-        sharded.adopt_writes_early()
-        strategy = StepInBackward(
-            strategy,
-            window,
-            sharded.mark_params_updated,
-            in_place=in_place,
-            double_buffered=double_buffered,
-            grad_offload=grad_offload,
-            use_thread=swap is not None and (in_place or double_buffered is not None),
-            group=group,
-        )
-    return strategy, new_swap
 
 
 def _make_double_buffered_step(nvme_step: NvmeStep) -> DoubleBufferedStep | None:

@@ -66,7 +66,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.optim.accumulation import AccumulationWindow, StepListener, StepResult
-from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
+from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local, trainable_params
 from thalweg.optim.norms import PartialNorm, compute_partial_norm
 from thalweg.optim.offload.io_pipeline import IoRange, ParamStep, merge_adjacent
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
@@ -110,7 +110,18 @@ class DoubleBufferedStep:
         """
         items = self._nvme_step.build_param_steps(params)
         self._uncommitted += items
-        self._assign_shadows(items)
+        written = [
+            operand
+            for item in items
+            for name, operand in item.step_tensors.items()
+            if operand.write and operand.file_offset is not None and not (item.is_new_state and name in item.state_keys)
+        ]
+        # In the order of the file, so that what is written at once has its twins side by side.
+        for operand in sorted(written, key=lambda operand: operand.file_offset or 0):
+            assert operand.file_offset is not None
+            if operand.file_offset not in self._shadow_offsets:
+                self._shadow_offsets[operand.file_offset] = self._swap.allocate(operand.padded_bytes)
+            operand.shadow_offset = self._shadow_offsets[operand.file_offset]
         self._nvme_step.execute(items, 1.0, finish_writes=False)
         for item in items:  # what is open lives as long as the step; gradients must not
             del item.step_tensors["grad"]
@@ -158,20 +169,6 @@ class DoubleBufferedStep:
                 if (offset := item.step_tensors[key].file_offset) is not None:
                     self._swap.free(offset)
 
-    def _assign_shadows(self, items: list[ParamStep]) -> None:
-        written = [
-            operand
-            for item in items
-            for name, operand in item.step_tensors.items()
-            if operand.write and operand.file_offset is not None and not (item.is_new_state and name in item.state_keys)
-        ]
-        # In the order of the file, so that what is written at once has its twins side by side.
-        for operand in sorted(written, key=lambda operand: operand.file_offset or 0):
-            assert operand.file_offset is not None
-            if operand.file_offset not in self._shadow_offsets:
-                self._shadow_offsets[operand.file_offset] = self._swap.allocate(operand.padded_bytes)
-            operand.shadow_offset = self._shadow_offsets[operand.file_offset]
-
     def _is_page_aligned(self, tensor: Tensor) -> bool:
         if not tensor.numel():
             return True
@@ -193,11 +190,6 @@ BUFFER_BYTES = 16 << 20
 def grad_offload_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of swap file for the gradients of all parameters of ``optimizer``, in pages."""
     return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in trainable_params(optimizer))
-
-
-def trainable_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters of ``optimizer`` that are not frozen, in its order."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 class GradOffload:
@@ -443,7 +435,7 @@ class StepInBackward(InMemoryStep, StepListener):
         return possible and is_full_window and not hooked
 
     def before_backward(self) -> None:
-        """Before a backward pass."""
+        """Before a backward pass; collective."""
         if self.partial_norms:
             self.wait_for_updates()
             self._reset()
@@ -452,17 +444,13 @@ class StepInBackward(InMemoryStep, StepListener):
                 "up. Add the losses and call engine.backward() once, or pass retain_graph=True to all but "
                 "the last"
             )
-        self._loss_is_finite_everywhere = (
-            not (self._in_place and self.window.is_last) or self._all_reduce_loss_is_finite()
-        )
-
-    def _all_reduce_loss_is_finite(self) -> bool:
-        """Whether every rank's loss is; collective."""
-        loss = self.window.loss
-        broken = torch.tensor(0.0 if loss is None or bool(loss.isfinite().all()) else 1.0)
-        if self._group is not None:
-            dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=control_group(self._group))
-        return not bool(broken)
+        self._loss_is_finite_everywhere = True
+        if self._in_place and self.window.is_last:
+            loss = self.window.loss
+            broken = torch.tensor(0.0 if loss is None or bool(loss.isfinite().all()) else 1.0)
+            if self._group is not None:
+                dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=control_group(self._group))
+            self._loss_is_finite_everywhere = not bool(broken)
 
     def after_backward(self) -> None:
         """What the backward pass has left: units that were used more often than they were reduced."""

@@ -48,9 +48,7 @@ class AllToAllDispatcher:
     ``expert_params``: where rows are that copies have divided among them.
     """
 
-    def __init__(
-        self, ep_group: ParallelGroup, num_experts: int, expert_params: ZeroExpertParams | None = None
-    ) -> None:
+    def __init__(self, ep_group: ParallelGroup, num_experts: int, expert_params: ZeroExpertParams) -> None:
         self.ep_group, self.expert_params = ep_group, expert_params
         self.experts_per_rank = [stop - start for start, stop in split_evenly(num_experts, ep_group.size)]
 
@@ -58,8 +56,7 @@ class AllToAllDispatcher:
         """``rows`` (M, D) by expert -> rows of own experts, sorted, their groups, the way back."""
         ep_group, width = self.ep_group, rows.shape[1]
         num_local = self.experts_per_rank[ep_group.rank]
-        if self.expert_params is not None:
-            self.expert_params.refresh_rows()
+        self.expert_params.refresh_rows()
         recv_expert_counts = ep_group.all_to_all(
             groups.counts, self.experts_per_rank, [num_local] * ep_group.size, "expert counts"
         )
@@ -88,7 +85,7 @@ class AllToAllDispatcher:
 
     def local_weight(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """All rows that this rank has of ``parameter``."""
-        rows = None if self.expert_params is None else self.expert_params.get_rows(parameter)
+        rows = self.expert_params.get_rows(parameter)
         return local_rows(parameter if rows is None else rows, dtype)
 
 
@@ -130,11 +127,11 @@ class ExpertLayer(Protocol):
 def shard_experts(
     layers: Mapping[str, ExpertLayer],
     meshes: ParallelMeshes,
-    ep_size: int = 1,
-    tp_layout: TensorParallelLayout | None = None,
+    ep_size: int,
+    tp_layout: TensorParallelLayout | None,
     *,
-    expert_params: ZeroExpertParams | None = None,
-    ledger: CommsLog | None = None,
+    expert_params: ZeroExpertParams,
+    ledger: CommsLog,
 ) -> None:
     """Spread the experts of each layer over ``ep_size`` data ranks, or over its own ``ep_size``; collective.
 
@@ -151,7 +148,19 @@ def shard_experts(
         num_ranks = layer.ep_size if layer.ep_size > 1 else ep_size
         if num_ranks == 1:
             continue
-        _check_ep_size(name, layer, num_ranks, meshes.fsdp.size())
+        num_data_ranks = meshes.fsdp.size()
+        if num_data_ranks % num_ranks:
+            fitting = [number for number in range(1, num_data_ranks + 1) if num_data_ranks % number == 0]
+            raise ValueError(
+                f"the experts of {name} are to be spread over {num_ranks} ranks, which does not divide the "
+                f"{num_data_ranks} data-parallel ranks: set expert_parallel.autoep_size (or the layer's ep_size) to "
+                f"one of {fitting}"
+            )
+        if num_ranks > layer.num_experts:
+            raise ValueError(
+                f"the {layer.num_experts} experts of {name} cannot be spread over {num_ranks} ranks: set "
+                f"expert_parallel.autoep_size (or the layer's ep_size) to at most {layer.num_experts}"
+            )
         if num_ranks not in meshes_by_size:
             meshes_by_size[num_ranks] = _build_expert_mesh(meshes, num_ranks, tp_layout, ledger)
         ep_group, mesh = meshes_by_size[num_ranks]
@@ -165,23 +174,8 @@ def shard_experts(
         layer.attach_dispatcher(AllToAllDispatcher(ep_group, layer.num_experts, expert_params))
 
 
-def _check_ep_size(name: str, layer: ExpertLayer, num_ranks: int, num_data_ranks: int) -> None:
-    if num_data_ranks % num_ranks:
-        fitting = [number for number in range(1, num_data_ranks + 1) if num_data_ranks % number == 0]
-        raise ValueError(
-            f"the experts of {name} are to be spread over {num_ranks} ranks, which does not divide the "
-            f"{num_data_ranks} data-parallel ranks: set expert_parallel.autoep_size (or the layer's ep_size) to "
-            f"one of {fitting}"
-        )
-    if num_ranks > layer.num_experts:
-        raise ValueError(
-            f"the {layer.num_experts} experts of {name} cannot be spread over {num_ranks} ranks: set "
-            f"expert_parallel.autoep_size (or the layer's ep_size) to at most {layer.num_experts}"
-        )
-
-
 def _build_expert_mesh(
-    meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None, ledger: CommsLog | None
+    meshes: ParallelMeshes, ep_size: int, tp_layout: TensorParallelLayout | None, ledger: CommsLog
 ) -> tuple[ParallelGroup, DeviceMesh]:
     """Groups of ``ep_size`` neighbours on the data axis, and the mesh where spread parameters lie, which ends in
     the axes ("ep", "copies"); collective over the data ranks."""

@@ -80,25 +80,19 @@ class PipelineParallel:
             self._tied_names = find_alias_groups(model)
             max_stages = self._block_layout.num_blocks
             if "auto" in (config.pipeline.schedule, config.pipeline.partition):
-                self._block_costs = self._profile_blocks(model, self._block_layout, batch)
+                # Measured on the job's first rank; None where there are no values to run on.
+                table = torch.zeros(max_stages, 4, dtype=torch.float64)
+                if dist.get_rank(meshes.world_group) == 0 and not any(p.is_meta for p in model.parameters()):
+                    costs = profile_blocks(model, self._block_layout.list_name, batch)
+                    table = torch.tensor([astuple(cost) for cost in costs], dtype=table.dtype)
+                dist.broadcast(table, group_src=0, group=control_group(meshes.world_group))
+                self._block_costs = [BlockCost(*row) for row in table.tolist()] if table.any() else None
         self.schedule_name: ScheduleName = self._choose_schedule(max_stages)
         self._stage_to_rank = assign_stages(self.schedule_name, self.pp_size, self._num_virtual_stages)
         self.num_stages = len(self._stage_to_rank)
         self._local_stages = [s for s, place in enumerate(self._stage_to_rank) if place == self.pp_rank]
         if isinstance(model, PipelineModule):
             self._build_local_layers(model)
-
-    def _profile_blocks(
-        self, model: nn.Module, layout: BlockLayout, batch: Mapping[str, Any]
-    ) -> list[BlockCost] | None:
-        """What each block costs on the job's first rank; None where there are no values to run on."""
-        table = torch.zeros(layout.num_blocks, 4, dtype=torch.float64)
-        root = dist.get_global_rank(self._meshes.world_group, 0)
-        if dist.get_rank() == root and not any(p.is_meta for p in model.parameters()):
-            costs = profile_blocks(model, layout.list_name, batch)
-            table = torch.tensor([astuple(cost) for cost in costs], dtype=table.dtype)
-        dist.broadcast(table, src=root, group=control_group(self._meshes.world_group))
-        return [BlockCost(*row) for row in table.tolist()] if table.any() else None
 
     def _choose_schedule(self, max_stages: int) -> ScheduleName:
         section, block_costs, num_ranks = self._config.pipeline, self._block_costs, self.pp_size

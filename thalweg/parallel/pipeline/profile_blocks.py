@@ -53,9 +53,7 @@ def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -
     modules = list(model.get_submodule(list_name).children())
     calls: list[CallArgs] = []
 
-    def record_call(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append((args, kwargs))
-
+    record_call = lambda module, args, kwargs: calls.append((args, kwargs))
     with torch.no_grad(), ExitStack() as hooks:
         for module in modules:
             hooks.enter_context(module.register_forward_pre_hook(record_call, prepend=True, with_kwargs=True))

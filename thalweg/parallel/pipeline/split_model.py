@@ -55,12 +55,18 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
         ValueError: the model has no list of blocks, runs them out of order or more than once,
             or uses a module both before and after them that is not a shared embedding.
     """
-    if uses_router_loss(model, batch):
+    by_config = getattr(getattr(model, "config", None), "output_router_logits", False)
+    if batch.get("output_router_logits", by_config):
         raise ValueError(
             f"{type(model).__name__} adds a loss over the routers of all blocks (output_router_logits), of "
             "which a stage has its own only: set output_router_logits to false in the model's config"
         )
-    name, blocks = _largest_module_list(model)
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList of blocks to cut between: write it as a PipelineModule"
+        )
+    name, blocks = max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
     prefix = f"{name}." if name else ""
     order: list[str] = []
     meta_model = copy_to_meta(model)
@@ -70,8 +76,18 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
         if is_block or (not inside and any(True for _ in module.parameters(recurse=False))):
             module.register_forward_pre_hook(lambda *_, key=key: order.append(key))
     returned: list[Any] = []
+
+    def check_chained(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A block must take the very tensor that the block before it returned."""
+        previous = (returned[-1][0] if isinstance(returned[-1], tuple) else returned[-1]) if returned else None
+        if returned and not any(value is previous for value in (*args, *kwargs.values())):
+            raise ValueError(
+                f"{type(model).__name__} computes something between its blocks {len(returned) - 1} and "
+                f"{len(returned)}, which no stage of a pipeline would do: write the model as a PipelineModule"
+            )
+
     for block in meta_model.get_submodule(name).children():
-        block.register_forward_pre_hook(partial(_check_chained, model, returned), with_kwargs=True)
+        block.register_forward_pre_hook(check_chained, with_kwargs=True)
         block.register_forward_hook(lambda _module, _args, output: returned.append(output))
     with torch.no_grad(), _MetaScalarMode():
         meta_model(**{key: v.to("meta") if isinstance(v, Tensor) else v for key, v in batch.items()})
@@ -93,26 +109,6 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
     costs = tuple(float(sum(p.numel() for p in block.parameters())) for block in blocks)
     num_extra_outputs = len(returned[0]) - 1 if isinstance(returned[0], tuple) else None
     return BlockLayout(name, len(blocks), tuple(entry_modules), tuple(exit_modules), num_extra_outputs, costs)
-
-
-def uses_router_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face model is to look at the choices of experts of all blocks at its end."""
-    by_config = getattr(getattr(model, "config", None), "output_router_logits", False)
-    return bool(batch.get("output_router_logits", by_config))
-
-
-def _check_chained(
-    model: nn.Module, returned: list[Any], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """A block must take the very tensor that the block before it returned."""
-    if not returned:
-        return
-    previous_output = returned[-1][0] if isinstance(returned[-1], tuple) else returned[-1]
-    if not any(value is previous_output for value in (*args, *kwargs.values())):
-        raise ValueError(
-            f"{type(model).__name__} computes something between its blocks {len(returned) - 1} and "
-            f"{len(returned)}, which no stage of a pipeline would do: write the model as a PipelineModule"
-        )
 
 
 def partition_blocks(
@@ -236,11 +232,11 @@ class SplitModelStages:
         assert isinstance(block_list, nn.ModuleList)
         local_ranges = [stage_ranges[stage] for stage in local_stages]
         self.blocks = PipelineBlocks(block_list, local_ranges, layout.num_extra_outputs)
-        _set_submodule(model, layout.list_name, self.blocks)
+        model.set_submodule(layout.list_name, self.blocks)
         for names, owning_stage in ((layout.entry_modules, 0), (layout.exit_modules, self._num_stages - 1)):
             for name in names if owning_stage not in local_stages else ():
                 if not any(name.startswith(f"{other}.") for other in names):
-                    _set_submodule(model, name, StubModule(model.get_submodule(name)))
+                    model.set_submodule(name, StubModule(model.get_submodule(name)))
         self._entry_modules = [model.get_submodule(name) for name in layout.entry_modules if 0 in local_stages]
         self._exit_modules = [
             model.get_submodule(name) for name in layout.exit_modules if self._num_stages - 1 in local_stages
@@ -294,17 +290,3 @@ class _MetaScalarMode(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()
         result = fake_grouped_mm(func.name(), args)
         return func(*args, **(kwargs or {})) if result is None else result
-
-
-def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, key = name.rpartition(".")
-    setattr(model.get_submodule(parent), key, module)
-
-
-def _largest_module_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if not lists:
-        raise ValueError(
-            f"{type(model).__name__} has no ModuleList of blocks to cut between: write it as a PipelineModule"
-        )
-    return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thalweg.parallel.sequence.batch_split import BatchSplitter, ForwardSignature, SequenceMeta, get_tokens
 from thalweg.parallel.sequence.loss import SequenceParallelLoss, mean_over_group
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, SequenceParallelAttention, install_attention
+from thalweg.utils.trees import map_tensors
 
 _LAYER_SIGNATURE = ForwardSignature([], is_hugging_face=False)
 
@@ -53,16 +54,12 @@ class LayerSequenceParallel:
         sequence_meta = self.attention.sequence_meta = SequenceMeta(tokens.shape[1])
         self.attention.verify_same_batch(tokens)
         length = sequence_meta.length
-        return self._splitter.local_batch(inputs, length), self._split_labels(labels, length)
 
-    def _split_labels(self, labels: Any, length: int) -> Any:
-        if isinstance(labels, Mapping):
-            return {key: self._split_labels(value, length) for key, value in labels.items()}
-        if isinstance(labels, tuple | list):
-            return type(labels)(self._split_labels(value, length) for value in labels)
-        if isinstance(labels, Tensor) and labels.dim() > 1 and labels.shape[1] == length:
-            return self._splitter.partition.local_tokens(labels)
-        return labels
+        def local_labels(labels: Tensor) -> Tensor:
+            by_token = labels.dim() > 1 and labels.shape[1] == length
+            return self._splitter.partition.local_tokens(labels) if by_token else labels
+
+        return self._splitter.local_batch(inputs, length), map_tensors(labels, local_labels)
 
     def loss_mode(self) -> SequenceParallelLoss:
         """A function mode, on while a loss is computed."""

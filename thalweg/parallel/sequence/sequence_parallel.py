@@ -46,7 +46,6 @@ from thalweg.ops.attention.intercept import (
 )
 from thalweg.parallel.comm_group import ParallelGroup
 from thalweg.parallel.sequence.batch_split import (
-    BatchSplitter,
     ForwardSignature,
     SequenceMeta,
     build_splitter,
@@ -244,22 +243,6 @@ def apply_sequence_parallel(
     else:
         install_attention(list(blocks) or [model], attention)
     splitter = build_splitter(model, attention.partition)
-    replace_forward(model, _split_batch_forward(model, attention, splitter, signature))
-    return attention
-
-
-def install_attention(blocks: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
-    """Let attention in ``blocks`` be over the sequences that ``attention`` knows of."""
-    if find_attention_configs(blocks):
-        _register_attention_interface(blocks, attention)
-    for block in blocks:
-        how = attention.attend_sdpa, lambda: attention.is_attending
-        replace_forward(block, intercepting_forward(type(block).forward, *how))
-
-
-def _split_batch_forward(
-    model: nn.Module, attention: SequenceParallelAttention, splitter: BatchSplitter, signature: ForwardSignature
-) -> Callable[..., Any]:
     inner, sp_group = type(model).forward, attention.groups.sp_group
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +264,17 @@ def _split_batch_forward(
             output = inner(self, **local_batch)
         return replace_loss_by_mean(output, sp_group)
 
-    return forward
+    replace_forward(model, forward)
+    return attention
+
+
+def install_attention(blocks: Sequence[nn.Module], attention: SequenceParallelAttention) -> None:
+    """Let attention in ``blocks`` be over the sequences that ``attention`` knows of."""
+    if find_attention_configs(blocks):
+        _register_attention_interface(blocks, attention)
+    for block in blocks:
+        how = attention.attend_sdpa, lambda: attention.is_attending
+        replace_forward(block, intercepting_forward(type(block).forward, *how))
 
 
 # Hugging Face's attention interface

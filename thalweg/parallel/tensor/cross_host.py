@@ -27,17 +27,11 @@ def warn_cross_host_groups(
     dist.all_reduce(max_hosts, op=dist.ReduceOp.MAX, group=world_group)
     num_hosts, size = int(max_hosts), dist.get_world_size(group)
     if num_hosts > 1 and dist.get_rank(world_group) == 0:
-        _log.warning("%s", cross_host_message(num_hosts, size, num_blocks, hidden_size))
+        # By the ring form of an all-reduce: 2(n-1)/n of it from each rank.
+        kib = 4 * num_blocks * hidden_size * 4 * 2 * (size - 1) / size / 1024
+        _log.warning(
+            f"tensor_parallel.autotp_size = {size}: a group of ranks that split each layer lies on {num_hosts} hosts, "
+            f"so each rank sends {kib:.1f} KiB a token and step (fp32, {num_blocks} blocks) over the network; "
+            f"ranks a host in multiples of {size}, or a size that divides them, keep it inside"
+        )
     return num_hosts
-
-
-def cross_host_message(num_hosts: int, group_size: int, num_blocks: int, hidden_size: int) -> str:
-    """The warning: bytes by the ring form of an all-reduce, 2(n-1)/n of it from each rank."""
-    num_bytes = 4 * num_blocks * hidden_size * 4 * 2 * (group_size - 1) / group_size
-    return (
-        f"tensor_parallel.autotp_size = {group_size}: a group of ranks that split each layer lies on {num_hosts} "
-        "hosts, so "
-        f"each rank sends {num_bytes / 1024:.1f} KiB a token and step (fp32, {num_blocks} blocks) over the "
-        "network; "
-        f"ranks a host in multiples of {group_size}, or a size that divides them, keep it inside"
-    )

@@ -47,25 +47,6 @@ class SharedRows:
     row_indices: tuple[int, ...] | None
 
 
-@dataclass(frozen=True)
-class TpContext:
-    """How activations run between split layers: whole on every rank."""
-
-    tp_group: ParallelGroup
-    name: str
-
-    def copy_to_region(self, x: Tensor) -> Tensor:
-        """A layer's input, whole."""
-        replicated = self.tp_group.copy_to_region(x, self.name)
-        self.tp_group.use_local_rng()
-        return replicated
-
-    def reduce_from_region(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """A layer's partial output, summed, and its bias added once."""
-        y = self.tp_group.reduce_from_region(x, self.name)
-        return y if bias is None else y + bias
-
-
 def matmul(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: str) -> Tensor:
     """``module``'s product with other tensors: an ``nn.Linear``'s, or a Conv1D's (weight (in, out))."""
     if _weight_is_transposed(module):
@@ -80,24 +61,27 @@ def _weight_is_transposed(module: nn.Module) -> bool:
     return not isinstance(module, nn.Linear)
 
 
-def column_parallel(tp_context: TpContext, kernels: str, shared_rows: SharedRows | None = None) -> ForwardFn:
+def column_parallel(
+    tp_group: ParallelGroup, name: str, kernels: str, shared_rows: SharedRows | None = None
+) -> ForwardFn:
     """Outputs cut: x (..., K) whole -> y (..., own part of N)."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        x = tp_context.copy_to_region(x)
+        x = tp_group.copy_to_region(x, name)
+        tp_group.use_local_rng()
         weight, bias = self.weight, self.bias
         if shared_rows is not None:
             dim = 1 if _weight_is_transposed(self) else 0
-            weight = _gather_shared_rows(weight, dim, shared_rows, tp_context)
-            bias = None if bias is None else _gather_shared_rows(bias, 0, shared_rows, tp_context)
+            weight = _gather_shared_rows(weight, dim, shared_rows, tp_group, name)
+            bias = None if bias is None else _gather_shared_rows(bias, 0, shared_rows, tp_group, name)
         return matmul(self, x, weight, bias, kernels)
 
     return forward
 
 
-def _gather_shared_rows(local: Tensor, dim: int, shared_rows: SharedRows, tp_context: TpContext) -> Tensor:
+def _gather_shared_rows(local: Tensor, dim: int, shared_rows: SharedRows, tp_group: ParallelGroup, name: str) -> Tensor:
     tail = local.narrow(dim, shared_rows.num_exclusive, local.size(dim) - shared_rows.num_exclusive)
-    rows = gather_params(tail, dim, list(shared_rows.tail_sizes), tp_context.tp_group, tp_context.name)
+    rows = gather_params(tail, dim, list(shared_rows.tail_sizes), tp_group, name)
     if shared_rows.row_indices is not None:
         rows = rows.index_select(dim, torch.tensor(shared_rows.row_indices, device=local.device))
     return (
@@ -105,11 +89,12 @@ def _gather_shared_rows(local: Tensor, dim: int, shared_rows: SharedRows, tp_con
     )
 
 
-def row_parallel(tp_context: TpContext, kernels: str) -> ForwardFn:
+def row_parallel(tp_group: ParallelGroup, name: str, kernels: str) -> ForwardFn:
     """Inputs cut: x (..., own part of K) -> y (..., N) whole, the bias added once."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return tp_context.reduce_from_region(matmul(self, x, self.weight, None, kernels), self.bias)
+        y = tp_group.reduce_from_region(matmul(self, x, self.weight, None, kernels), name)
+        return y if self.bias is None else y + self.bias
 
     return forward
 
@@ -125,9 +110,8 @@ def adapter_dropout(tp_group: ParallelGroup, is_part: bool) -> ForwardFn:
     return forward
 
 
-def vocab_parallel_embedding(tp_context: TpContext, spec: ShardSpec) -> ForwardFn:
+def vocab_parallel_embedding(tp_group: ParallelGroup, name: str, spec: ShardSpec) -> ForwardFn:
     """Rows cut by vocabulary: ids of other ranks give zeros here, and the sum is the embedding."""
-    tp_group = tp_context.tp_group
     start, stop = spec.spans[tp_group.rank][0]
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -135,18 +119,17 @@ def vocab_parallel_embedding(tp_context: TpContext, spec: ShardSpec) -> ForwardF
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < stop else None
         embedded = F.embedding(torch.where(is_local, input - start, 0), self.weight, local_padding)
-        return tp_group.reduce_from_region(embedded * is_local.unsqueeze(-1), tp_context.name)
+        return tp_group.reduce_from_region(embedded * is_local.unsqueeze(-1), name)
 
     return forward
 
 
-def vocab_parallel_head(tp_context: TpContext, kernels: str, spec: ShardSpec) -> ForwardFn:
+def vocab_parallel_head(tp_group: ParallelGroup, name: str, kernels: str, spec: ShardSpec) -> ForwardFn:
     """Outputs cut by vocabulary: the logits stay cut, under their logical shape."""
-    tp_group = tp_context.tp_group
     sizes = [spec.local_size(rank) for rank in range(tp_group.size)]
 
     def forward(self: Any, input: Tensor) -> VocabParallelLogits:
-        replicated = tp_group.copy_to_region(input, tp_context.name)
+        replicated = tp_group.copy_to_region(input, name)
         local = matmul(self, replicated, self.weight, self.bias, kernels)
         tp_group.reset()
         return VocabParallelLogits(local, tp_group, sizes)
@@ -185,15 +168,15 @@ class _ForwardOnly(nn.Module):
         return self._forward(self.module, *args, **kwargs)
 
 
-def expert_tensor_parallel(module: nn.Module, tp_context: TpContext) -> ForwardFn:
+def expert_tensor_parallel(module: nn.Module, tp_group: ParallelGroup, name: str) -> ForwardFn:
     """A set of experts whose inner width is cut: (hidden, indices, weights) -> hidden."""
     inner = type(module).forward
 
     def forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        replicated = tp_context.tp_group.copy_to_region(hidden, tp_context.name)
-        weights = tp_context.tp_group.copy_to_region(top_k_weights, tp_context.name)
-        tp_context.tp_group.use_local_rng()
-        return tp_context.tp_group.reduce_from_region(inner(self, replicated, top_k_index, weights), tp_context.name)
+        replicated = tp_group.copy_to_region(hidden, name)
+        weights = tp_group.copy_to_region(top_k_weights, name)
+        tp_group.use_local_rng()
+        return tp_group.reduce_from_region(inner(self, replicated, top_k_index, weights), name)
 
     return forward
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import nn
 
 from thalweg.config.schema.parallel import TPLayerSpec
-from thalweg.parallel.shard_spec import ShardSpec, aligned_spec, contiguous_spec, fused_spec
+from thalweg.parallel.shard_spec import ShardSpec, aligned_spec, contiguous_spec, sections_spec
 from thalweg.parallel.tensor.families import HEAD_ROLES, LOCAL_ATTRIBUTES, Family, get_family
 from thalweg.parallel.tensor.heads import (
     AttentionHeads,
@@ -75,18 +75,19 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
     Raises:
         ValueError: the model has fewer heads than ranks.
     """
-    family, hf_rules = get_family(model), _hf_tp_rules(model)
+    family, config = get_family(model), getattr(model, "config", None)
+    own_plan = getattr(config, "base_model_tp_plan", None) or {}
+    hf_rules = {key: value for key, value in own_plan.items() if isinstance(value, str)}
     if family is None and not hf_rules:
         return None
-    config = getattr(model, "config", None)
     heads = heads_from_config(config)
     is_interleaved = family is not None and "gqa_interleaved" in family.rules.values()
     assignment = None if heads is None else assign_heads(heads, world_size, is_interleaved)
+    block = _scale_block(model)
     if family is not None and assignment is not None:
         model_type = getattr(config, "model_type", type(model).__name__)
         plan = TpPlan(f"the {model_type} family", head_assignment=assignment)
         attention: dict[str, None] = {}
-        block = _scale_block(model)
         for name, module in model.named_modules():
             role = next((role for end, role in family.rules.items() if f".{name}".endswith(f".{end}")), None)
             if role is not None:
@@ -98,7 +99,36 @@ def build_tp_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None
             plan.per_head_args = dict.fromkeys(attention, family.per_head_args)
     elif hf_rules:
         plan = TpPlan(f"the plan of {type(model).__name__}", head_assignment=assignment)
-        _apply_hf_rules(plan, model, hf_rules, assignment, world_size, rank)
+        base = getattr(model, "base_model_prefix", "")
+        prefix = f"{base}." if base and hasattr(model, base) else ""
+        if hasattr(model, "peft_config"):
+            prefix = f"base_model.model.{prefix}"
+        patterns = {
+            re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role
+            for key, role in hf_rules.items()
+        }
+
+        def get_role(name: str) -> str | None:
+            return next((role for pattern, role in patterns.items() if pattern.match(name)), None)
+
+        for name, module in model.named_modules():
+            role = get_role(name)
+            if role is None:
+                continue
+            if role == "moe_tp_experts":
+                plan.layers[name] = LayerPlan("experts", dict(_expert_specs(name, module, get_role, world_size)))
+                continue
+            mapped_role = _HF_ROLES.get(role)
+            if mapped_role is None:
+                raise UnshardableModelError(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
+            if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
+                mapped_role = _per_head_role(module, mapped_role, assignment.heads)
+            assert assignment is not None or mapped_role in ("column", "row", "gate_up_fused", "grad_all_reduce")
+            by_heads = assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size)
+            plan.layers |= _plan_layers(name, module, mapped_role, by_heads, world_size, rank, block)
+        if assignment is not None:
+            parents = dict.fromkeys(name.rpartition(".")[0] for name in plan.layers if "attn" in name)
+            _add_local_attributes(plan, model, parents, LOCAL_ATTRIBUTES, rank)
     else:
         return None
     add_vocab_parallel(plan, model, world_size)
@@ -244,12 +274,6 @@ def _weight_specs(name: str, module: nn.Module, spec: ShardSpec) -> dict[str, Sh
     }
 
 
-def sections_spec(dim: int, sizes: Sequence[int], world_size: int, block: int = 1) -> ShardSpec:
-    """Fused sections one behind the other, each cut evenly."""
-    sections = [aligned_spec(dim, size, world_size, block).spans for size in sizes]
-    return fused_spec(dim, sizes, [[spans[rank][0] for spans in sections] for rank in range(world_size)])
-
-
 def _check_size(name: str, spec: ShardSpec, size: int) -> ShardSpec:
     if spec.size != size:
         raise UnshardableModelError(
@@ -298,51 +322,6 @@ _HF_ROLES = {"colwise": "column", "colwise_rep": "column", "rowwise": "row", "ro
 _HF_ROLES |= {"packed_colwise": "gate_up_fused", "replicated_with_grad_allreduce": "grad_all_reduce"}
 
 
-def _hf_tp_rules(model: nn.Module) -> dict[str, str]:
-    config = getattr(model, "config", None)
-    rules = dict(getattr(config, "base_model_tp_plan", None) or {})
-    return {key: value for key, value in rules.items() if isinstance(value, str)}
-
-
-def _apply_hf_rules(
-    plan: TpPlan,
-    model: nn.Module,
-    rules: Mapping[str, str],
-    assignment: HeadAssignment | None,
-    world_size: int,
-    rank: int,
-) -> None:
-    base, block = getattr(model, "base_model_prefix", ""), _scale_block(model)
-    prefix = f"{base}." if base and hasattr(model, base) else ""
-    if hasattr(model, "peft_config"):
-        prefix = f"base_model.model.{prefix}"
-    patterns = {
-        re.compile("^" + re.escape(prefix + key).replace(r"\*", r"[^.]+") + "$"): role for key, role in rules.items()
-    }
-
-    def get_role(name: str) -> str | None:
-        return next((role for pattern, role in patterns.items() if pattern.match(name)), None)
-
-    for name, module in model.named_modules():
-        role = get_role(name)
-        if role is None:
-            continue
-        if role == "moe_tp_experts":
-            plan.layers[name] = LayerPlan("experts", dict(_expert_specs(name, module, get_role, world_size)))
-            continue
-        mapped_role = _HF_ROLES.get(role)
-        if mapped_role is None:
-            raise UnshardableModelError(f"{name}: the model's own plan calls it {role!r}, which is not built yet")
-        if mapped_role in ("column", "row") and assignment is not None and "attn" in name.rpartition(".")[0]:
-            mapped_role = _per_head_role(module, mapped_role, assignment.heads)
-        assert assignment is not None or mapped_role in ("column", "row", "gate_up_fused", "grad_all_reduce")
-        by_heads = assignment or assign_heads(AttentionHeads(world_size, world_size, 1), world_size)
-        plan.layers |= _plan_layers(name, module, mapped_role, by_heads, world_size, rank, block)
-    if assignment is not None:
-        attention = dict.fromkeys(name.rpartition(".")[0] for name in plan.layers if "attn" in name)
-        _add_local_attributes(plan, model, attention, LOCAL_ATTRIBUTES, rank)
-
-
 def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     """The role in whole heads that a linear layer of attention has by its width."""
     weight = _get_weight(getattr(module, "base_layer", module))
@@ -351,9 +330,7 @@ def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     if role == "row":
         return "out" if in_features == heads.num_heads * heads.head_dim else role
     query_width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    role_by_width = {query_width: "query", kv_width: "key_value", 3 * query_width: "qkv_interleaved"}
-    if heads.num_heads == heads.num_kv_heads:
-        role_by_width[heads.num_heads * heads.head_dim] = "query"
+    role_by_width = {kv_width: "key_value", query_width: "query", 3 * query_width: "qkv_interleaved"}
     return role_by_width.get(out_features, role)
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thalweg.comm.error_agreement import all_ranks_or_raise
 from thalweg.config.schema.parallel import TPPartition
 from thalweg.deferred_init.context import has_meta_tensors, materialize_module
 from thalweg.deferred_init.op_graph import is_meta
@@ -46,9 +47,9 @@ from thalweg.parallel.shard_spec import ShardSpec
 from thalweg.parallel.tensor import layers
 from thalweg.parallel.tensor.auto_plan.infer_plan import infer_plan
 from thalweg.parallel.tensor.dummy_inputs import make_dummy_inputs
-from thalweg.parallel.tensor.layers import TpContext, replace_forward
+from thalweg.parallel.tensor.layers import replace_forward
 from thalweg.parallel.tensor.parity_check import check_parity, run_for_parity
-from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, UnshardableModelError, apply_layer_specs, build_tp_plan
+from thalweg.parallel.tensor.plan import TpPlan, UnshardableModelError, apply_layer_specs, build_tp_plan
 from thalweg.parallel_dims import control_group
 from thalweg.utils.log import get_logger
 from thalweg.zero.tp_layout import TensorParallelLayout
@@ -135,12 +136,9 @@ def _agree_on_plan(
     Raises:
         ValueError: a rank found no plan, or another one; the message names the rank and the first such layer.
     """
-    plan, error = None, None
-    try:
-        plan = _build_plan(model, tp_group, partition)
-    except Exception as caught:
-        error = caught
-    found: Any = str(error) if plan is None else plan.describe()
+    build = partial(_build_plan, model, tp_group, partition)
+    plan = all_ranks_or_raise(build, "a tensor-parallel plan", world_group)
+    found: Any = plan.describe()
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     gathered = [own.clone() for _ in range(dist.get_world_size(world_group))]
@@ -148,11 +146,7 @@ def _agree_on_plan(
     by_rank: list[Any] = [found] * len(gathered)
     if not all(torch.equal(gathered[0], other) for other in gathered):
         dist.all_gather_object(by_rank, found, group=world_group)
-    if error is not None:
-        raise error
     for rank, other in enumerate(by_rank):
-        if isinstance(other, str):
-            raise UnshardableModelError(f"rank {rank} has no tensor-parallel plan: {other}")
         if other != by_rank[0]:
             first = by_rank[0]
             name = next(name for name in sorted(first | other) if first.get(name) != other.get(name))
@@ -161,7 +155,6 @@ def _agree_on_plan(
                 f"{other.get(name, 'whole')} on rank {rank}, {first.get(name, 'whole')} on rank 0; run the same "
                 "versions on all ranks, or set tensor_parallel.autotp_size to 1"
             )
-    assert plan is not None
     return plan
 
 
@@ -175,10 +168,8 @@ def broadcast_model(model: nn.Module, world_group: dist.ProcessGroup) -> None:
 
 def _broadcast(tensor: Tensor, world_group: dist.ProcessGroup | None) -> None:
     """Overwrite ``tensor`` with that of rank 0 of ``world_group`` (None: of the job)."""
-    root = 0 if world_group is None else dist.get_global_rank(world_group, 0)
-    group = control_group(world_group, tensor.device)
-    value = tensor.contiguous()
-    dist.broadcast(value.view(-1).view(torch.uint8), src=root, group=group)  # gloo knows few dtypes
+    group, value = control_group(world_group, tensor.device), tensor.contiguous()
+    dist.broadcast(value.view(-1).view(torch.uint8), group_src=0, group=group)  # gloo knows few dtypes
     if value is not tensor:
         tensor.copy_(value)
 
@@ -237,7 +228,23 @@ def _replace_parameters(
 def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, kernels: str) -> None:
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
-        forward = _make_forward(module, layer, TpContext(tp_group, name), kernels)
+        own_kernels = "torch" if hasattr(module, "parametrizations") else kernels  # a weight in few bits is F.linear's
+        forward: layers.ForwardFn | None = None
+        match layer.kind:
+            case "column":
+                forward = layers.column_parallel(tp_group, name, own_kernels, layer.shared_rows)
+            case "row":
+                forward = layers.row_parallel(tp_group, name, own_kernels)
+            case "embedding":
+                forward = layers.vocab_parallel_embedding(tp_group, name, layer.shard_specs["weight"])
+            case "head":
+                forward = layers.vocab_parallel_head(tp_group, name, own_kernels, layer.shard_specs["weight"])
+            case "grad_all_reduce":
+                forward = layers.with_grad_all_reduce(module, tp_group, name)
+            case "whole_dropout" | "part_dropout":
+                forward = layers.adapter_dropout(tp_group, layer.kind == "part_dropout")
+            case "experts":
+                forward = layers.expert_tensor_parallel(module, tp_group, name)
         if forward is not None:
             replace_forward(module, forward)
     for name, values in plan.local_attributes.items():
@@ -254,38 +261,14 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
         replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
 
 
-def _make_forward(module: nn.Module, layer: LayerPlan, tp_context: TpContext, kernels: str) -> layers.ForwardFn | None:
-    if hasattr(module, "parametrizations"):
-        kernels = "torch"  # a weight in few bits is F.linear's
-    match layer.kind:
-        case "column":
-            return layers.column_parallel(tp_context, kernels, layer.shared_rows)
-        case "row":
-            return layers.row_parallel(tp_context, kernels)
-        case "embedding":
-            return layers.vocab_parallel_embedding(tp_context, layer.shard_specs["weight"])
-        case "head":
-            return layers.vocab_parallel_head(tp_context, kernels, layer.shard_specs["weight"])
-        case "grad_all_reduce":
-            return layers.with_grad_all_reduce(module, tp_context.tp_group, tp_context.name)
-        case "whole_dropout" | "part_dropout":
-            return layers.adapter_dropout(tp_context.tp_group, layer.kind == "part_dropout")
-        case "experts":
-            return layers.expert_tensor_parallel(module, tp_context)
-    return None
-
-
 def has_dropout(model: nn.Module) -> bool:
     """Whether split layers may draw random numbers: some dropout probability is above zero."""
-    return any(probability > 0 for probability in _dropout_probabilities(model))
-
-
-def _dropout_probabilities(model: nn.Module) -> Iterator[float]:
     for module in model.modules():
         for key, value in vars(module).items():
             is_dropout_p = key == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
-            if (is_dropout_p or "dropout" in key or "drop_p" in key) and isinstance(value, float):
-                yield value
+            if (is_dropout_p or "dropout" in key or "drop_p" in key) and isinstance(value, float) and value > 0:
+                return True
+    return False
 
 
 def sync_rng(tp_group: ParallelGroup) -> None:
@@ -293,6 +276,5 @@ def sync_rng(tp_group: ParallelGroup) -> None:
     host, accelerator = get_rng_state()
     for state in (host, accelerator):
         if state is not None:
-            group = control_group(tp_group.process_group)
-            dist.broadcast(state, src=dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(state, group_src=0, group=control_group(tp_group.process_group))
     set_rng_state((host, accelerator))

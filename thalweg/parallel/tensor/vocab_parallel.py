@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from thalweg.ops._torch_private import METADATA_OPS
+from thalweg.ops.losses import leading_shape, leaves_last_dim
 from thalweg.parallel.comm_group import ParallelGroup, gather_from_region
 
 _LEDGER_NAME = "vocabulary"
@@ -88,41 +89,24 @@ def _vocab_parallel_result(
     func: Callable[..., Any], logits: VocabParallelLogits, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     """The result in a 1-tuple where the vocabulary stays as it is; None where it must be whole."""
-    local, size = logits.local, logits.shape[-1]
+    local = logits.local
     if func in _LOCAL_OPS:
         return (func(local, *rest, **kwargs),)
     if func in _SHAPE_PRESERVING_OPS and not any(isinstance(value, Tensor) for value in rest):
         return (logits._with_local(func(local, *rest, **kwargs)),)
     if func in _SCALAR_OPS and len(rest) == 1 and not isinstance(rest[0], Tensor):
         return (logits._with_local(func(local, *rest, **kwargs)),)
-    if func in (Tensor.view, Tensor.reshape, torch.reshape):
-        shape = list(rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple | torch.Size) else rest)
-        if shape and all(isinstance(n, int) for n in shape) and shape[-1] == size:
-            return (logits._with_local(local.reshape(*shape[:-1], local.shape[-1])),)
-        return None
-    if func in (Tensor.flatten, torch.flatten):
-        dims = (*rest, *kwargs.values())
-        if len(dims) == 2 and dims[1] % local.dim() < local.dim() - 1:
-            return (logits._with_local(local.flatten(*rest, **kwargs)),)
-        return None
+    if func in (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten):
+        shape = leading_shape(func, logits, rest, kwargs)
+        return None if shape is None else (logits._with_local(local.reshape(*shape, local.shape[-1])),)
     if func in (Tensor.index_select, torch.index_select) and rest[:1] == (0,) and local.dim() > 1:
         return (logits._with_local(local.index_select(*rest)),)
-    if func is Tensor.__getitem__ and _preserves_last_dim(rest[0], local.dim()):
+    if func is Tensor.__getitem__ and leaves_last_dim(rest[0], local.dim()):
         return (logits._with_local(local[rest[0]]),)
     if func is F.cross_entropy:
         loss = _sharded_cross_entropy(logits, *rest, **kwargs)
         return None if loss is None else (loss,)
     return None
-
-
-def _preserves_last_dim(index: Any, dim: int) -> bool:
-    """Whether an index of slices and integers does not touch the last dim."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if not all(isinstance(item, int | slice) or item is Ellipsis for item in items):
-        return False
-    if Ellipsis in items:
-        return items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None))
-    return len(items) < dim or items[-1] == slice(None)
 
 
 def _materialize(tree: Any) -> Any:
@@ -142,7 +126,8 @@ def _sharded_cross_entropy(
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     if not plain or target.is_floating_point() or logits.dim() != 2 or target.dim() != 1:
         return None
-    losses = vocab_parallel_cross_entropy(logits.local, target, logits.shard_sizes, logits.tp_group, ignore_index)
+    start = sum(logits.shard_sizes[: logits.tp_group.rank])
+    losses: Any = _VocabParallelCrossEntropy.apply(logits.local, target, start, logits.tp_group, ignore_index)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -162,7 +147,10 @@ def vocab_parallel_entropy(logits: VocabParallelLogits) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """-log softmax at the target, of logits cut along their last dim; N tokens."""
+    """-log softmax at the target of each token (N,), in nats, fp32 or wider; 0 where that is ``ignore_index``.
+
+    ``local`` (N, own part of V), from ``start`` on; ``target`` (N,) of logical indices, equal on all ranks.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -190,13 +178,3 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if grad.shape[-1]:
             grad.scatter_add_(1, column[:, None], torch.where(in_shard, -scale, 0.0)[:, None])
         return grad.to(ctx.dtype), None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    local: Tensor, target: Tensor, shard_sizes: list[int], tp_group: ParallelGroup, ignore_index: int = -100
-) -> Tensor:
-    """Cross-entropy of each token (N,), in nats, fp32 or wider; 0 where the target is ``ignore_index``.
-
-    ``local`` (N, own part of V), ``target`` (N,) of logical indices, equal on all ranks.
-    """
-    return _VocabParallelCrossEntropy.apply(local, target, sum(shard_sizes[: tp_group.rank]), tp_group, ignore_index)  # type: ignore[return-value]

@@ -32,7 +32,7 @@ class AsyncReduction:
 
     def __init__(self) -> None:
         self._pending: list[Future[None]] = []
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="thalweg-reduce")  # starts no thread yet
         self._callback_queued = False
 
     def make_try_submit(self, group: FSDPGroupHandle, output_dtype: torch.dtype) -> TrySubmit:
@@ -54,8 +54,6 @@ class AsyncReduction:
         """Run ``work`` after what was submitted before; waits while as many are unfinished as may be."""
         while len(self._pending) >= _MAX_PENDING:
             self._pending.pop(0).result()
-        if self._executor is None:  # at first use, so that a fork before it is harmless
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="thalweg-reduce")
         # Grad mode belongs to a thread: this one has never left the default.
         self._pending.append(self._executor.submit(torch.no_grad()(work)))
 
@@ -69,7 +67,5 @@ class AsyncReduction:
 
     def close(self) -> None:
         """End the thread, after what it is at."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
+        self._executor.shutdown(wait=True, cancel_futures=True)
         self._pending = []

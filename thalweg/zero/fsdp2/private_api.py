@@ -726,28 +726,23 @@ def reset_iteration_state(root: Any) -> None:
     kept = [(tensor, tensor.grad) for group in groups for param in group.params for tensor in param.grad_owners]
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
-    else:
-        _reset_iteration_state(root, groups)
+    else:  # the same; without, the next backward passes queue no callback for their end
+        state = root._get_fsdp_state()
+        context, comm_ctx = state._state_ctx, state._comm_ctx
+        for group in groups:
+            inner = group._inner
+            inner.finalize_backward()  # waits for what is under way
+            inner._partial_reduce_output = None
+            inner._training_state = type(inner._training_state).IDLE
+            inner._to_sharded()
+        comm_ctx.post_forward_order.clear()
+        comm_ctx.reduce_scatter_state = comm_ctx.all_gather_state = None
+        for each in context.all_states:
+            each._modules_to_run_forward.clear()
+            each._training_state = type(each._training_state).IDLE
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
     for tensor, grad in kept:  # which torch 2.15 forgets
         tensor.grad = grad
-
-
-def _reset_iteration_state(root: Any, groups: Sequence[FSDPGroupHandle]) -> None:
-    """What torch 2.13 does for itself.  Without, the next backward passes queue no callback for their end."""
-    state = root._get_fsdp_state()
-    context, comm_ctx = state._state_ctx, state._comm_ctx
-    for group in groups:
-        inner = group._inner
-        inner.finalize_backward()  # waits for what is under way
-        inner._partial_reduce_output = None
-        inner._training_state = type(inner._training_state).IDLE
-        inner._to_sharded()
-    comm_ctx.post_forward_order.clear()
-    comm_ctx.reduce_scatter_state = comm_ctx.all_gather_state = None
-    for each in context.all_states:
-        each._modules_to_run_forward.clear()
-        each._training_state = type(each._training_state).IDLE
-    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
 
 
 def is_in_backward() -> bool:

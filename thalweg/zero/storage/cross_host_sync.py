@@ -83,7 +83,12 @@ class CrossHostSync:
             self._pending.update(name for name in self._versions)
             self._updated = False
         updates = [self._choose_encoding(store) for store in storages]
-        self._agree_on_encodings(updates)
+        encodings = torch.tensor([parcel.encoding for parcel in updates], dtype=torch.uint8)
+        dist.all_reduce(encodings, op=dist.ReduceOp.MAX, group=self._group)
+        for parcel, encoding in zip(updates, encodings.tolist(), strict=True):
+            if encoding != parcel.encoding:
+                parcel.payload = None
+            parcel.encoding = encoding
         full = sum(parcel.storage.spec.unsharded_bytes for parcel in updates if parcel.encoding != UNCHANGED)
         with self._ledger.timed(
             "all_gather", "parameters", "both", full_bytes=full, world_size=self._world_size
@@ -92,8 +97,14 @@ class CrossHostSync:
             for bucket in iter_buckets(sent_updates, lambda one: _get_payload_format(one).num_bytes, _BUCKET_BYTES):
                 sent = torch.cat([self._build_payload(parcel) for parcel in bucket])
                 received = all_gather_payloads(sent, self._hosts.inter_host_group, self._hosts.num_hosts)
+                lengths = [_get_payload_format(one).num_bytes for one in bucket]
                 for rank, row in zip(self._peer_ranks, received, strict=True):
-                    self._apply_updates(bucket, rank, row)
+                    for update, payload in zip(bucket, row.split(lengths), strict=True):
+                        rows, shard = update.storage.get_rank_rows(rank), update.storage.shard
+                        if rank == self._rank and update.encoding == RAW and rows.data_ptr() == shard.data_ptr():
+                            continue  # the shard is its rows
+                        add = update.encoding == DELTA
+                        _get_payload_format(update).unpack(payload, rows.view(-1), add=add)
                 call.add_bytes(*self._hosts.inter_host_topology.ring_bytes(sent.numel()))
         for store in storages:
             self._versions[store.spec.name] = store.version()
@@ -120,14 +131,6 @@ class CrossHostSync:
             else _ParamUpdate(storage, QUANTIZED)
         )
 
-    def _agree_on_encodings(self, updates: list[_ParamUpdate]) -> None:
-        encodings = torch.tensor([parcel.encoding for parcel in updates], dtype=torch.uint8)
-        dist.all_reduce(encodings, op=dist.ReduceOp.MAX, group=self._group)
-        for parcel, encoding in zip(updates, encodings.tolist(), strict=True):
-            if encoding != parcel.encoding:
-                parcel.payload = None
-            parcel.encoding = encoding
-
     def _build_payload(self, update: _ParamUpdate) -> Tensor:
         if update.payload is not None:
             return update.payload
@@ -138,16 +141,6 @@ class CrossHostSync:
         payload = torch.empty(payload_format.num_bytes, dtype=torch.uint8)
         payload_format.pack(values, payload)
         return payload
-
-    def _apply_updates(self, bucket: list[_ParamUpdate], rank: int, row: Tensor) -> None:
-        byte_start = 0
-        for update in bucket:
-            payload_format, rows = _get_payload_format(update), update.storage.get_rank_rows(rank)
-            payload = row[byte_start : byte_start + payload_format.num_bytes]
-            byte_start += payload_format.num_bytes
-            if rank == self._rank and update.encoding == RAW and rows.data_ptr() == update.storage.shard.data_ptr():
-                continue  # the shard is its rows
-            payload_format.unpack(payload, rows.view(-1), add=update.encoding == DELTA)
 
 
 def _get_payload_format(update: _ParamUpdate) -> PayloadFormat:

@@ -276,7 +276,13 @@ class Pager:
         self._num_barriers += 1
         self._next_unit[self._recent] = name
         self._recent = (self._recent[1], name)
-        self._prefetch_next()
+        # Follow the learnt order while there is room.
+        recent = self._recent
+        for _ in range(max(1, (self.max_units - 1) // 2)):
+            if not (following := self._next_unit.get(recent, "")):
+                break
+            self.prefetch(following)
+            recent = (recent[1], following)
 
     def release(self, name: str) -> None:
         """The unit's modules hold the shards again."""
@@ -334,16 +340,6 @@ class Pager:
         for unit in sorted(evictable, key=lambda unit: unit.last_use)[: max(0, excess)]:
             self._evict(unit)
         return max_idle >= 0 and len(evictable) >= excess
-
-    def _prefetch_next(self) -> None:
-        """Follow the learnt order while there is room."""
-        recent = self._recent
-        for _ in range(max(1, (self.max_units - 1) // 2)):
-            name = self._next_unit.get(recent, "")
-            if not name:
-                return
-            self.prefetch(name)
-            recent = (recent[1], name)
 
 
 @dataclass(frozen=True)
@@ -438,14 +434,84 @@ def build_param_paging(
     Raises:
         ValueError: on all ranks, if one of them cannot make its swap file.
     """
-    where = rank, storage_kind, arena
+
+    def page_units() -> ParamPaging | None:
+        """The paging of the units (or the root) that do not stay in memory, or None."""
+        section, names = zero.offload_param, [*resident_modules, *units]
+        specs_by_unit = dict[str, list[ParamSpec]]()
+        for name, spec in param_specs.items():
+            unit = next((key for key in names if name.startswith(f"{key}.")), "")
+            specs_by_unit.setdefault(unit, []).append(spec)
+        paged = select_paged_units(specs_by_unit, section, resident_modules)
+        if not paged:
+            return None
+        packed_bytes = {name: sum(map(_packed_bytes, specs_by_unit[name])) for name in paged}
+        file_bytes = {
+            name: packed_bytes[name]
+            + sum(_master_bytes(spec) for spec in specs_by_unit[name] if spec.master_dtype != spec.compute_dtype)
+            for name in paged
+        }
+        swap, ring = _make_swap_file(section.nvme_path, sum(file_bytes.values()))
+        # Units begin on huge pages, so that these stay whole as they go from one unit to another.
+        memory = EvictableMemory(sum(round_up(size, HUGE_PAGE) for size in packed_bytes.values()), align=HUGE_PAGE)
+        storages: dict[str, PagedShardStorage] = {}
+        paged_units = []
+        for name in paged:
+            base, start = swap.allocate(file_bytes[name]), memory.allocate(packed_bytes[name])
+            rows, offset, next_master = [], 0, base + packed_bytes[name]
+            for spec in specs_by_unit[name]:
+                packed_shard = memory.tensor(start + offset, spec.padded_shape, spec.compute_dtype)
+                unsharded, dest_rows = None, None
+                if storage_kind == "private":
+                    # A tensor of its own over the packed bytes: refreshing those is no change to a parameter.
+                    unsharded = memory.tensor(start + offset, spec.shape, spec.compute_dtype)
+                elif storage_kind == "shared":
+                    assert arena is not None
+                    arena_offset = arena.reserve(spec.unsharded_bytes)
+                    unsharded, dest_rows = view_unsharded(spec, rank, arena, arena_offset)
+                    rows.append((arena_offset + rank * dest_rows.nbytes, dest_rows.nbytes))
+                master_offset, compute_offset = base + offset, None
+                if spec.master_dtype != spec.compute_dtype:
+                    master_offset, compute_offset = next_master, base + offset
+                    next_master += _master_bytes(spec)
+                storages[spec.name] = PagedShardStorage(
+                    spec, rank, swap, ring, master_offset, unsharded, packed_shard, dest_rows, compute_offset
+                )
+                offset += _packed_bytes(spec)
+            params = [storages[spec.name] for spec in specs_by_unit[name]]
+            unit = PagedUnit(name, swap, memory, base, start, packed_bytes[name], params)
+            if arena is not None and rows:
+                unit.release_dest_pages = partial(_release_pages, arena, rows)
+            paged_units.append(unit)
+        barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
+        return ParamPaging(swap, Pager(paged_units, section.buffer_count, barrier), storages)
+
+    def keep_masters() -> ParamPaging | None:
+        """The swap file with the masters of ``param_specs``, whose units stay in memory; None where there are none, or
+        no compute copy."""
+        master_specs = [
+            spec
+            for spec in param_specs.values()
+            if spec.requires_grad and spec.master_dtype != spec.compute_dtype and prod(spec.padded_shape) > 0
+        ]
+        if not master_specs or storage_kind == "wire":
+            return None
+        swap, ring = _make_swap_file(zero.offload_optimizer.nvme_path, sum(map(_master_bytes, master_specs)))
+        storages: dict[str, PagedShardStorage] = {}
+        for spec in master_specs:
+            if storage_kind == "shared":
+                assert arena is not None
+                unsharded, rows = view_unsharded(spec, rank, arena, arena.reserve(spec.unsharded_bytes))
+            else:
+                unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
+            storages[spec.name] = NvmeMasterStorage(spec, rank, swap, ring, unsharded, rows)
+        return ParamPaging(swap, Pager((), 2), storages)
+
     if zero.offload_param.device == "nvme":
-        build = partial(_build_unit_paging, param_specs, [*resident_modules, *units], zero, resident_modules, *where)
-    elif zero.offload_optimizer.device == "nvme" and not several_hosts:
-        build = partial(_build_nvme_masters, param_specs, zero, *where)
-    else:
-        return None
-    return all_ranks_or_raise(build, "a swap file for its parameters", group)
+        return all_ranks_or_raise(page_units, "a swap file for its parameters", group)
+    if zero.offload_optimizer.device == "nvme" and not several_hosts:
+        return all_ranks_or_raise(keep_masters, "a swap file for its parameters", group)
+    return None
 
 
 def _make_swap_file(folder: str | None, num_bytes: int) -> tuple[SwapFile, BufferRing]:
@@ -456,65 +522,6 @@ def _make_swap_file(folder: str | None, num_bytes: int) -> tuple[SwapFile, Buffe
     """
     swap = SwapFile(folder or "", num_bytes, capacity=num_bytes + MAX_SWAP_BYTES)
     return swap, BufferRing(2, WRITE_CHUNK_BYTES)
-
-
-def _build_unit_paging(
-    param_specs: dict[str, ParamSpec],
-    names: Sequence[str],
-    zero: ZeroOptimization,
-    resident_modules: Sequence[str],
-    rank: int,
-    storage_kind: StorageKind,
-    arena: SharedMemoryArena | None,
-) -> ParamPaging | None:
-    """The paging of the units (of ``names``, or the root) that do not stay in memory, or None."""
-    section, specs_by_unit = zero.offload_param, dict[str, list[ParamSpec]]()
-    for name, spec in param_specs.items():
-        unit = next((key for key in names if name.startswith(f"{key}.")), "")
-        specs_by_unit.setdefault(unit, []).append(spec)
-    paged = select_paged_units(specs_by_unit, section, resident_modules)
-    if not paged:
-        return None
-    packed_bytes = {name: sum(map(_packed_bytes, specs_by_unit[name])) for name in paged}
-    file_bytes = {
-        name: packed_bytes[name]
-        + sum(_master_bytes(spec) for spec in specs_by_unit[name] if spec.master_dtype != spec.compute_dtype)
-        for name in paged
-    }
-    swap, ring = _make_swap_file(section.nvme_path, sum(file_bytes.values()))
-    # Units begin on huge pages, so that these stay whole as they go from one unit to another.
-    memory = EvictableMemory(sum(round_up(size, HUGE_PAGE) for size in packed_bytes.values()), align=HUGE_PAGE)
-    storages: dict[str, PagedShardStorage] = {}
-    paged_units = []
-    for name in paged:
-        base, start = swap.allocate(file_bytes[name]), memory.allocate(packed_bytes[name])
-        rows, offset, next_master = [], 0, base + packed_bytes[name]
-        for spec in specs_by_unit[name]:
-            packed_shard = memory.tensor(start + offset, spec.padded_shape, spec.compute_dtype)
-            unsharded, dest_rows = None, None
-            if storage_kind == "private":
-                # A tensor of its own over the packed bytes: refreshing those is no change to a parameter.
-                unsharded = memory.tensor(start + offset, spec.shape, spec.compute_dtype)
-            elif storage_kind == "shared":
-                assert arena is not None
-                arena_offset = arena.reserve(spec.unsharded_bytes)
-                unsharded, dest_rows = view_unsharded(spec, rank, arena, arena_offset)
-                rows.append((arena_offset + rank * dest_rows.nbytes, dest_rows.nbytes))
-            master_offset, compute_offset = base + offset, None
-            if spec.master_dtype != spec.compute_dtype:
-                master_offset, compute_offset = next_master, base + offset
-                next_master += _master_bytes(spec)
-            storages[spec.name] = PagedShardStorage(
-                spec, rank, swap, ring, master_offset, unsharded, packed_shard, dest_rows, compute_offset
-            )
-            offset += _packed_bytes(spec)
-        params = [storages[spec.name] for spec in specs_by_unit[name]]
-        unit = PagedUnit(name, swap, memory, base, start, packed_bytes[name], params)
-        if arena is not None and rows:
-            unit.release_dest_pages = partial(_release_pages, arena, rows)
-        paged_units.append(unit)
-    barrier = arena.checked_barrier if arena is not None and storage_kind == "shared" else None
-    return ParamPaging(swap, Pager(paged_units, section.buffer_count, barrier), storages)
 
 
 def _release_pages(arena: SharedMemoryArena, ranges: Sequence[tuple[int, int]]) -> None:
@@ -545,34 +552,6 @@ class NvmeMasterStorage(PagedShardStorage):
             return None
         self._cast_version = version
         return self.packed_shard, self.shard
-
-
-def _build_nvme_masters(
-    param_specs: Mapping[str, ParamSpec],
-    zero: ZeroOptimization,
-    rank: int,
-    storage_kind: StorageKind,
-    arena: SharedMemoryArena | None,
-) -> ParamPaging | None:
-    """The swap file with the masters of ``param_specs``, whose units stay in memory; None where there are none, or
-    no compute copy."""
-    master_specs = [
-        spec
-        for spec in param_specs.values()
-        if spec.requires_grad and spec.master_dtype != spec.compute_dtype and prod(spec.padded_shape) > 0
-    ]
-    if not master_specs or storage_kind == "wire":
-        return None
-    swap, ring = _make_swap_file(zero.offload_optimizer.nvme_path, sum(map(_master_bytes, master_specs)))
-    storages: dict[str, PagedShardStorage] = {}
-    for spec in master_specs:
-        if storage_kind == "shared":
-            assert arena is not None
-            unsharded, rows = view_unsharded(spec, rank, arena, arena.reserve(spec.unsharded_bytes))
-        else:
-            unsharded = rows = torch.zeros(spec.shape, dtype=spec.compute_dtype)
-        storages[spec.name] = NvmeMasterStorage(spec, rank, swap, ring, unsharded, rows)
-    return ParamPaging(swap, Pager((), 2), storages)
 
 
 def _packed_bytes(spec: ParamSpec) -> int:

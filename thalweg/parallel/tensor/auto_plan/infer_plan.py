@@ -128,7 +128,9 @@ def _find_pairs(model: nn.Module, trace: ModuleTrace, world_size: int) -> list[C
             continue
         partial_modules = graph.modules_between(row_op)
         root = trace.common_root([*(p.name for p in column_ops), row_op.name])
-        if partial_modules is None or root is None or not all(_is_under(name, root) for name in partial_modules):
+        if partial_modules is None or root is None:
+            continue
+        if root and not all(f"{name}.".startswith(f"{root}.") for name in partial_modules):
             continue
         dependence = ChannelDependence(graph.inputs[row_op.name], [graph.leaves[p.name] for p in column_ops])
         key = (
@@ -141,7 +143,10 @@ def _find_pairs(model: nn.Module, trace: ModuleTrace, world_size: int) -> list[C
         if key in found_units:
             groups, attributes = found_units[key]
             pair = _assign_groups(column_ops, row_op, groups, world_size)
-            if pair is not None and not _matches_dependence(dependence, pair):
+            if pair is not None and not all(
+                dependence.depends_only_on(columns, [outs[rank] for outs in pair.out_indices])
+                for rank, columns in enumerate(pair.in_indices)
+            ):
                 pair = None
         if pair is None:
             groups = dependence.channel_groups()
@@ -161,17 +166,6 @@ def _find_pairs(model: nn.Module, trace: ModuleTrace, world_size: int) -> list[C
         else:
             failed_keys.add(key)
     return pairs
-
-
-def _is_under(name: str, root: str) -> bool:
-    return root == "" or name == root or name.startswith(f"{root}.")
-
-
-def _matches_dependence(dependence: ChannelDependence, pair: ColumnRowPair) -> bool:
-    return all(
-        dependence.depends_only_on(columns, [outs[rank] for outs in pair.out_indices])
-        for rank, columns in enumerate(pair.in_indices)
-    )
 
 
 def _assign_groups(

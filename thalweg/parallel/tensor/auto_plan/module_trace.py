@@ -222,7 +222,10 @@ def build_graph(model: nn.Module, trace: ModuleTrace) -> LinearGraph:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             scale = float(output.detach().float().std())
             noise = torch.randn(output.shape, generator=generator, device=output.device).abs_()
-            leaves[op.name] = leaf = (scale * noise * _alternating_signs(noise)).to(output.dtype).requires_grad_()
+            # Signs alternate from token to token, so that no channel is below zero for all of them.
+            tokens = torch.arange(noise.numel() // noise.shape[-1], device=noise.device).view(*noise.shape[:-1], 1)
+            signs = 1.0 - 2.0 * ((tokens + torch.arange(noise.shape[-1], device=noise.device)) % 2)
+            leaves[op.name] = leaf = (scale * noise * signs).to(output.dtype).requires_grad_()
             return leaf.clone()  # which may be changed in place, as a leaf may not
 
         return hook
@@ -245,13 +248,6 @@ def build_graph(model: nn.Module, trace: ModuleTrace) -> LinearGraph:
             consumers[source].add(name)
     param_modules = {f"{name} (parameter)": name.rpartition(".")[0] for name in other_params}
     return LinearGraph(leaves, inputs, ops, sources, consumers, param_modules)
-
-
-def _alternating_signs(like: Tensor) -> Tensor:
-    """Signs that alternate from token to token, so that no channel is below zero for all of them."""
-    tokens = torch.arange(like.numel() // like.shape[-1], device=like.device).view(*like.shape[:-1], 1)
-    channels = torch.arange(like.shape[-1], device=like.device)
-    return 1.0 - 2.0 * ((tokens + channels) % 2)
 
 
 def _find_sources(x: Tensor, tracked: dict[str, Tensor]) -> set[str]:
