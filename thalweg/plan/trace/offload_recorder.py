@@ -48,7 +48,7 @@ class OffloadRecorder(ReadAheadOffloader):
     """A :class:`thalweg.activation_checkpointing.ActivationOffloader` that writes events to a recorder."""
 
     def __init__(self, alloc_recorder: AllocationRecorder) -> None:
-        super().__init__(_PREFETCH_DEPTH)
+        super().__init__()
         self.alloc_recorder = alloc_recorder
         self._in_flight: deque[int] = deque()
         self._current_bytes = self.peak_offloaded_bytes = self.offloaded_bytes = 0
