@@ -147,13 +147,18 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capfd):
     assert len(err.strip().splitlines()) == 1
 
 
-def test_more_processes_than_cores_is_said(capfd, monkeypatch):
-    from thalweg.cli import demo as module
+def test_more_processes_than_cores_is_said(capfd, monkeypatch, tmp_path):
+    from thalweg.cli.demo import corpus
 
-    module._warn_if_oversubscribed(10_000)
-    assert "--nproc 10000 on" in capfd.readouterr().err
-    module._warn_if_oversubscribed(1)
-    assert capfd.readouterr().err == ""
+    def stop(*_: object) -> None:
+        raise ValueError("the work would begin here")
+
+    monkeypatch.setattr(corpus, "prepare_corpus", stop)
+    for nproc, is_said in ((10_000, True), (1, False)):
+        assert thalweg.cli.main(["demo", "--nproc", str(nproc), "--out", str(tmp_path)]) == 2
+        err = capfd.readouterr().err
+        assert (f"--nproc {nproc} on" in err) == is_said
+        assert err.endswith("thalweg: the work would begin here\n")
 
 
 @pytest.mark.parametrize("missing", ["tokenizers", "matplotlib"])

@@ -130,10 +130,10 @@ def _validate(tree: dict[str, Any], problems: list[ConfigProblem]) -> Config:
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False)
+            faults: list[Any] = error.errors(include_url=False, include_context=False)
         _report_faults(faults, problems)
         for fault in faults:  # the innermost key on the way to it that is there
-            node, parent, name = tree, None, None
+            node, parent, name = tree, None, ""
             for key in fault["loc"]:
                 if not isinstance(node, dict) or key not in node:
                     break

@@ -91,8 +91,7 @@ def extrapolate_tree(base: Any, short: Any, longer: Any, num_steps: float) -> An
         for key in dict.fromkeys((*base, *short, *longer)):
             # A branch that a tree lacks is empty there.
             empty: Any = {} if any(isinstance(tree.get(key), dict) for tree in trees) else 0
-            parts = [tree.get(key, empty) for tree in trees]
-            result[key] = extrapolate_tree(parts[0], parts[1], parts[2], num_steps)
+            result[key] = extrapolate_tree(*(tree.get(key, empty) for tree in trees), num_steps=num_steps)
         return result
     value = base + num_steps * (longer - short)
     return round(value) if all(isinstance(one, int) for one in (base, short, longer)) else value
