@@ -166,7 +166,7 @@ def test_a_cache_that_mixes_prefixes_up_would_be_noticed(monkeypatch: pytest.Mon
         honest(self, block, "", tokens)
         return ""
 
-    def match(self: Any, tokens: Any, root: Any) -> Any:
+    def match(self: Any, tokens: Any, root: Any, require_full: bool = False) -> Any:
         blocks = []
         for start in range(0, (len(tokens) - 1) // 16 * 16, 16):
             found = self._block_by_key.get(("", tuple(tokens[start : start + 16])))

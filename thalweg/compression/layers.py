@@ -225,7 +225,7 @@ class CompressedLayer(nn.Module):
 
 
 def _rebuild(kind: type) -> nn.Module:
-    return _compressed_class(kind).__new__(_compressed_class(kind))
+    return nn.Module.__new__(_compressed_class(kind))
 
 
 def _plain_class(layer: CompressedLayer) -> type:

@@ -152,7 +152,7 @@ class DataAnalyzer:
         for _ in DataLoader(
             missing,
             batch_size=None,
-            collate_fn=self._compute_part,
+            collate_fn=self._compute_part,  # type: ignore[arg-type]
             num_workers=processes,
             multiprocessing_context=context,
         ):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from thalweg.observe.html import render_page
 from thalweg.observe.writers import iter_jsonl
-from thalweg.utils.atomic_file import publish_file
 
 _METRICS, _REPORT = "metrics.jsonl", "report.html"
 _WIDTH, _HEIGHT, _PAD = 460, 180, 40
@@ -27,11 +26,13 @@ class RunLog:
         self.directory, self.rows = Path(directory), list[dict[str, Any]]()
         if dist.get_rank() > 0:
             return
+        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _METRICS
         if path.is_file():
             self.rows = [row for row in iter_jsonl(path) if row["step"] <= start]
-        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-        publish_file(path, lambda file: file.write(lines.encode()))  # a run may die while it writes
+        kept = path.with_name(f".{_METRICS}")
+        kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        kept.replace(path)  # a run may die while it writes
 
     def add(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Record an update's metrics, and texts of it (``prompt``, ``response``, ``reward``)."""
