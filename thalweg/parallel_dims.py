@@ -217,7 +217,7 @@ def build_meshes(
         groups = [tp.get_group(), fsdp.get_group()]
         tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
     pp = grid["pp"] if dims.pp > 1 else None
-    pp_reverse_group = None
+    pp_reverse_group: Any = None
     if pp is not None and device.type != "cpu":
         pp_reverse_group, _ = dist.new_subgroups_by_enumeration(grid.mesh.flatten(1).T.tolist())
     return ParallelMeshes(fsdp, dp, sequence, tp, tp_fsdp, cp, ulysses, pp, pp_reverse_group)

@@ -58,7 +58,7 @@ def _parts(rank: int, world: int) -> tuple[bool, int, int]:
     class Counting(PartitionedActivationOffloader):
         def save(self, tensor: torch.Tensor) -> Any:
             kept: Any = super().save(tensor)
-            held.append((tensor.numel(), kept.shard.tensor.numel()))
+            held.append((tensor.numel(), kept.shard.numel()))
             return kept
 
     for saver in (None, Counting(dist.group.WORLD)):  # type: ignore[arg-type]

@@ -270,9 +270,8 @@ def test_inputs_without_gradients_and_a_frozen_base_with_adapters() -> None:
             block.mlp.up, block.attention.qkv = Lora(block.mlp.up), Lora(block.attention.qkv)
         return model
 
-    plain = build()
     for policy in (FULL, ActivationCheckpointPolicy("selective")):
-        model = build()
+        plain, model = build(), build()
         apply_activation_checkpointing(model, list(model.blocks), policy)
         grads = train(model)
         assert same(grads, train(plain)) and len(grads) == 3 + 4 * 4

@@ -55,7 +55,8 @@ class ActivationOffloader(Protocol):
 class ReadAheadOffloader:
     """The order of saving (each kept tensor knows its predecessor, weakly) and buffers that wait to be used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = _DEPTH) -> None:
+        self._depth = depth
         self._last_saved: weakref.ref[Any] | None = None
         self._free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
@@ -65,7 +66,7 @@ class ReadAheadOffloader:
 
     def on_fetch(self, offloaded: Any) -> None:
         """Start to bring back what the backward pass will want next."""
-        for _ in range(_DEPTH):
+        for _ in range(self._depth):
             offloaded = None if offloaded.previous is None else offloaded.previous()
             if offloaded is None:
                 return

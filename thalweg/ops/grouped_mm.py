@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from thalweg.ops._torch_private import is_fake
+from thalweg.ops.autograd import with_backward
 
 
 def fake_grouped_mm(name: str, args: tuple[Any, ...]) -> Tensor | None:
@@ -87,7 +88,17 @@ class TokenPermutation:
 
     def permute(self, x: Tensor) -> Tensor:
         """``x`` (N, D) of the tokens -> (M, D), one row a choice."""
-        return _Permute.apply(x, self)  # type: ignore[return-value]
+        token_of_row = self.order if self.top_k == 1 else self.order // self.top_k
+
+        def add_up(grad: Tensor) -> Tensor:
+            if not len(grad):
+                return grad.new_zeros(len(self.row_of_choice) // self.top_k, grad.shape[1])
+            unpermuted = grad.index_select(0, self.row_of_choice)
+            if self.valid_mask is not None:
+                unpermuted.mul_(self.valid_mask.reshape(-1, 1))
+            return unpermuted if self.top_k == 1 else unpermuted.view(-1, self.top_k, grad.shape[1]).sum(1)
+
+        return with_backward(x, lambda x: x.index_select(0, token_of_row), add_up)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """The sum over each token's choices of ``weights`` (N, k) times its row: (N, D), in their dtype."""
@@ -95,8 +106,7 @@ class TokenPermutation:
             weights = weights * self.valid_mask
         if not len(rows):  # a sum over nothing, so that the backward pass still goes where the rows went
             return weights.sum(1, keepdim=True) * rows.new_zeros(1, rows.shape[1]) + rows.sum()
-        unpermuted = _Unpermute.apply(rows, self)
-        assert isinstance(unpermuted, Tensor)
+        unpermuted = unpermute(rows, self)
         if self.top_k == 1:
             return unpermuted * weights
         return (unpermuted.view(-1, self.top_k, rows.shape[1]) * weights[..., None]).sum(1)
@@ -131,42 +141,8 @@ def sort_by_expert(expert_ids: Tensor, num_groups: int, valid_mask: Tensor | Non
 
 def unpermute(rows: Tensor, permutation: TokenPermutation) -> Tensor:
     """Undo ``permutation.take`` of rows that have one choice each, none left out."""
-    return _Unpermute.apply(rows, permutation)  # type: ignore[return-value]
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: TokenPermutation) -> Tensor:  # type: ignore[override]
-        ctx.order = permutation
-        return x.index_select(
-            0, permutation.order if permutation.top_k == 1 else permutation.order // permutation.top_k
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        permutation: TokenPermutation = ctx.order
-        grad = grads[0]
-        if not len(grad):
-            return grad.new_zeros(len(permutation.row_of_choice) // permutation.top_k, grad.shape[1]), None
-        unpermuted = grad.index_select(0, permutation.row_of_choice)
-        if permutation.valid_mask is not None:
-            unpermuted.mul_(permutation.valid_mask.reshape(-1, 1))
-        return unpermuted if permutation.top_k == 1 else unpermuted.view(-1, permutation.top_k, grad.shape[1]).sum(
-            1
-        ), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: TokenPermutation) -> Tensor:  # type: ignore[override]
-        ctx.order = permutation.order
-        return rows.index_select(0, permutation.row_of_choice)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].index_select(0, ctx.order), None
+    order, row_of_choice = permutation.order, permutation.row_of_choice
+    return with_backward(rows, lambda x: x.index_select(0, row_of_choice), lambda grad: grad.index_select(0, order))
 
 
 def grouped_linear(

@@ -17,7 +17,6 @@ one that each rank derives from a common draw, which makes recomputation see it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from thalweg.comm import CommsLog
 from thalweg.device import RngState, get_rng_state, seed_rng, set_rng_state
+from thalweg.ops.autograd import with_backward
 from thalweg.parallel_dims import control_group
 
 
@@ -128,26 +128,6 @@ def pad_to_length(tensor: Tensor, dim: int, length: int) -> Tensor:
     """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
     missing = length - tensor.size(dim)
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
-
-
-class _WithBackward(torch.autograd.Function):
-    """``forward(x)``, whose gradient is ``backward`` of the result's, whatever lies between."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.own_backward = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.own_backward(grads[0]), None, None
-
-
-def with_backward(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """``forward(x)`` for autograd to take ``backward`` as its derivative; a result must not be ``x`` itself."""
-    return _WithBackward.apply(x, forward, backward)  # type: ignore[return-value]
 
 
 def sum_grads_over(parameter: Tensor, group: ParallelGroup, name: str) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from thalweg.ops.autograd import with_backward
 from thalweg.ops.losses import LossCall
-from thalweg.parallel.comm_group import ParallelGroup, with_backward
+from thalweg.parallel.comm_group import ParallelGroup
 
 
 def mean_over_group(loss: Tensor, sp_group: ParallelGroup) -> Tensor:
