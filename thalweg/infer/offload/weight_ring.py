@@ -39,7 +39,7 @@ from torch import Tensor
 
 from thalweg.device import pin, resolve_device
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.models.spec import DecoderSpec, LinearSpec, MLPSpec
+from thalweg.infer.models.spec import DecoderSpec, LinearSpec, list_linears
 from thalweg.infer.offload.module_offload import begin_copy
 from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
 from thalweg.infer.runners import packed_weights
@@ -339,8 +339,7 @@ def optimal_batch_size(
 
 def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: EngineConfig, max_length: int) -> int:
     """Return the batch for the most tokens a second on this machine: see :func:`optimal_batch_size`."""
-    all_linears = [x for layer in decoder.layers if isinstance(layer.mlp, MLPSpec) for x in layer_linears(layer)]
-    all_linears.append(decoder.lm_head)
+    linears = list_linears(decoder)
     per_token = sum(2 * x.attention.num_kv_heads * x.attention.head_dim for x in decoder.layers)
     dtype, device = torch.float32 if weight_format == "fp32" else torch.bfloat16, resolve_device(options.device)
     if device.type == "cpu":
@@ -351,9 +350,9 @@ def throughput_batch_size(decoder: DecoderSpec, weight_format: str, options: Eng
         accelerator, free = local_device(device), torch.accelerator.get_memory_info(device)[0]
         speed, rate = accelerator.peak_flops(dtype), accelerator.host_bandwidth
     batch_size = optimal_batch_size(
-        read_bytes=sum(packed_bytes(x.out_features, x.in_features, weight_format) for x in all_linears),
+        read_bytes=sum(packed_bytes(x.out_features, x.in_features, weight_format) for x in linears),
         read_rate=rate,
-        macs=sum(x.out_features * x.in_features for x in all_linears),
+        macs=sum(x.out_features * x.in_features for x in linears),
         mac_rate=speed / 2 * (2 if options.quantization else 1),  # integer products run at twice bf16's rate
         sequence_bytes=per_token * max_length * (4 if weight_format == "fp32" else 2),
         kv_memory=options.kv_cache_bytes or int(_MEMORY_FRACTION * free),
