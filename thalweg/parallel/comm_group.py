@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.comm import CommsLog
+from thalweg.comm.collectives.wire import pad_to_length
 from thalweg.device import RngState, get_rng_state, seed_rng, set_rng_state
 from thalweg.ops.autograd import with_backward
 from thalweg.parallel_dims import control_group
@@ -122,12 +122,6 @@ class ParallelGroup:
         with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
             self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=self.group_for(sent))
         return received
-
-
-def pad_to_length(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
-    missing = length - tensor.size(dim)
-    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
 
 
 def sum_grads_over(parameter: Tensor, group: ParallelGroup, name: str) -> Tensor:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from thalweg.parallel.comm_group import pad_to_length
+from thalweg.comm.collectives.wire import pad_to_length
 from thalweg.parallel_dims import control_group
 
 Span = tuple[int, int]

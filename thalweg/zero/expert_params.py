@@ -32,8 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from thalweg.comm import CommsLog
-from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather
-from thalweg.parallel.comm_group import pad_to_length
+from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather, pad_to_length
 from thalweg.parallel_dims import control_group
 from thalweg.utils.buckets import iter_buckets
 from thalweg.zero.full_state_dict import make_dtensor

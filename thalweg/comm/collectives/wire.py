@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
@@ -38,6 +39,12 @@ def all_to_all_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows.contiguous(), group=group)
     return received
+
+
+def pad_to_length(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """``tensor`` with zeros behind it along ``dim``, up to ``length``."""
+    missing = length - tensor.size(dim)
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
 
 
 def _one_rank_per_host(group: dist.ProcessGroup) -> HostTopology:
