@@ -114,11 +114,12 @@ def _old_one_first(original: Any) -> Any:
 
 
 def _needs_hidden_size(original: Any) -> Any:
-    return lambda path, default, context: (
-        (original(path, default, context)[0], "hidden_size")
-        if not path.endswith("bucket_size")
-        else (int(context.model.config.hidden_size), "hidden_size")
-    )
+    def faulty(path: str, default: Any, config: Any, hidden: int | None) -> Any:
+        if path.endswith("bucket_size") and hidden is None:
+            raise AttributeError("the model's config has no hidden_size")
+        return original(path, default, config, hidden)
+
+    return faulty
 
 
 # ---- of devices, tried on the simulated one; C and W: the audit of device paths ---------------------
@@ -517,6 +518,10 @@ def run(name: str | None, tests: tuple[str, ...]) -> list[str]:
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    # A fault that no longer fits what it replaces would be caught by any test.
+    for made_by, text in re.findall(r"TypeError: (\w+)\.<locals>(\S* (?:takes|missing|got) .*)", done.stdout):
+        if made_by in globals():
+            raise RuntimeError(f"{name}: a function of {made_by} is called otherwise: {text}")
     return re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
 
 
