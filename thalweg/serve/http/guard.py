@@ -339,16 +339,14 @@ class RequestGuard:
         limit, seconds = self._limits.max_bytes, self._limits.timeout_seconds
         length = headers.get(b"content-length", b"0")
         too_big = not (length.isdigit() and len(length) < 20 and int(length) <= limit)
-        too_large = errors.ApiError(
-            f"the body is larger than {limit} bytes: send less", code="body_too_large", status=413
-        )
         chunks, size, deadline = [], 0, time.monotonic() + seconds
         while True:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
-                slow = errors.RequestTimeout(f"the body did not arrive in {seconds:g} s")
-                raise (too_large if too_big else slow) from None
+                if too_big:
+                    break
+                raise errors.RequestTimeout(f"the body did not arrive in {seconds:g} s") from None
             if message["type"] == "http.disconnect":
                 raise _Disconnected
             size += len(message.get("body", b""))
@@ -360,9 +358,10 @@ class RequestGuard:
                 chunks.append(message.get("body", b""))
             is_last = not message.get("more_body", False)
             if too_big and (is_last or size > 16 * limit):
-                raise too_large
+                break
             if is_last:
                 return b"".join(chunks)
+        raise errors.ApiError(f"the body is larger than {limit} bytes: send less", code="body_too_large", status=413)
 
 
 class _Disconnected(Exception):
