@@ -24,16 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thalweg.comm.collectives.reducer import CHUNK_NUMEL
+from thalweg.comm.collectives.reducer import CHUNK_NUMEL, round_up
 
 BLOCK_SIZE = 256
 _FP32_TINY = torch.finfo(torch.float32).tiny
 _QUANT_MAX = {4: 7, 8: 127}
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ ReplicaReduce = Callable[[Tensor, CollectiveCall], None]
 CHUNK_NUMEL = 1 << 16
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
 def sum_rows(rows: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
     """Write ``scale * (rows[0] + rows[1] + ...)`` into ``out``; all 1-D of one length.
 

@@ -45,9 +45,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, sum_rows
+from thalweg.comm.collectives.reducer import ReduceOptions, Reducer, ReplicatedReducer, round_up, sum_rows
 from thalweg.comm.comms_logger import CollectiveCall
-from thalweg.comm.quantization import round_up
 from thalweg.comm.topology import get_host_key
 from thalweg.utils.log import get_logger
 from thalweg.utils.processes import is_process_alive
