@@ -170,8 +170,8 @@ def _fetch_at_once(original: Any) -> Any:
 
 
 def _read_at_once(original: Any) -> Any:
-    def faulty(self: Any, norm: Any) -> None:
-        original(self, norm)
+    def faulty(self: Any, norm: Any, *others: Any) -> None:
+        original(self, norm, *others)
         norm.item()
 
     return faulty
