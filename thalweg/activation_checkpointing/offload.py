@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 MIN_OFFLOAD_BYTES = 64 * 1024
 """Smaller tensors stay where they are."""
-_DEPTH = 2  # how many tensors may be on their way out, and how many are read ahead
+READ_AHEAD_DEPTH = 2  # how many tensors may be on their way out, and how many are read ahead
 
 
 class OffloadedActivation(Protocol):
@@ -55,8 +55,7 @@ class ActivationOffloader(Protocol):
 class ReadAheadOffloader:
     """The order of saving (each kept tensor knows its predecessor, weakly) and buffers that wait to be used again."""
 
-    def __init__(self, depth: int = _DEPTH) -> None:
-        self._depth = depth
+    def __init__(self) -> None:
         self._last_saved: weakref.ref[Any] | None = None
         self._free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
@@ -66,7 +65,7 @@ class ReadAheadOffloader:
 
     def on_fetch(self, offloaded: Any) -> None:
         """Start to bring back what the backward pass will want next."""
-        for _ in range(self._depth):
+        for _ in range(READ_AHEAD_DEPTH):
             offloaded = None if offloaded.previous is None else offloaded.previous()
             if offloaded is None:
                 return
@@ -185,7 +184,7 @@ class NvmeActivationOffloader(ReadAheadOffloader):
         if tensor.device.type == "cpu":
             offloaded.start_write()
         self._pending_writes.append(weakref.ref(offloaded))
-        while len(self._pending_writes) > _DEPTH:
+        while len(self._pending_writes) > READ_AHEAD_DEPTH:
             oldest = self._pending_writes.popleft()()
             if oldest is not None:
                 oldest.finish_write()

@@ -89,18 +89,16 @@ class AllReduceSum:
         Each pass over a model's gradients costs what a tenth of a step does, so they travel from where they lie and
         come back there; the few that do not divide by the ranks go to all of them.
         """
-        world_size, exchanges = len(self.topology.host_ids), (self.topology.all_to_all_bytes, self.topology.ring_bytes)
-        if tensor.device.type != "cpu":
-            for sent in exchanges:
-                call.add_bytes(*sent(-(-tensor.numel() // world_size) * tensor.itemsize))
+        world_size, on_host = len(self.topology.host_ids), tensor.device.type == "cpu"
+        length = tensor.numel() // world_size if on_host else -(-tensor.numel() // world_size)
+        for sent in (self.topology.all_to_all_bytes, self.topology.ring_bytes):
+            call.add_bytes(*sent(length * tensor.itemsize))
+        if not on_host:
             dist.all_reduce(tensor, group=self.group)
             if scale != 1.0:
                 tensor.mul_(scale)
             return
-        length = tensor.numel() // world_size
         body, tail = tensor[: length * world_size], tensor[length * world_size :]
-        for sent in exchanges:
-            call.add_bytes(*sent(length * tensor.itemsize))
         if length:
             received = all_to_all_rows(body.view(world_size, length), self.group)
             local_sum = torch.empty_like(received[0])

@@ -1,8 +1,8 @@
 """Inputs of checkpointed units that leave the device, as events: what
 `activation_checkpointing/offload.py` does to a tensor.
 
-A tensor that is saved is copied into a buffer and free at once; at most ``depth`` buffers are on their way.
-Coming back it is a new tensor, and ``depth`` of those before it are read ahead.
+A tensor that is saved is copied into a buffer and free at once; at most two buffers are on their way.
+Coming back it is a new tensor, and the two before it are read ahead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from thalweg.activation_checkpointing.offload import ReadAheadOffloader
+from thalweg.activation_checkpointing.offload import READ_AHEAD_DEPTH, ReadAheadOffloader
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder
-
-_PREFETCH_DEPTH = 2
 
 
 class _OffloadedFake:
@@ -61,7 +59,7 @@ class OffloadRecorder(ReadAheadOffloader):
         self.offloaded_bytes += tensor.nbytes
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._current_bytes)
         self._in_flight.append(self.alloc_recorder.record_alloc(tensor.nbytes, "buffers"))
-        while len(self._in_flight) > _PREFETCH_DEPTH:
+        while len(self._in_flight) > READ_AHEAD_DEPTH:
             self.alloc_recorder.record_free(self._in_flight.popleft())
         return offloaded
 
