@@ -387,8 +387,8 @@ def memory(device: torch.device, small: bool) -> dict[str, Any]:
 
 
 def attention(device: torch.device, small: bool) -> dict[str, Any]:
-    """Blockwise attention's forward and backward pass against SDPA."""
-    from thalweg.ops.attention.block import block_backward, block_forward
+    """Blockwise attention against SDPA; what flash kernels do not take: fp32, and documents, beside the formula."""
+    from thalweg.ops.attention.block import block_backward, block_forward, reference_forward
 
     size = (1, 4, 64, 32) if small else (2, 16, 8192, 128)
     q, k, v = (torch.randn(size, device=device, dtype=torch.float32 if small else torch.bfloat16) for _ in range(3))
@@ -402,7 +402,19 @@ def attention(device: torch.device, small: bool) -> dict[str, Any]:
     forward = _step_seconds(lambda: block_forward(q, k, v, causal=True, mask=None, scale=scale))
     backward = _step_seconds(lambda: block_backward(grad, q, k, v, out, lse, causal=True, mask=None, scale=scale))
     theirs = _step_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    documents = torch.arange(size[2], device=device) // 1000
+    mask = (documents[:, None] == documents)[None, None]
+    wide = [x.float() for x in (q, k, v)]
+    options = {"causal": False, "scale": scale}
+    masked = _step_seconds(lambda: block_forward(q, k, v, mask=mask, **options), 3)
+    masked_back = _step_seconds(lambda: block_backward(grad, q, k, v, out, lse, mask=mask, **options), 3)
+    fp32 = _step_seconds(lambda: block_forward(*wide, mask=None, **options), 3)
+    formula = _step_seconds(lambda: reference_forward(q, k, v, mask=mask, **options), 3)
     return {
+        "masked_forward_tflops": 2 * flops / masked / 1e12,
+        "masked_backward_tflops": 2 * 2.5 * flops / masked_back / 1e12,
+        "formula_forward_tflops": 2 * flops / formula / 1e12,
+        "fp32_forward_tflops": 2 * flops / fp32 / 1e12,
         "forward_tflops": flops / forward / 1e12,
         "backward_tflops": 2.5 * flops / backward / 1e12,
         "sdpa_tflops": flops / theirs / 1e12,

@@ -9,17 +9,23 @@ and the backward pass of one block needs of the others only the final ``out`` an
 
 Shapes: q, out (B, H, Tq, D), k and v (B, H / repeat, Tk, D), of which each serves ``repeat`` query heads, lse
 (B, H, Tq) in fp32 (fp64 for fp64), -inf for a query without keys, whose output is 0; ``mask`` (B or 1, H or 1, Tq, Tk),
-true for what is attended, or added to the scores.  torch's flash kernels do the work where they take the case, the
-plain formula, in tiles of query rows, elsewhere and as the reference.  Only the CPU's kernel needs keys repeated for
-each query head.
+true for what is attended, or added to the scores.  torch's kernels do the work where they take the case (on CUDA
+cuDNN's for large blocks, flash, and the memory-efficient one for masks and fp32), the plain formula, in tiles of query
+rows, elsewhere and as the reference.  The CPU's kernel and the memory-efficient one need keys repeated for each query
+head.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _TILE_ROWS = 512
+_MIN_CUDNN_SCORES = 2048**2  # of a head: cuDNN plans each new shape for 50 ms, and below is no faster than flash (H200)
+_BIAS_ALIGNMENT = 16  # elements, of the rows of what the memory-efficient kernel adds to scores
 Mask = Tensor | None
 
 
@@ -32,9 +38,19 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Mask, 
             q, k, v, 0.0, causal, attn_mask=_to_additive_mask(mask, q), scale=scale
         )
         return _zero_empty_rows(out, lse, mask)
-    if q.is_cuda and mask is None and _has_cuda_flash(q):
-        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return outputs[0], outputs[1]
+    kernel = _cuda_kernel(q, k, v, causal, mask)
+    if kernel == "cudnn":
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return found[0], found[1].squeeze(-1)
+    if kernel == "flash":
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return found[0], found[1]
+    if kernel == "efficient":
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+        found = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, _to_aligned_bias(mask, q, k), True, 0.0, causal, scale=scale
+        )
+        return _zero_empty_rows(found[0], found[1][..., : q.shape[2]], mask)  # its lengths are multiples of 32
     return reference_forward(q, k, v, causal=causal, mask=mask, scale=scale)
 
 
@@ -52,22 +68,51 @@ def block_backward(
             grad, q, k, v, out.to(q.dtype), strided_lse, 0.0, causal, attn_mask=_to_additive_mask(mask, q), scale=scale
         )
         return dq, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
-    if q.is_cuda and mask is None and _has_cuda_flash(q):
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.contiguous(), None, None, q.shape[2], k.shape[2],
-            0.0, causal, seed, seed.new_empty(0), scale=scale,
+    kernel = _cuda_kernel(q, k, v, causal, mask)
+    if kernel is None:
+        return reference_backward(grad, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
+    grad, out, lse = grad.to(q.dtype), out.to(q.dtype), lse.contiguous()
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    if kernel == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse[..., None], seed, seed, None, None, None, q.shape[2], k.shape[2],
+            0.0, causal, scale=scale,
         )  # fmt: skip
-    return reference_backward(grad, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
+    if kernel == "flash":
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2],
+            0.0, causal, seed.new_zeros(2, dtype=torch.uint64), seed.new_empty(0), scale=scale,
+        )  # fmt: skip
+    num_heads = k.shape[1]
+    k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel asks for no strides: its own forward's it takes
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, _to_aligned_bias(mask, q, k), out, F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf),
+        seed, seed, 0.0, [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
+    return dq, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
+
+
+def _cuda_kernel(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
+) -> Literal["cudnn", "flash", "efficient"] | None:
+    """torch's kernel for a block on a CUDA device; None where it has none."""
+    if not q.is_cuda or q.shape[3] % 8:
+        return None
+    backends = torch.backends.cuda  # whether the device, dtypes, shapes and the user's switches allow a kernel
+    if mask is None:
+        params = backends.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+        if q.shape[2] * k.shape[2] >= _MIN_CUDNN_SCORES and backends.can_use_cudnn_attention(params):
+            return "cudnn"
+        if backends.can_use_flash_attention(params):
+            return "flash"
+    k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    params = backends.SDPAParams(q, k, v, None, 0.0, causal, False)
+    return "efficient" if backends.can_use_efficient_attention(params) else None
 
 
 def _has_cpu_flash(q: Tensor) -> bool:
     return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu") and q.shape[2] > 0
-
-
-def _has_cuda_flash(q: Tensor) -> bool:
-    available = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention")
-    return available and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -88,6 +133,16 @@ def _to_additive_mask(mask: Mask, q: Tensor) -> Tensor | None:
     if mask is None or mask.is_floating_point():
         return mask if mask is None else mask.to(q.dtype)
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+
+
+def _to_aligned_bias(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+    """What is added to scores, (B, H, Tq, Tk), with rows as far apart as the memory-efficient kernel takes them."""
+    bias = _to_additive_mask(mask, q)
+    if bias is None:
+        return None
+    num_keys = k.shape[2]
+    bias = F.pad(bias, (0, -num_keys % _BIAS_ALIGNMENT))[..., :num_keys]
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], num_keys)
 
 
 def _zero_empty_rows(out: Tensor, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
