@@ -104,7 +104,8 @@ def rows_of(interleaved: InterleavedRun, lines: list[dict[str, Any]]) -> list[Ro
     by_name = {line["contestant"]: line for line in lines}
     rows = []
     for ours, theirs in PAIRS.items():
-        case = f"{interleaved.job.name} {interleaved.job.dtype}, micro-batch {interleaved.job.micro_batch}, {ours}"
+        job, compiled = interleaved.job, ", compiled" if interleaved.job.compiled else ""
+        case = f"{job.name} {job.dtype}, micro-batch {job.micro_batch}{compiled}, {ours}"
         a, b = by_name[ours], by_name[theirs]
         lost = next((line for line in (a, b) if line["note"]), None)
         if lost:

@@ -40,6 +40,7 @@ _MAX_TILE_TOKENS = 512
 _GATHER_ROWS = 32  # gathering a key, and adding up its gradient, costs as much as attending to it from so many queries
 _CHUNK_ELEMENTS = 1 << 19  # gathered elements of k at a time
 _FLEX_BLOCK = 128
+_FLEX_MIN_WIDTH = 16  # of a head: torch's compiled kernels take no narrower one
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class BlockSparseAttention:
             if bias is not None:
                 mask = torch.where(mask, bias(*places), -torch.inf)
             return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        if q.is_cuda:
+        if q.is_cuda and q.shape[3] >= _FLEX_MIN_WIDTH:
             return self.flex(_compiled_flex_attention(), q, k, v, causal, mask_mod, bias, scale)
         modifier = None if mask_mod is None and bias is None else _Modifier(mask_mod, bias, self.length)
         plans = self._plan(causal, q.device)
