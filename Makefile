@@ -32,7 +32,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test gate nightly sim compat fast durations lint gpu format clean
+.PHONY: demo test gate prepare nightly sim compat fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -47,6 +47,8 @@ export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
 # `make gate` gives the other to lint.  Tests that measure time, or look at what all processes share, have the machine to
 # themselves.  The others run on two workers, as most of them wait for ranks or processes; a file stays with one worker,
 # and what runs long comes first.  pytest says 5 where a phase has no test: a selection may lie in one, but not in none.
+# `make gate` prepares during the first phase what both workers would do or wait for at once in the last: bytecode of all
+# tests and of what they and their ranks import, and the simulated device, which g++ compiles for half a minute.
 PYTEST = $(VENV)/bin/python -m pytest
 SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GATE = and not nightly
@@ -63,9 +65,14 @@ test: $(TEST_STAMP)
 
 gate: $(TEST_STAMP)
 	@$(MAKE) --no-print-directory lint THREADS=1 >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	nice -n 19 $(MAKE) --no-print-directory prepare & prepare=$$!; \
 	$(call waiting,$(GATE),--check-durations); \
-	wait $$lint; lint=$$?; cat $(VENV)/lint.log; test $$lint = 0 || exit $$lint; \
+	wait $$prepare; wait $$lint; lint=$$?; cat $(VENV)/lint.log; test $$lint = 0 || exit $$lint; \
 	$(call others,$(GATE),--check-durations)
+
+prepare: $(TEST_STAMP)
+	@$(PYTEST) --collect-only -qq -m "not alone and not waits $(GATE)" -p no:cacheprovider >/dev/null; \
+	$(VENV)/bin/python -c "from tests import preload, simdevice; simdevice.missing_tool() or simdevice.build()"
 
 # Each other Python and torch has an environment of its own, which stays; one that does not install is left out, and said.
 OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13 python3.14; do \

@@ -52,6 +52,7 @@ def pytest_collection_finish() -> None:
     """What collecting leaves stays to the end: the collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*harness.GC_THRESHOLD)
 
 
 @pytest.fixture(autouse=True)

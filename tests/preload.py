@@ -11,6 +11,7 @@ import torch._dynamo
 import torch.distributed.pipelining
 import torch.distributed.tensor.debug
 
+from tests.harness import GC_THRESHOLD
 from thalweg.ops.onebit import get_onebit_code
 
 # What an engine imports when it is first asked for it.
@@ -27,6 +28,7 @@ with contextlib.suppress(ImportError):  # absent in the smallest installations
         *("BertModel", "BloomModel", "FalconModel", "get_scheduler"),
     ):
         getattr(transformers, name, None)
-# What is there now stays: a rank's collector need not look at it, nor touch (and so copy) its pages.
+# What is there now stays: a rank's collector need not look at it, nor touch (and so copy) its pages.  It looks seldom.
 gc.collect()
 gc.freeze()
+gc.set_threshold(*GC_THRESHOLD)

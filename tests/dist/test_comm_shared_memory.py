@@ -113,7 +113,7 @@ def _late(rank, world):
     return True
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_a_peer_that_does_not_come_is_named():
     assert run_ranks(_late, 2) == [True, True]
 

@@ -34,6 +34,7 @@ def test_a_cut_heeds_what_fits():
         partition_balanced(costs, 2, fits=lambda stage, start, stop: stop - start <= 2)
 
 
+@pytest.mark.alone
 def test_measured_costs_find_the_slow_block():
     model = tiny_gpt()
 
