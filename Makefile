@@ -32,7 +32,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test gate prepare nightly sim compat fast durations lint gpu format clean
+.PHONY: demo test gate prepare torch nightly sim compat fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -134,6 +134,8 @@ $(TORCH_STAMP):
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch==$(TORCH)
 	@touch $@
+
+torch: $(TORCH_STAMP)
 
 $(DEMO_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg into $(VENV)"
