@@ -91,7 +91,7 @@ class ParallelGroup:
     def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place; returns the tensor."""
         nbytes = tensor.nbytes
-        with self.ledger.timed("all_reduce", name, self.axis, full_bytes=nbytes, world_size=self.size):
+        with self.ledger.timed("all_reduce", name, self.axis, nbytes, self.size):
             self.comm.all_reduce(tensor, op=op, group=self.group_for(tensor))
         return tensor
 
@@ -101,7 +101,7 @@ class ParallelGroup:
         sent = pad_to_length(tensor, dim, longest).contiguous()
         received = [torch.empty_like(sent) for _ in range(self.size)]
         full = sent.nbytes * self.size
-        with self.ledger.timed("all_gather", name, self.axis, full_bytes=full, world_size=self.size):
+        with self.ledger.timed("all_gather", name, self.axis, full, self.size):
             self.comm.all_gather(received, sent, group=self.group_for(sent))
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
 
@@ -110,7 +110,7 @@ class ParallelGroup:
         longest = max(sizes)
         chunks = [pad_to_length(part, dim, longest).contiguous() for part in tensor.split(sizes, dim)]
         received = torch.empty(self.size, *chunks[0].shape, dtype=tensor.dtype, device=tensor.device)
-        with self.ledger.timed("reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size):
+        with self.ledger.timed("reduce_scatter", name, self.axis, received.nbytes, self.size):
             # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
             self.comm.all_to_all_single(received, torch.stack(chunks), group=self.group_for(tensor))
             total = received.sum(0)
@@ -119,7 +119,7 @@ class ParallelGroup:
     def all_to_all(self, sent: Tensor, send_counts: list[int], recv_counts: list[int], name: str) -> Tensor:
         """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``recv_counts`` come back."""
         received = sent.new_empty(sum(recv_counts))
-        with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
+        with self.ledger.timed("all_to_all", name, self.axis, sent.nbytes, self.size):
             self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=self.group_for(sent))
         return received
 

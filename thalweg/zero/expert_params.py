@@ -269,9 +269,7 @@ class ZeroExpertParams:
         group = bucket[0].mesh.get_group("copies")
         rows = torch.cat([one.pop_flat_grads() for one in bucket], 1)
         mean = torch.empty_like(rows[0])
-        with self._ledger.timed(
-            "reduce_scatter", "experts", "wire", full_bytes=rows.nbytes, world_size=len(rows)
-        ) as call:
+        with self._ledger.timed("reduce_scatter", "experts", "wire", rows.nbytes, len(rows)) as call:
             AllToAllReduce(group).reduce_rows(rows, mean, 1.0 / divisor, call, rows.dtype)
         lengths = [one.padded_shape().numel() for one in bucket]
         for one, local_grad in zip(bucket, mean.split(lengths), strict=True):
@@ -301,7 +299,7 @@ class ZeroExpertParams:
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         size = dist.get_world_size(group)
-        with self._ledger.timed("all_reduce", "experts", "wire", full_bytes=tensor.nbytes, world_size=size):
+        with self._ledger.timed("all_reduce", "experts", "wire", tensor.nbytes, size):
             dist.all_reduce(tensor, group=group)
 
 

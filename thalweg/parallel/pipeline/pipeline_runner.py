@@ -147,5 +147,5 @@ class PipelineRunner:
 
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         size = dist.get_world_size(self._group)
-        with self._channel.ledger.timed("all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size):
+        with self._channel.ledger.timed("all_reduce", "window", "pipeline", tensor.nbytes, size):
             dist.all_reduce(tensor, op=op, group=control_group(self._group, tensor.device))

@@ -150,9 +150,7 @@ class RingAttention:
         works = dist.batch_isend_irecv([send, receive])
 
         def wait() -> Tensor:
-            with cp_group.ledger.timed(
-                "send", _LEDGER_NAME, cp_group.axis, full_bytes=sent.nbytes, world_size=cp_group.size
-            ):
+            with cp_group.ledger.timed("send", _LEDGER_NAME, cp_group.axis, sent.nbytes, cp_group.size):
                 for work in works:
                     work.wait()
             return received
