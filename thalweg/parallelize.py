@@ -69,10 +69,7 @@ from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
 from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
 from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunner
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
-from thalweg.parallel.sequence.sequence_parallel import (
-    SequenceGroups,
-    apply_sequence_parallel,
-)
+from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
 from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng

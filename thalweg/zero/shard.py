@@ -600,8 +600,8 @@ def shard_model(
     else:
         in_units = [storage.spec for group in resident for storage in storages_by_group[group.name]]
         full_bytes = sum(one.unsharded_bytes for one in in_units) if kind == "shared" else 0
-        sizes = {"full_bytes": full_bytes, "world_size": shard_mesh.size()}  # of a site, or a MiCS group
-        log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
+        size = shard_mesh.size()  # of a site, or a MiCS group
+        log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", full_bytes, size)
         unit_storages.append(storage_type(resident, storages_by_group, arena=arena, log_gather=log_gather))
     sharded_model = ShardedModel(
         model,
