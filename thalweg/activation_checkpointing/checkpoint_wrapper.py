@@ -34,11 +34,6 @@ class ActivationCheckpointPolicy:
     policy: str = "none"
     every: int = 1
 
-    @property
-    def saves_products(self) -> bool:
-        """Whether the results of matrix products and attention are kept."""
-        return self.policy == "selective" and self.every == 1
-
 
 @cache
 def _saved_ops() -> frozenset[Any]:
@@ -79,7 +74,9 @@ class _CheckpointedModule(DynamicSubclass):
         if not getattr(self, "_can_checkpoint_with_cache", False):
             args, kwargs = _without_cache(args, kwargs)
         # torch.compile does not understand the default spelled out.
-        contexts: dict[str, Any] = {"context_fn": _selective_context_fn} if self._thalweg_remat.saves_products else {}
+        remat = self._thalweg_remat
+        saves_products = remat.policy == "selective" and remat.every == 1
+        contexts: dict[str, Any] = {"context_fn": _selective_context_fn} if saves_products else {}
         storage = self._thalweg_storage
         if storage is not None and not storage.is_active:
             return checkpoint_offloaded(storage, plain, args, kwargs, **contexts)

@@ -32,7 +32,7 @@ class LossCall:
             mean = "sum" if self.arguments["size_average"] is False else "mean"
             self.arguments["reduction"] = "none" if self.arguments["reduce"] is False else mean
             self.arguments.update(dict.fromkeys(_LEGACY))
-        self.reduction = self.arguments["reduction"]
+        self.reduction: Any = self.arguments["reduction"]
 
     @classmethod
     def from_call(cls, func: Any, args: Any, kwargs: Any) -> LossCall | None:

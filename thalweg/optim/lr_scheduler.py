@@ -223,16 +223,11 @@ class WarmupCosineLR(LRScheduler):
     ) -> None:
         self.total_num_steps = _check_int(total_num_steps, "total_num_steps", low=1)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.warmup_type = self.warmup.warmup_type
+        self.warmup_type, self.warmup_num_steps = self.warmup.warmup_type, self.warmup.steps
         self.warmup_min_ratio = _check_float(warmup_min_ratio, "warmup_min_ratio", low=0.0)
         self.cos_min_ratio = _check_float(cos_min_ratio, "cos_min_ratio", low=0.0)
         self.base_lrs = _current_lrs(optimizer)
         super().__init__(optimizer, last_batch_iteration)
-
-    @property
-    def warmup_num_steps(self) -> int:
-        """Iterations of the warm-up."""
-        return self.warmup.steps
 
     def get_lr_ratio(self) -> float:
         """Return the factor on the groups' own rates at the present iteration."""

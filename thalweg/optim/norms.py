@@ -71,10 +71,6 @@ class PartialNorm:
         """The piece's norm, 0-dim fp64."""
         return _fast_square_sum([self], compute_row_norms).sqrt() if self.exact_norm is None else self.exact_norm
 
-    def numel(self) -> int:
-        """Never 0, as it stands for a piece that counts."""
-        return 1
-
 
 NormInput: TypeAlias = Tensor | PartialNorm
 
@@ -186,9 +182,9 @@ def global_grad_norm(
         is_replicated = replicate_group is not None and not isinstance(param, DTensor)
         by_device = buckets.setdefault((shard_groups, is_replicated), {})
         piece = partial_norms.get(param)
-        if piece is None and param.grad is not None:
-            piece = local_grad(param)
-        if piece is not None and piece.numel():
+        if piece is None and param.grad is not None and (grad := local_grad(param)).numel():
+            piece = grad
+        if piece is not None:
             by_device.setdefault(piece.device, []).append(piece)
     device = to_local(params[0]).device if params else torch.device("cpu")
     rows = torch.zeros(max(1, len(buckets)), dtype=widest_float(device), device=device)

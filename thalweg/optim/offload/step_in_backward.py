@@ -187,11 +187,6 @@ def double_buffer_bytes(nvme_step: NvmeStep) -> int:
 BUFFER_BYTES = 16 << 20
 
 
-def grad_offload_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of swap file for the gradients of all parameters of ``optimizer``, in pages."""
-    return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in trainable_params(optimizer))
-
-
 class GradOffload:
     """Moves gradients to ``swap`` and adds them up there."""
 
@@ -469,11 +464,11 @@ class StepInBackward(InMemoryStep, StepListener):
             params = [param for param in params if can_step(param)]
         if not params:
             return
-        finite = True
-        for param in params:
-            self.partial_norms[param] = partial_norm = compute_partial_norm(local_grad(param))
-            finite = finite and partial_norm.is_finite
-        if not finite or self.skipped_units:  # the step is lost: nothing more of it is worth doing
+        norms = {param: compute_partial_norm(local_grad(param)) for param in params}
+        self.partial_norms |= norms
+        if self.skipped_units or not all(
+            norm.is_finite for norm in norms.values()
+        ):  # the step is lost: nothing more of it is worth doing
             self.skipped_units.append(unit or "the root")
             for param in params:
                 param.grad = None
