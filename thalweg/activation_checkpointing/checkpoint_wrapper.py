@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from thalweg.activation_checkpointing.offload import ActivationOffloader
 from thalweg.activation_checkpointing.offloaded_forward import OffloadState, checkpoint_offloaded
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
+from thalweg.ops.dynamic_subclass import DynamicSubclass, cached_subclass
 from thalweg.ops.linear.functional import get_matmul_ops
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -95,11 +95,6 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     return args, kwargs | dict.fromkeys(caches) | no_cache
 
 
-@cache
-def _checkpointed_class(plain: type, policy: ActivationCheckpointPolicy) -> type:
-    return make_subclass(plain, _CheckpointedModule, _thalweg_remat=policy)
-
-
 def apply_activation_checkpointing(
     model: nn.Module,
     units: Sequence[nn.Module],
@@ -129,6 +124,6 @@ def apply_activation_checkpointing(
     offload_state = None if offloader is None else OffloadState(offloader)
     for unit in selected:
         if not isinstance(unit, _CheckpointedModule):
-            unit.__class__ = _checkpointed_class(type(unit), policy)
+            unit.__class__ = cached_subclass(type(unit), _CheckpointedModule, _thalweg_remat=policy)
         if offload_state is not None:
             unit.__dict__["_thalweg_storage"] = offload_state

@@ -210,7 +210,6 @@ class QuantizedAllGather(WireAllGather):
     ) -> None:
         super().__init__(name, ledger, topology)
         self._payload_format_fn, self._world_size = payload_format_fn, world_size
-        self._sharding_topology = topology
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -219,9 +218,8 @@ class QuantizedAllGather(WireAllGather):
         payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
         if payload_format is None or size != self._world_size:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        with self._ledger.timed("all_gather", self._name, "wire", output_tensor.nbytes, size) as call:
-            num_bytes = all_gather_packed(input_tensor, payload_format, output_tensor.view(size, -1), group)
-            call.add_bytes(*self._sharding_topology.ring_bytes(num_bytes))
+        with self._logged("all_gather", output_tensor, payload_format.num_bytes, group):
+            all_gather_packed(input_tensor, payload_format, output_tensor.view(size, -1), group)
         return None
 
 

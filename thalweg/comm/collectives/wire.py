@@ -195,14 +195,14 @@ class _LoggedCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     @contextmanager
-    def _logged(self, kind: str, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    def _logged(self, kind: str, full: Tensor, sent_bytes: int, group: dist.ProcessGroup) -> Iterator[None]:
         topology = self._topology
         if topology is None or len(topology.host_ids) != group.size():
             topology = _one_rank_per_host(group)
         if self._order is not None:
             self._order.begin(f"the {kind} of {self._name!r}")
         with self._ledger.timed(kind, self._name, "wire", full.nbytes, group.size()) as call:
-            call.add_bytes(*topology.ring_bytes(shard.nbytes))
+            call.add_bytes(*topology.ring_bytes(sent_bytes))
             try:
                 yield
             except RuntimeError:
@@ -217,7 +217,7 @@ class WireAllGather(_LoggedCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with self._logged("all_gather", output_tensor, input_tensor, group):
+        with self._logged("all_gather", output_tensor, input_tensor.nbytes, group):
             return all_gather_flat(output_tensor, input_tensor, group, async_op)
 
 
@@ -232,7 +232,7 @@ class WireReduceScatter(_LoggedCollective):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        with self._logged("reduce_scatter", input_tensor, output_tensor, group):
+        with self._logged("reduce_scatter", input_tensor, output_tensor.nbytes, group):
             return reduce_scatter_flat(output_tensor, input_tensor, group, op, async_op)
 
 
