@@ -55,11 +55,7 @@ class ParallelGroup:
         """The sum of all ranks' ``x``."""
         self._cached_inputs.clear()
         self.use_shared_rng()
-
-        def reduce_copy(x: Tensor) -> Tensor:
-            return self.all_reduce(x.clone(memory_format=torch.contiguous_format), name)
-
-        return with_backward(x, reduce_copy, lambda grad: grad)
+        return with_backward(x, lambda x: self.all_reduce_copy(x, name), lambda grad: grad)
 
     def reset(self) -> None:
         """Let go of the region's inputs, and of a stream that an exception left behind."""
@@ -90,18 +86,20 @@ class ParallelGroup:
 
     def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place; returns the tensor."""
-        nbytes = tensor.nbytes
-        with self.ledger.timed("all_reduce", name, self.axis, nbytes, self.size):
+        with self.ledger.timed("all_reduce", name, self.axis, tensor.nbytes, self.size):
             self.comm.all_reduce(tensor, op=op, group=self.group_for(tensor))
         return tensor
+
+    def all_reduce_copy(self, tensor: Tensor, name: str) -> Tensor:
+        """The sum of all ranks' ``tensor``, which stays as it is."""
+        return self.all_reduce(tensor.clone(memory_format=torch.contiguous_format), name)
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
         """Concatenate every rank's ``tensor`` along ``dim``; ``sizes`` are their lengths there."""
         longest = max(sizes)
         sent = pad_to_length(tensor, dim, longest).contiguous()
         received = [torch.empty_like(sent) for _ in range(self.size)]
-        full = sent.nbytes * self.size
-        with self.ledger.timed("all_gather", name, self.axis, full, self.size):
+        with self.ledger.timed("all_gather", name, self.axis, sent.nbytes * self.size, self.size):
             self.comm.all_gather(received, sent, group=self.group_for(sent))
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
 
@@ -126,11 +124,8 @@ class ParallelGroup:
 
 def sum_grads_over(parameter: Tensor, group: ParallelGroup, name: str) -> Tensor:
     """A whole parameter that each rank uses on its own part of the activations."""
-
-    def reduce_copy(grad: Tensor) -> Tensor:  # a copy: the gradient may belong to another branch as well
-        return group.all_reduce(grad.clone(memory_format=torch.contiguous_format), name)
-
-    return with_backward(parameter, lambda x: x.view_as(x), reduce_copy)
+    # A copy: the gradient may belong to another branch as well.
+    return with_backward(parameter, lambda x: x.view_as(x), lambda grad: group.all_reduce_copy(grad, name))
 
 
 def gather_from_region(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
