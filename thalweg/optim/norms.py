@@ -73,6 +73,7 @@ class PartialNorm:
 
 
 NormInput: TypeAlias = Tensor | PartialNorm
+PartialNorms: TypeAlias = Mapping[Tensor, PartialNorm] | None  # by parameter, of gradients that have left
 
 
 def compute_partial_norm(piece: Tensor) -> PartialNorm:
@@ -158,7 +159,7 @@ def global_grad_norm(
     *,
     replicate_group: dist.ProcessGroup | None = None,
     row_norms_fn: Callable[[Tensor], RowNorms] | None = None,
-    partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+    partial_norms: PartialNorms = None,
 ) -> Tensor:
     """Return the 2-norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
 

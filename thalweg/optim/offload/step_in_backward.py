@@ -57,7 +57,7 @@ Sums are those of gradients in memory, in every bit: two numbers added in either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -67,7 +67,7 @@ from torch import Tensor
 
 from thalweg.optim.accumulation import AccumulationWindow, StepListener, StepResult
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local, trainable_params
-from thalweg.optim.norms import PartialNorm, compute_partial_norm
+from thalweg.optim.norms import PartialNorm, PartialNorms, compute_partial_norm
 from thalweg.optim.offload.io_pipeline import IoRange, ParamStep, merge_adjacent
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import InMemoryStep
@@ -320,10 +320,7 @@ class StepInBackward(InMemoryStep, StepListener):
     # The face of an Update
 
     def grad_norm(
-        self,
-        params: Sequence[Tensor],
-        replicate_group: dist.ProcessGroup | None,
-        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+        self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None, partial_norms: PartialNorms = None
     ) -> Tensor:
         """The global 2-norm, gradients that have left included; collective."""
         if (error := self.wait_for_updates()) is not None:
