@@ -120,11 +120,9 @@ class CrossHostSync:
         DELTA_QUANTIZER.quantize(delta, payload)
         delta_error = DELTA_QUANTIZER.get_scales(payload, numel).square().sum()
         quantized_error = WEIGHT_QUANTIZER.compute_scales(storage.shard.view(-1)).square().sum()
-        return (
-            _ParamUpdate(storage, DELTA, payload)
-            if delta_error <= quantized_error
-            else _ParamUpdate(storage, QUANTIZED)
-        )
+        if delta_error <= quantized_error:
+            return _ParamUpdate(storage, DELTA, payload)
+        return _ParamUpdate(storage, QUANTIZED)
 
     def _build_payload(self, update: _ParamUpdate) -> Tensor:
         if update.payload is not None:
