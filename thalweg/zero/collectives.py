@@ -49,7 +49,6 @@ from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
 from thalweg.zero.storage.cross_host_sync import CrossHostSync
 
 ReducerFactory = Callable[[str, FSDPGroupHandle, ReduceOptions], Reducer | wire.WireReduceScatter]
-ReplicaSum = wire.AllReduceSum | quantized.QuantizedAllReduceSum
 AllGatherFactory = Callable[[str, FSDPGroupHandle], Any]
 _NUM_GATHER_SLOTS = 4
 # A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
@@ -70,11 +69,10 @@ class Collectives:
 
     spec: CollectivesSpec
     storage_kind: StorageKind
+    make_reducer: ReducerFactory
     memory: GradientMemory = field(default_factory=GradientMemory)
     arena: SharedMemoryArena | None = None
-    make_reducer: ReducerFactory | None = None
     make_all_gather: AllGatherFactory | None = None
-    uses_all_reduce: bool = False
     cross_host_sync: CrossHostSync | None = None
     separate_masters: frozenset[str] = frozenset()
     hpz_group_size: int = 1
@@ -88,15 +86,12 @@ class Collectives:
             name = group.name or "<root>"
             if self.make_all_gather is not None:
                 group.module.set_custom_all_gather(self.make_all_gather(name, group))
-            if self.make_reducer is None:
-                continue
             reducer = self.make_reducer(name, group, self._reduce_options(group))
             if isinstance(reducer, Reducer):
                 reducers.append(reducer)
             comm: Any = reducer  # whose type torch states more narrowly than it uses it
             group.module.set_custom_reduce_scatter(comm)
-            if self.uses_all_reduce:
-                assert isinstance(reducer, ReplicatedReducer)
+            if isinstance(reducer, ReplicatedReducer):
                 group.module.set_all_reduce_hook(partial(reduce_held, reducer))
         return reducers
 
@@ -121,7 +116,7 @@ def reduce_held(reducer: ReplicatedReducer, output: Tensor) -> None:
     reducer.reduce_or_keep(output)
 
 
-def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaSum:
+def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> wire.AllReduceSum:
     """The sum of gradients over the ranks that hold the same shard (MiCS: the outer axis of ``mics_mesh``); collective
     over them."""
     group = mics_mesh.get_group(0)
@@ -142,7 +137,7 @@ class CollectivesSpec:
     unit_bytes: int
     root_bytes: int
     output_dtype: torch.dtype
-    replicas: ReplicaSum | None = None
+    replicas: wire.AllReduceSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
     sync: ReplicaSync = field(default_factory=ReplicaSync)
@@ -232,7 +227,6 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
             "private",
             arena=arena,
             make_reducer=lambda name, group, options: shared_memory.SharedMemoryAllReduce(ring, name, options),
-            uses_all_reduce=True,
         )
     zero, messages = spec.zero, {}
     if zero.zero_hpz_partition_size > 1:
@@ -258,7 +252,6 @@ def _build_hierarchical(
         return spec.build(
             "private",
             make_reducer=lambda name, group, options: hierarchical.HierarchicalAllReduce(hosts, ring, name, options),
-            uses_all_reduce=True,
         )
 
     def make_reduce_scatter(
@@ -310,7 +303,6 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
         return spec.build(
             "private",
             make_reducer=lambda name, group, options: wire.WireAllReduce(reduce_group, name, options, topology),
-            uses_all_reduce=True,
             async_reduction=async_reduction,
         )
     order = None

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.collectives.reducer import GradDivisor, ReduceOptions, Reducer
-from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
+from thalweg.comm.collectives.wire import AllReduceSum, AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.quantization import BLOCK_SIZE, BlockQuantizer, PayloadFormat
 from thalweg.comm.topology import HostTopology
@@ -141,21 +141,18 @@ class QuantizedAllToAllReduce(AllToAllReduce):
             out.copy_(total)
 
 
-class QuantizedAllReduceSum:
+class QuantizedAllReduceSum(AllReduceSum):
     """A sum over one group that every rank gets with the same bits: codes up, finer codes down."""
 
-    def __init__(self, group: dist.ProcessGroup, topology: HostTopology) -> None:
-        self.group, self.topology = group, topology
-
-    def __call__(self, tensor: Tensor, call: CollectiveCall) -> None:
-        """Replace ``tensor`` (1-D) by the sum over the group."""
+    def __call__(self, tensor: Tensor, call: CollectiveCall, scale: float = 1.0) -> None:
+        """Replace ``tensor`` (1-D) by ``scale`` times the sum over the group."""
         world_size = len(self.topology.host_ids)
         length = -(-tensor.numel() // (world_size * BLOCK_SIZE)) * BLOCK_SIZE
         rows = torch.zeros(world_size, length, dtype=torch.float32, device=tensor.device)
         rows.view(-1)[: tensor.numel()].copy_(tensor)
         local_sum = torch.empty(length, dtype=torch.float32, device=tensor.device)
         QuantizedAllToAllReduce(self.group, self.topology, single_segment_format(GRADIENT_QUANTIZER)).reduce_rows(
-            rows, local_sum, 1.0, call, torch.float32
+            rows, local_sum, scale, call, torch.float32
         )
         gather_format = PayloadFormat(((length, True),), WEIGHT_QUANTIZER, torch.float32)
         num_bytes = all_gather_packed(local_sum, gather_format, rows, self.group)
