@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg import ops
 from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
@@ -111,11 +110,6 @@ class Components:
     runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
     curricula: dict[str, CurriculumScheduler] = field(default_factory=dict)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The 1-D data-parallel mesh."""
-        return self.meshes.fsdp
 
 
 def parallel_dims_from_config(config: Config) -> ParallelDims:
