@@ -208,7 +208,7 @@ def _use_thalweg_collectives(units: list[Any], group: Any) -> None:
         name = f"unit {index}"
         unit.set_custom_all_gather(_RingAllGather(gather, name) if gather else wire.WireAllGather(name))
         in_memory = shared_memory.SharedMemoryReduceScatter
-        reducer = in_memory(reduce, name) if reduce else wire.AllToAllReduceScatter(name)
+        reducer = in_memory(reduce, name) if reduce else wire.AllToAllReduceScatter(wire.AllToAllReduce(group), name)
         unit.set_custom_reduce_scatter(reducer)
 
 

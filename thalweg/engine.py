@@ -383,7 +383,7 @@ class Engine(nn.Module):
         return runner.agree_micro_batches(batches)
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
-        mesh = self._components.mesh
+        mesh = self.meshes.fsdp
         if mesh.size() > 1:
             dist.all_reduce(value, group=mesh.get_group())
         return value / mesh.size()

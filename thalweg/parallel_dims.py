@@ -307,8 +307,6 @@ def new_submesh(
     for axis in range(ranks.ndim):
         axis_ranks = ranks[tuple(slice(None) if a == axis else i for a, i in enumerate(coords))]
         groups.append(new_subgroup(axis_ranks.tolist(), parent))
-    if ranks.ndim == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dim_names)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=dim_names)
 
 

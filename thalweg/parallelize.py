@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg import ops
 from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
@@ -69,10 +68,7 @@ from thalweg.parallel.pipeline.module import DUMMY_PARAM_NAME, PipelineModule
 from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
 from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunner
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
-from thalweg.parallel.sequence.sequence_parallel import (
-    SequenceGroups,
-    apply_sequence_parallel,
-)
+from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
 from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
 from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
@@ -114,11 +110,6 @@ class Components:
     runner: PipelineRunner | None = None
     param_naming: ParamNaming = field(default_factory=ParamNaming)
     curricula: dict[str, CurriculumScheduler] = field(default_factory=dict)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The 1-D data-parallel mesh."""
-        return self.meshes.fsdp
 
 
 def parallel_dims_from_config(config: Config) -> ParallelDims:

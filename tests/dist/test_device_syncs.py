@@ -545,9 +545,9 @@ def test_a_unit_crosses_the_link_as_one():
 
 def _reduce_by_groups(rank: int, world: int) -> tuple[float, float]:
     """The mean that a group's reduction gives, and the memory that it takes beside its input and output."""
-    from thalweg.comm.collectives.wire import AllToAllReduceScatter
+    from thalweg.comm.collectives.wire import AllToAllReduce, AllToAllReduceScatter
 
-    reducer, numel = AllToAllReduceScatter("unit"), 1 << 16
+    reducer, numel = AllToAllReduceScatter(AllToAllReduce(dist.group.WORLD), "unit"), 1 << 16  # type: ignore[arg-type]
     rows, out = torch.full((world * numel,), rank + 1.0, device="sim"), torch.empty(numel, device="sim")
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
@@ -583,14 +583,14 @@ def test_a_reduction_over_two_levels_waits_for_nothing():
 
 
 def _launches_of_a_codec(rank: int, world: int) -> list[tuple[int, list[float]]]:
+    from thalweg.comm.collectives.quantized import make_payload_format
     from thalweg.comm.quantization import BlockQuantizer
-    from thalweg.zero.collectives import _make_payload_format
 
     found, numel = [], 4096 + 96
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to("sim")
     whole = [(4096, True), (96, False)]
     for segments in (whole, [(512, True)] * 8 + [(32, False)] * 3, [(500, True)] * 8 + [(192, False)]):
-        packing = _make_payload_format(segments, numel, torch.float32, BlockQuantizer(8))
+        packing = make_payload_format(segments, numel, torch.float32, BlockQuantizer(8))
         assert packing is not None
         payload, out = torch.empty(packing.num_bytes, dtype=torch.uint8, device="sim"), torch.empty_like(values)
 

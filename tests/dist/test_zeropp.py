@@ -171,20 +171,14 @@ def _hierarchical(rank, world):
     """A MiCS group over two hosts whose gathers cross each link once."""
     set_fake_host((0, 0, 1, 1, 2, 2, 3, 3)[:world], rank)
     os.environ["THALWEG_SHARED_MEMORY"] = "0"
-    from thalweg.comm.collectives.hierarchical import HostGroups
-    from thalweg.comm.collectives.quantized import TwoLevelAllGather
+    from thalweg.comm import CommsLog
+    from thalweg.comm.collectives.hierarchical import HostGroups, TwoLevelAllGather
     from thalweg.comm.topology import HostTopology
 
     group = dist.group.WORLD
     route = HostTopology.discover(group)
     hosts = HostGroups.discover(group, route)
-    gather = TwoLevelAllGather(
-        hosts.intra_host_group,
-        hosts.inter_host_group,
-        (hosts.intra_host_topology, hosts.inter_host_topology),
-        hosts.ranks_by_local_rank,
-        "m",
-    )
+    gather = TwoLevelAllGather(hosts, "m", CommsLog(), lambda numel, dtype: None)
     out = gather.allocate((5 * world,), dtype=torch.bfloat16, device=torch.device("cpu"))
     own = out.narrow(0, 5 * rank, 5)
     own.fill_(float(rank))

@@ -24,7 +24,7 @@ def setup_activation_checkpointing(
     policy = ActivationCheckpointPolicy(policy=section.policy, every=section.every)
     target = "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
     if section.policy == "none":
-        return _noop
+        return lambda: None
     offloader = base_offloader = build_activation_offloader(target, device, default_nvme_path(config))
     if section.partition_activations:
         if axes.tp is not None:
@@ -32,7 +32,7 @@ def setup_activation_checkpointing(
         else:
             config.add_note("activation_checkpointing.partition_activations", "idle: there is one tensor rank")
     apply_activation_checkpointing(model, units, policy, offloader)
-    return getattr(base_offloader, "close", _noop)
+    return getattr(base_offloader, "close", lambda: None)
 
 
 def default_nvme_path(config: Config) -> str | None:
@@ -41,7 +41,3 @@ def default_nvme_path(config: Config) -> str | None:
     tiers = sorted((zero.offload_param, zero.offload_optimizer), key=lambda tier: tier.device != "nvme")
     paths = (config.memory.nvme_path, *(tier.nvme_path for tier in tiers))
     return next((path for path in paths if path and path != "auto"), None)
-
-
-def _noop() -> None:
-    return None

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from thalweg.activation_checkpointing.offload import ActivationOffloader
 from thalweg.activation_checkpointing.offloaded_forward import OffloadState, checkpoint_offloaded
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
+from thalweg.ops.dynamic_subclass import DynamicSubclass, cached_subclass
 from thalweg.ops.linear.functional import get_matmul_ops
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -33,11 +33,6 @@ class ActivationCheckpointPolicy:
 
     policy: str = "none"
     every: int = 1
-
-    @property
-    def saves_products(self) -> bool:
-        """Whether the results of matrix products and attention are kept."""
-        return self.policy == "selective" and self.every == 1
 
 
 @cache
@@ -79,7 +74,9 @@ class _CheckpointedModule(DynamicSubclass):
         if not getattr(self, "_can_checkpoint_with_cache", False):
             args, kwargs = _without_cache(args, kwargs)
         # torch.compile does not understand the default spelled out.
-        contexts: dict[str, Any] = {"context_fn": _selective_context_fn} if self._thalweg_remat.saves_products else {}
+        remat = self._thalweg_remat
+        saves_products = remat.policy == "selective" and remat.every == 1
+        contexts: dict[str, Any] = {"context_fn": _selective_context_fn} if saves_products else {}
         storage = self._thalweg_storage
         if storage is not None and not storage.is_active:
             return checkpoint_offloaded(storage, plain, args, kwargs, **contexts)
@@ -96,11 +93,6 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     caches = {key for key, value in kwargs.items() if key in _CACHE_ARGUMENTS or isinstance(value, library.Cache)}
     no_cache = {"use_cache": False} if kwargs.get("use_cache") else {}
     return args, kwargs | dict.fromkeys(caches) | no_cache
-
-
-@cache
-def _checkpointed_class(plain: type, policy: ActivationCheckpointPolicy) -> type:
-    return make_subclass(plain, _CheckpointedModule, _thalweg_remat=policy)
 
 
 def apply_activation_checkpointing(
@@ -132,6 +124,6 @@ def apply_activation_checkpointing(
     offload_state = None if offloader is None else OffloadState(offloader)
     for unit in selected:
         if not isinstance(unit, _CheckpointedModule):
-            unit.__class__ = _checkpointed_class(type(unit), policy)
+            unit.__class__ = cached_subclass(type(unit), _CheckpointedModule, _thalweg_remat=policy)
         if offload_state is not None:
             unit.__dict__["_thalweg_storage"] = offload_state

@@ -88,7 +88,7 @@ class CommsLog:
 
     @contextmanager
     def timed(
-        self, kind: str, module: str, transport: str, *, full_bytes: int, world_size: int
+        self, kind: str, module: str, transport: str, full_bytes: int, world_size: int
     ) -> Iterator[CollectiveCall]:
         """Time the body and record it as one call; the body says what it moved."""
         start, call = time.perf_counter(), CollectiveCall()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
 from thalweg.device import get_rng_state, set_rng_state
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
+from thalweg.ops.dynamic_subclass import DynamicSubclass, cached_subclass
 from thalweg.ops.linear.functional import must_use_plain_ops
 
 _TENSOR_SLOT: Any = object()
@@ -184,11 +184,6 @@ class _TiledModule(DynamicSubclass):
         return _pytree.tree_unflatten(list(flat), out_specs[0])
 
 
-@cache
-def _tiled_class(original_class: type, tiles: int, dim: int) -> type:
-    return make_subclass(original_class, _TiledModule, _thalweg_tiles=tiles, _thalweg_tile_dim=dim)
-
-
 def tiled(module: nn.Module, tiles: int, *, dim: int = -2) -> nn.Module:
     """Let ``module`` run over ``tiles`` tiles of its inputs' dim ``dim`` (the sequence); returns ``module``.
 
@@ -206,7 +201,8 @@ def tiled(module: nn.Module, tiles: int, *, dim: int = -2) -> nn.Module:
     if isinstance(module, _TiledModule):
         raise ValueError(f"{type(module).__name__} is tiled already")
     if tiles > 1:
-        module.__class__ = _tiled_class(type(module), tiles, dim)
+        options = {"_thalweg_tiles": tiles, "_thalweg_tile_dim": dim}
+        module.__class__ = cached_subclass(type(module), _TiledModule, **options)
     return module
 
 

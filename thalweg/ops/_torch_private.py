@@ -94,8 +94,3 @@ ALLCLOSE_CALL = torch.ops.aten.allclose.default
 # The slots of the C++ tensor, under what a subclass makes of them.
 GRAD_SLOT: Any = torch._C.TensorBase.grad
 REQUIRES_GRAD_SLOT: Any = torch._C.TensorBase.requires_grad
-
-
-def is_item_call(operator: Any) -> bool:
-    """Whether a dispatched operator is :data:`ITEM_CALL`."""
-    return operator is ITEM_CALL

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import types
+from functools import cache
 from typing import Any
 
 
@@ -44,6 +45,10 @@ def make_subclass(base_class: type, *mixins: type, **namespace: Any) -> type:
     identity = {name: getattr(base_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     body = namespace | identity
     return types.new_class(base_class.__name__, (*mixins, base_class), exec_body=lambda scope: scope.update(body))
+
+
+# The same class for the same arguments: what compares classes, as ``torch.compile`` does, takes such modules for alike.
+cached_subclass = cache(make_subclass)
 
 
 def original_class(module: Any) -> type:

@@ -22,17 +22,17 @@ _LEGACY = ("size_average", "reduce")
 
 
 class LossCall:
-    """One call of ``F.cross_entropy`` or ``F.nll_loss``; ``reduction`` is what it was asked for."""
+    """One call of ``F.cross_entropy`` or ``F.nll_loss``: ``arguments``, by name, and among them ``reduction``."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
-        self._func, self._arguments = func, dict(bound.arguments)
-        if any(self._arguments[name] is not None for name in _LEGACY):
-            mean = "sum" if self._arguments["size_average"] is False else "mean"
-            self._arguments["reduction"] = "none" if self._arguments["reduce"] is False else mean
-            self._arguments.update(dict.fromkeys(_LEGACY))
-        self.reduction = self._arguments["reduction"]
+        self._func, self.arguments = func, dict(bound.arguments)
+        if any(self.arguments[name] is not None for name in _LEGACY):
+            mean = "sum" if self.arguments["size_average"] is False else "mean"
+            self.arguments["reduction"] = "none" if self.arguments["reduce"] is False else mean
+            self.arguments.update(dict.fromkeys(_LEGACY))
+        self.reduction: Any = self.arguments["reduction"]
 
     @classmethod
     def from_call(cls, func: Any, args: Any, kwargs: Any) -> LossCall | None:
@@ -41,17 +41,17 @@ class LossCall:
 
     def summed_loss(self) -> Tensor:
         """The sum over targets (0-dim)."""
-        arguments = {**self._arguments, "reduction": "sum"}
+        arguments = {**self.arguments, "reduction": "sum"}
         return self._func(arguments.pop("input"), arguments.pop("target"), **arguments)
 
     def num_targets(self) -> Tensor:
         """By what the mean divides (0-dim, the widest dtype there): targets not ignored, weighted where classes are."""
-        target, weight = self._arguments["target"], self._arguments["weight"]
+        target, weight = self.arguments["target"], self.arguments["weight"]
         dtype = widest_float(target.device)
         if target.is_floating_point():  # probabilities of classes, in dim 1, or 0 without a batch
             classes = target.shape[1 if target.dim() > 1 else 0]
             return torch.tensor(float(target.numel() // classes), dtype=dtype, device=target.device)
-        valid = target != self._arguments["ignore_index"]
+        valid = target != self.arguments["ignore_index"]
         return (valid if weight is None else weight[target[valid]]).sum(dtype=dtype)
 
 

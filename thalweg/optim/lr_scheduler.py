@@ -109,13 +109,14 @@ class LRScheduler:
                 elif "momentum" in group:
                     group["momentum"] = momentum
 
-    def _per_group(self, value: Rates, key: str, *, upper: float = math.inf) -> list[float]:
-        """Return ``value`` once for each parameter group, checked to be finite numbers in [0, below)."""
-        count = len(self.optimizer.param_groups)
-        values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
-        if len(values) != count:
-            raise ValueError(f"{key} has {len(values)} entries, the optimiser has {count} parameter groups")
-        return [_check_float(item, key, low=0.0, upper=upper) for item in values]
+
+def _per_group(optimizer: torch.optim.Optimizer, value: Rates, key: str, *, upper: float = math.inf) -> list[float]:
+    """Return ``value`` once for each parameter group, checked to be finite numbers in [0, below)."""
+    count = len(optimizer.param_groups)
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"{key} has {len(values)} entries, the optimiser has {count} parameter groups")
+    return [_check_float(item, key, low=0.0, upper=upper) for item in values]
 
 
 def _check_float(value: Any, key: str, *, low: float = -math.inf, upper: float = math.inf) -> float:
@@ -166,11 +167,10 @@ class WarmupLR(LRScheduler):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
+        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         peak = _current_lrs(optimizer) if warmup_max_lr is None else warmup_max_lr
-        self.max_lrs = self._per_group(peak, "warmup_max_lr")
+        self.max_lrs = _per_group(optimizer, peak, "warmup_max_lr")
         super().__init__(optimizer, last_batch_iteration)
 
     def gamma(self, n: int) -> float:
@@ -223,16 +223,11 @@ class WarmupCosineLR(LRScheduler):
     ) -> None:
         self.total_num_steps = _check_int(total_num_steps, "total_num_steps", low=1)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.warmup_type = self.warmup.warmup_type
+        self.warmup_type, self.warmup_num_steps = self.warmup.warmup_type, self.warmup.steps
         self.warmup_min_ratio = _check_float(warmup_min_ratio, "warmup_min_ratio", low=0.0)
         self.cos_min_ratio = _check_float(cos_min_ratio, "cos_min_ratio", low=0.0)
         self.base_lrs = _current_lrs(optimizer)
         super().__init__(optimizer, last_batch_iteration)
-
-    @property
-    def warmup_num_steps(self) -> int:
-        """Iterations of the warm-up."""
-        return self.warmup.steps
 
     def get_lr_ratio(self) -> float:
         """Return the factor on the groups' own rates at the present iteration."""
@@ -265,8 +260,7 @@ class LRRangeTest(LRScheduler):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
-        self.min_lrs = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.min_lrs = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = _check_int(lr_range_test_step_size, "lr_range_test_step_size", low=1)
         self.step_rate = _check_float(lr_range_test_step_rate, "lr_range_test_step_rate", low=0.0)
         self.staircase = bool(lr_range_test_staircase)
@@ -306,11 +300,10 @@ class OneCycle(LRScheduler):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
-        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
-        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
-        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom", upper=1.0)
-        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom", upper=1.0)
+        self.min_lrs = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.min_moms = _per_group(optimizer, cycle_min_mom, "cycle_min_mom", upper=1.0)
+        self.max_moms = _per_group(optimizer, cycle_max_mom, "cycle_max_mom", upper=1.0)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.first_half_steps = _check_int(cycle_first_step_size, "cycle_first_step_size", low=1)

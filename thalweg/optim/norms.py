@@ -71,12 +71,9 @@ class PartialNorm:
         """The piece's norm, 0-dim fp64."""
         return _fast_square_sum([self], compute_row_norms).sqrt() if self.exact_norm is None else self.exact_norm
 
-    def numel(self) -> int:
-        """Never 0, as it stands for a piece that counts."""
-        return 1
-
 
 NormInput: TypeAlias = Tensor | PartialNorm
+PartialNorms: TypeAlias = Mapping[Tensor, PartialNorm] | None  # by parameter, of gradients that have left
 
 
 def compute_partial_norm(piece: Tensor) -> PartialNorm:
@@ -162,7 +159,7 @@ def global_grad_norm(
     *,
     replicate_group: dist.ProcessGroup | None = None,
     row_norms_fn: Callable[[Tensor], RowNorms] | None = None,
-    partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+    partial_norms: PartialNorms = None,
 ) -> Tensor:
     """Return the 2-norm over all gradients of ``params`` as a 0-dim fp64 tensor, bit-equal on all ranks.
 
@@ -186,9 +183,9 @@ def global_grad_norm(
         is_replicated = replicate_group is not None and not isinstance(param, DTensor)
         by_device = buckets.setdefault((shard_groups, is_replicated), {})
         piece = partial_norms.get(param)
-        if piece is None and param.grad is not None:
-            piece = local_grad(param)
-        if piece is not None and piece.numel():
+        if piece is None and param.grad is not None and (grad := local_grad(param)).numel():
+            piece = grad
+        if piece is not None:
             by_device.setdefault(piece.device, []).append(piece)
     device = to_local(params[0]).device if params else torch.device("cpu")
     rows = torch.zeros(max(1, len(buckets)), dtype=widest_float(device), device=device)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ from thalweg.optim.accumulation import AccumulationWindow, StepResult
 from thalweg.optim.algorithms.muon_params import group_members
 from thalweg.optim.dtensor_local import tells_schedulers, to_local
 from thalweg.optim.loss_scaler import LossScaler
-from thalweg.optim.norms import PartialNorm, RowNorms, clip_factor, compute_row_norms, global_grad_norm
+from thalweg.optim.norms import PartialNorms, RowNorms, clip_factor, compute_row_norms, global_grad_norm
 from thalweg.optim.site_sync import SiteSync, adopt_site_rows
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
 from thalweg.utils.log import get_logger
@@ -54,10 +54,7 @@ class InMemoryStep:
         self.optimizer = optimizer
 
     def grad_norm(
-        self,
-        params: Sequence[Tensor],
-        replicate_group: dist.ProcessGroup | None,
-        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+        self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None, partial_norms: PartialNorms = None
     ) -> Tensor:
         """The global 2-norm of the gradients of ``params``, some known as ``partial_norms``; 0-dim fp64; collective."""
         norms = {"replicate_group": replicate_group, "partial_norms": partial_norms}

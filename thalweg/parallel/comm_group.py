@@ -55,11 +55,7 @@ class ParallelGroup:
         """The sum of all ranks' ``x``."""
         self._cached_inputs.clear()
         self.use_shared_rng()
-
-        def reduce_copy(x: Tensor) -> Tensor:
-            return self.all_reduce(x.clone(memory_format=torch.contiguous_format), name)
-
-        return with_backward(x, reduce_copy, lambda grad: grad)
+        return with_backward(x, lambda x: self.all_reduce_copy(x, name), lambda grad: grad)
 
     def reset(self) -> None:
         """Let go of the region's inputs, and of a stream that an exception left behind."""
@@ -90,18 +86,20 @@ class ParallelGroup:
 
     def all_reduce(self, tensor: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place; returns the tensor."""
-        nbytes = tensor.nbytes
-        with self.ledger.timed("all_reduce", name, self.axis, full_bytes=nbytes, world_size=self.size):
+        with self.ledger.timed("all_reduce", name, self.axis, tensor.nbytes, self.size):
             self.comm.all_reduce(tensor, op=op, group=self.group_for(tensor))
         return tensor
+
+    def all_reduce_copy(self, tensor: Tensor, name: str) -> Tensor:
+        """The sum of all ranks' ``tensor``, which stays as it is."""
+        return self.all_reduce(tensor.clone(memory_format=torch.contiguous_format), name)
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: list[int], name: str) -> Tensor:
         """Concatenate every rank's ``tensor`` along ``dim``; ``sizes`` are their lengths there."""
         longest = max(sizes)
         sent = pad_to_length(tensor, dim, longest).contiguous()
         received = [torch.empty_like(sent) for _ in range(self.size)]
-        full = sent.nbytes * self.size
-        with self.ledger.timed("all_gather", name, self.axis, full_bytes=full, world_size=self.size):
+        with self.ledger.timed("all_gather", name, self.axis, sent.nbytes * self.size, self.size):
             self.comm.all_gather(received, sent, group=self.group_for(sent))
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(received, sizes, strict=True)], dim)
 
@@ -110,7 +108,7 @@ class ParallelGroup:
         longest = max(sizes)
         chunks = [pad_to_length(part, dim, longest).contiguous() for part in tensor.split(sizes, dim)]
         received = torch.empty(self.size, *chunks[0].shape, dtype=tensor.dtype, device=tensor.device)
-        with self.ledger.timed("reduce_scatter", name, self.axis, full_bytes=received.nbytes, world_size=self.size):
+        with self.ledger.timed("reduce_scatter", name, self.axis, received.nbytes, self.size):
             # gloo has no reduce-scatter; an all-to-all and a sum in rank order move as much
             self.comm.all_to_all_single(received, torch.stack(chunks), group=self.group_for(tensor))
             total = received.sum(0)
@@ -119,18 +117,15 @@ class ParallelGroup:
     def all_to_all(self, sent: Tensor, send_counts: list[int], recv_counts: list[int], name: str) -> Tensor:
         """Send ``send_counts[rank]`` elements of the flat ``sent`` to each rank; ``recv_counts`` come back."""
         received = sent.new_empty(sum(recv_counts))
-        with self.ledger.timed("all_to_all", name, self.axis, full_bytes=sent.nbytes, world_size=self.size):
+        with self.ledger.timed("all_to_all", name, self.axis, sent.nbytes, self.size):
             self.comm.all_to_all_single(received, sent, recv_counts, send_counts, group=self.group_for(sent))
         return received
 
 
 def sum_grads_over(parameter: Tensor, group: ParallelGroup, name: str) -> Tensor:
     """A whole parameter that each rank uses on its own part of the activations."""
-
-    def reduce_copy(grad: Tensor) -> Tensor:  # a copy: the gradient may belong to another branch as well
-        return group.all_reduce(grad.clone(memory_format=torch.contiguous_format), name)
-
-    return with_backward(parameter, lambda x: x.view_as(x), reduce_copy)
+    # A copy: the gradient may belong to another branch as well.
+    return with_backward(parameter, lambda x: x.view_as(x), lambda grad: group.all_reduce_copy(grad, name))
 
 
 def gather_from_region(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:

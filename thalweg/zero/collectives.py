@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.comm import CommsLog
 from thalweg.comm.collectives import hierarchical, quantized, shared_memory, wire
 from thalweg.comm.collectives.hierarchical import HostGroups
-from thalweg.comm.collectives.quantized import PayloadFormatFn
 from thalweg.comm.collectives.reducer import (
     GradDivisor,
     GradientMemory,
@@ -39,7 +38,7 @@ from thalweg.comm.collectives.reducer import (
     ReplicatedReducer,
 )
 from thalweg.comm.collectives.shared_memory import CollectiveOrder, SharedMemoryArena, SharedMemoryRing
-from thalweg.comm.quantization import BlockQuantizer, PayloadFormat
+from thalweg.comm.quantization import PayloadFormat
 from thalweg.comm.topology import HostTopology
 from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.parallel_dims import control_group
@@ -50,7 +49,6 @@ from thalweg.zero.storage.base import ParamSpec, StorageKind, get_arena_bytes
 from thalweg.zero.storage.cross_host_sync import CrossHostSync
 
 ReducerFactory = Callable[[str, FSDPGroupHandle, ReduceOptions], Reducer | wire.WireReduceScatter]
-ReplicaSum = wire.AllReduceSum | quantized.QuantizedAllReduceSum
 AllGatherFactory = Callable[[str, FSDPGroupHandle], Any]
 _NUM_GATHER_SLOTS = 4
 # A second slot lets a rank write its next gradients while a slower peer still reads.  Replicated
@@ -71,11 +69,10 @@ class Collectives:
 
     spec: CollectivesSpec
     storage_kind: StorageKind
+    make_reducer: ReducerFactory
     memory: GradientMemory = field(default_factory=GradientMemory)
     arena: SharedMemoryArena | None = None
-    make_reducer: ReducerFactory | None = None
     make_all_gather: AllGatherFactory | None = None
-    uses_all_reduce: bool = False
     cross_host_sync: CrossHostSync | None = None
     separate_masters: frozenset[str] = frozenset()
     hpz_group_size: int = 1
@@ -89,15 +86,12 @@ class Collectives:
             name = group.name or "<root>"
             if self.make_all_gather is not None:
                 group.module.set_custom_all_gather(self.make_all_gather(name, group))
-            if self.make_reducer is None:
-                continue
             reducer = self.make_reducer(name, group, self._reduce_options(group))
             if isinstance(reducer, Reducer):
                 reducers.append(reducer)
             comm: Any = reducer  # whose type torch states more narrowly than it uses it
             group.module.set_custom_reduce_scatter(comm)
-            if self.uses_all_reduce:
-                assert isinstance(reducer, ReplicatedReducer)
+            if isinstance(reducer, ReplicatedReducer):
                 group.module.set_all_reduce_hook(partial(reduce_held, reducer))
         return reducers
 
@@ -122,7 +116,7 @@ def reduce_held(reducer: ReplicatedReducer, output: Tensor) -> None:
     reducer.reduce_or_keep(output)
 
 
-def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> ReplicaSum:
+def build_replica_sum(mics_mesh: DeviceMesh, device: torch.device, in_few_bits: bool) -> wire.AllReduceSum:
     """The sum of gradients over the ranks that hold the same shard (MiCS: the outer axis of ``mics_mesh``); collective
     over them."""
     group = mics_mesh.get_group(0)
@@ -143,7 +137,7 @@ class CollectivesSpec:
     unit_bytes: int
     root_bytes: int
     output_dtype: torch.dtype
-    replicas: ReplicaSum | None = None
+    replicas: wire.AllReduceSum | None = None
     ledger: CommsLog = field(default_factory=CommsLog)
     divisor: GradDivisor = field(default_factory=GradDivisor)
     sync: ReplicaSync = field(default_factory=ReplicaSync)
@@ -233,7 +227,6 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
             "private",
             arena=arena,
             make_reducer=lambda name, group, options: shared_memory.SharedMemoryAllReduce(ring, name, options),
-            uses_all_reduce=True,
         )
     zero, messages = spec.zero, {}
     if zero.zero_hpz_partition_size > 1:
@@ -254,21 +247,18 @@ def _build_shared_memory(spec: CollectivesSpec, arena: SharedMemoryArena, ring: 
 def _build_hierarchical(
     spec: CollectivesSpec, arena: SharedMemoryArena, hosts: HostGroups, slot_bytes: int, keeps_unsharded: bool
 ) -> Collectives:
-    ring, rank, zero = SharedMemoryRing(arena, slot_bytes), spec.mesh.get_local_rank(), spec.zero
+    ring, zero = SharedMemoryRing(arena, slot_bytes), spec.zero
     if spec.replicate:
         return spec.build(
             "private",
             make_reducer=lambda name, group, options: hierarchical.HierarchicalAllReduce(hosts, ring, name, options),
-            uses_all_reduce=True,
         )
 
     def make_reduce_scatter(
         name: str, group: FSDPGroupHandle, options: ReduceOptions
     ) -> hierarchical.HierarchicalReduceScatter:
-        all_to_all = None
-        if zero.zero_quantized_gradients:
-            all_to_all = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
-        return hierarchical.HierarchicalReduceScatter(hosts, ring, rank, name, options, all_to_all)
+        all_to_all = _make_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
+        return hierarchical.HierarchicalReduceScatter(hosts, ring, all_to_all, name, options)
 
     if keeps_unsharded:
         lossy = frozenset(
@@ -290,14 +280,14 @@ def _build_hierarchical(
             arena=arena,
             make_reducer=make_reduce_scatter,
             separate_masters=lossy,
-            cross_host_sync=CrossHostSync(hosts, rank, spec.group, spec.ledger, lossy),
+            cross_host_sync=CrossHostSync(hosts, spec.group, spec.ledger, lossy),
         )
     gather_ring = SharedMemoryRing(arena, slot_bytes, _NUM_GATHER_SLOTS, counter_bank=1)
     return spec.build(
         "wire",
         make_reducer=make_reduce_scatter,
         make_all_gather=lambda name, group: hierarchical.HierarchicalAllGather(
-            hosts, gather_ring, rank, name, spec.ledger, _weight_format_fn(zero, group)
+            hosts, gather_ring, name, spec.ledger, partial(_get_weight_format, zero, group)
         ),
     )
 
@@ -313,7 +303,6 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
         return spec.build(
             "private",
             make_reducer=lambda name, group, options: wire.WireAllReduce(reduce_group, name, options, topology),
-            uses_all_reduce=True,
             async_reduction=async_reduction,
         )
     order = None
@@ -324,29 +313,19 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
     def make_reducer(name: str, group: FSDPGroupHandle, options: ReduceOptions) -> Reducer | wire.WireReduceScatter:
         if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):
             return wire.WireReduceScatter(name, spec.ledger, topology, order)
-        if not zero.zero_quantized_gradients:
-            return wire.AllToAllReduceScatter(name, options, wire.AllToAllReduce(reduce_group, topology))
-        if hosts is None:
-            all_to_all = _make_gradient_all_to_all(spec, reduce_group, topology, group)
-            return wire.AllToAllReduceScatter(name, options, all_to_all)
+        if hosts is None or not zero.zero_quantized_gradients:
+            all_to_all = _make_all_to_all(spec, reduce_group, topology, group)
+            return wire.AllToAllReduceScatter(all_to_all, name, options)
         intra_host_format = quantized.single_segment_format(quantized.INTRA_HOST_GRADIENT_QUANTIZER)
         inner = quantized.QuantizedAllToAllReduce(hosts.intra_host_group, hosts.intra_host_topology, intra_host_format)
-        outer = _make_gradient_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
+        outer = _make_all_to_all(spec, hosts.inter_host_group, hosts.inter_host_topology, group)
         return quantized.TwoLevelReduceScatter(inner, outer, hosts.ranks_by_local_rank, name, options)
 
     def make_all_gather(name: str, group: FSDPGroupHandle) -> wire.WireAllGather:
+        payload_format_fn = partial(_get_weight_format, zero, group)
         if zero.mics_hierarchical_params_gather and hosts is not None:
-            return quantized.TwoLevelAllGather(
-                hosts.intra_host_group,
-                hosts.inter_host_group,
-                (hosts.intra_host_topology, hosts.inter_host_topology),
-                hosts.ranks_by_local_rank,
-                name,
-                spec.ledger,
-                _weight_format_fn(zero, group),
-            )
+            return hierarchical.TwoLevelAllGather(hosts, name, spec.ledger, payload_format_fn)
         if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
-            payload_format_fn = _weight_format_fn(zero, group)
             return quantized.QuantizedAllGather(name, spec.ledger, topology, payload_format_fn, size)
         return wire.WireAllGather(name, spec.ledger, topology, order)
 
@@ -362,63 +341,39 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
     )
 
 
-def _make_gradient_all_to_all(
+def _make_all_to_all(
     spec: CollectivesSpec, process_group: dist.ProcessGroup, topology: HostTopology, group: FSDPGroupHandle
-) -> quantized.QuantizedAllToAllReduce:
+) -> wire.AllToAllReduce:
+    """How the gradients of ``group`` travel over the links of ``process_group``."""
+    if not spec.zero.zero_quantized_gradients:
+        return wire.AllToAllReduce(process_group, topology)
     loco = spec.zero.zeropp_loco_param
     error_feedback = None if loco is None else quantized.ErrorFeedback(loco.err_beta, loco.reset_T)
-    return quantized.QuantizedAllToAllReduce(
-        process_group, topology, _gradient_format_fn(group), error_feedback, spec.divisor
-    )
+    payload_format_fn = partial(_get_gradient_format, group)
+    return quantized.QuantizedAllToAllReduce(process_group, topology, payload_format_fn, error_feedback, spec.divisor)
 
 
-def _weight_format_fn(zero: ZeroOptimization, group: FSDPGroupHandle) -> PayloadFormatFn:
-    """The codes of a unit's shards: each parameter for itself; another buffer goes as it is."""
-
-    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
-        segments = [
-            (
-                prod(param.padded_shape),
-                is_quantized(zero, param.sharded_param.ndim, param.sharded_param.requires_grad),
-            )
-            for param in group.params
-        ]
-        return _make_payload_format(segments, numel, dtype, quantized.WEIGHT_QUANTIZER)
-
-    return get_payload_format
-
-
-def _gradient_format_fn(group: FSDPGroupHandle) -> PayloadFormatFn:
-    """The codes of a unit's gradients, where all that train have one; else of one run of numbers."""
-
-    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
-        segments = [
-            (prod(param.padded_shape), param.sharded_param.ndim >= 2)
-            for param in group.params
-            if param.sharded_param.requires_grad
-        ]
-        if sum(length for length, _ in segments) != numel:
-            segments = [(numel, True)]
-        return _make_payload_format(segments, numel, dtype, quantized.GRADIENT_QUANTIZER)
-
-    return get_payload_format
-
-
-def _make_payload_format(
-    segments: list[tuple[int, bool]], numel: int, dtype: torch.dtype, quantizer: BlockQuantizer
+def _get_weight_format(
+    zero: ZeroOptimization, group: FSDPGroupHandle, numel: int, dtype: torch.dtype
 ) -> PayloadFormat | None:
-    is_quantizable = dtype in (torch.float32, torch.bfloat16, torch.float16)
-    fits = sum(length for length, _ in segments) == numel
-    if not (is_quantizable and fits and any(is_quantized for _, is_quantized in segments)):
-        return None
-    # Neighbours as one, where no block would hold numbers of both: a device has as many kernels to launch.
-    joined: list[tuple[int, bool]] = []
-    for length, in_few_bits in segments:
-        whole = quantizer.block_size if in_few_bits else 1
-        if joined and joined[-1][1] == in_few_bits and joined[-1][0] % whole == 0:
-            length += joined.pop()[0]
-        joined.append((length, in_few_bits))
-    return PayloadFormat(tuple(joined), quantizer, dtype)
+    """The codes of a unit's shards: each parameter for itself; another buffer goes as it is."""
+    segments = [
+        (prod(param.padded_shape), is_quantized(zero, param.sharded_param.ndim, param.sharded_param.requires_grad))
+        for param in group.params
+    ]
+    return quantized.make_payload_format(segments, numel, dtype, quantized.WEIGHT_QUANTIZER)
+
+
+def _get_gradient_format(group: FSDPGroupHandle, numel: int, dtype: torch.dtype) -> PayloadFormat | None:
+    """The codes of a unit's gradients, where all that train have one; else of one run of numbers."""
+    segments = [
+        (prod(param.padded_shape), param.sharded_param.ndim >= 2)
+        for param in group.params
+        if param.sharded_param.requires_grad
+    ]
+    if sum(length for length, _ in segments) != numel:
+        segments = [(numel, True)]
+    return quantized.make_payload_format(segments, numel, dtype, quantized.GRADIENT_QUANTIZER)
 
 
 def _check_hpz_groups(spec: CollectivesSpec, topology: HostTopology) -> None:

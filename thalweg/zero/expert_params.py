@@ -65,7 +65,7 @@ class _ReplicatedExpert:
     @property
     def num_replicas(self) -> int:
         """Copies there are."""
-        return _axis_size(self.mesh, "copies")
+        return self.mesh.get_group("copies").size()
 
     def accumulate_grad(self, new_grad: Tensor) -> None:
         """Add ``new_grad``, of the parameter's local shape, to its gradient."""
@@ -91,7 +91,7 @@ class _ShardedExpert(_ReplicatedExpert):
         """Shard ``parameter``, whole on each copy until now, along its longest dim, if one is left."""
         assert isinstance(parameter, DTensor)
         mesh, rows = parameter.device_mesh, parameter._local_tensor.detach()
-        num_replicas = _axis_size(mesh, "copies")
+        num_replicas = mesh.get_group("copies").size()
         *outer_placements, replica_placement = parameter.placements
         sharded_dims = {placement.dim for placement in outer_placements if isinstance(placement, Shard)}
         dims = [d for d in range(rows.ndim) if d not in sharded_dims and rows.size(d) >= num_replicas]
@@ -106,11 +106,6 @@ class _ShardedExpert(_ReplicatedExpert):
         sharded_param = nn.Parameter(make_dtensor(local_shard, placements, parameter))
         assert isinstance(sharded_param, DTensor)
         return cls(sharded_param, rows.requires_grad_(), mesh, sharded_param._local_tensor, dim)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the rows may be older than the shards."""
-        return self.version != self.local_shard._version
 
     def padded_shape(self) -> torch.Size:
         """That of the longest shard."""
@@ -222,7 +217,7 @@ class ZeroExpertParams:
     @torch.no_grad()
     def refresh_rows(self) -> None:
         """Gather what has changed since the last time; collective over the copies."""
-        for bucket in _iter_buckets([one for one in self._sharded if one.is_stale]):
+        for bucket in _iter_buckets([one for one in self._sharded if one.version != one.local_shard._version]):
             group = bucket[0].mesh.get_group("copies")
             sent = torch.cat([one.get_flat_shard() for one in bucket])
             gathered = sent.new_empty(bucket[0].num_replicas, sent.numel())
@@ -269,9 +264,7 @@ class ZeroExpertParams:
         group = bucket[0].mesh.get_group("copies")
         rows = torch.cat([one.pop_flat_grads() for one in bucket], 1)
         mean = torch.empty_like(rows[0])
-        with self._ledger.timed(
-            "reduce_scatter", "experts", "wire", full_bytes=rows.nbytes, world_size=len(rows)
-        ) as call:
+        with self._ledger.timed("reduce_scatter", "experts", "wire", rows.nbytes, len(rows)) as call:
             AllToAllReduce(group).reduce_rows(rows, mean, 1.0 / divisor, call, rows.dtype)
         lengths = [one.padded_shape().numel() for one in bucket]
         for one, local_grad in zip(bucket, mean.split(lengths), strict=True):
@@ -279,7 +272,7 @@ class ZeroExpertParams:
 
     def _all_reduce_grads(self, mesh: DeviceMesh, experts: list[_ReplicatedExpert], divisor: float) -> None:
         grads = [torch.zeros_like(one.rows) if one.rows.grad is None else one.rows.grad for one in experts]
-        if _axis_size(mesh, "copies") > 1:
+        if mesh.get_group("copies").size() > 1:
             self._all_reduce_bucketed(grads, mesh.get_group("copies"))
         for one, grad in zip(experts, grads, strict=True):
             one.rows.grad = None
@@ -301,7 +294,7 @@ class ZeroExpertParams:
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         size = dist.get_world_size(group)
-        with self._ledger.timed("all_reduce", "experts", "wire", full_bytes=tensor.nbytes, world_size=size):
+        with self._ledger.timed("all_reduce", "experts", "wire", tensor.nbytes, size):
             dist.all_reduce(tensor, group=group)
 
 
@@ -309,7 +302,7 @@ def _select_with_grad(mesh: DeviceMesh, experts: list[_ReplicatedExpert]) -> lis
     """Those that have a gradient on some rank of the mesh."""
     flags = torch.tensor([one.rows.grad is not None for one in experts]).byte()
     for axis in _MESH_AXES:
-        if _axis_size(mesh, axis) > 1:
+        if mesh.get_group(axis).size() > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control_group(mesh.get_group(axis)))
     return [one for one, flag in zip(experts, flags.tolist(), strict=True) if flag]
 
@@ -322,8 +315,3 @@ def _iter_buckets(experts: Sequence[_ShardedExpert]) -> Iterator[list[_ShardedEx
             by_mesh_and_dtype.setdefault((expert.mesh, expert.local_shard.dtype), []).append(expert)
     for same_kind in by_mesh_and_dtype.values():
         yield from iter_buckets(same_kind, lambda expert: expert.rows.nbytes, _BUCKET_BYTES)
-
-
-def _axis_size(mesh: DeviceMesh, axis: str) -> int:
-    assert mesh.mesh_dim_names is not None
-    return mesh.size(mesh.mesh_dim_names.index(axis))

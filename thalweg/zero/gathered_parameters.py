@@ -241,7 +241,7 @@ class GatheredParameters:
         """Count the body as one collective on ``param`` (sharded), whose full value it moves."""
         size = param.device_mesh.size() if isinstance(param, DTensor) else 1
         full_bytes, topology = param.numel() * param.itemsize, self._ledger.topology
-        with self._ledger.timed(kind, "GatheredParameters", "wire", full_bytes=full_bytes, world_size=size) as call:
+        with self._ledger.timed(kind, "GatheredParameters", "wire", full_bytes, size) as call:
             yield
             if size == 1 or topology is None:
                 return

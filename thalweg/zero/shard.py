@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
-from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import current_rank, get_logger
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
@@ -169,6 +168,7 @@ class ShardedModel:
         self.module, self.options, self.device, self.groups = module, options, device, groups
         self.ledger: CommsLog = collectives.spec.ledger
         self.paging, self.sites = paging, sites
+        self.swap = None if paging is None else paging.swap  # where masters lie that are not in memory
         self.replica_sync = collectives.spec.sync
         self.option_messages = collectives.option_messages | get_offload_messages(options.zero, device)
         self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.spec.divisor
@@ -270,11 +270,6 @@ class ShardedModel:
         self._collectives.memory.share()
         self._backward_trackers = [BackwardTracker(group, before_reduce, after_reduce) for group in self.groups]
         self._handles += [handle for tracker in self._backward_trackers for handle in tracker.handles]
-
-    @property
-    def swap(self) -> SwapFile | None:
-        """Where masters lie that are not in memory."""
-        return self.paging.swap if self.paging is not None else None
 
     def get_compute_copies(self) -> dict[Tensor, Tensor]:
         """For each parameter whose compute copy is on NVMe beside its master: that copy, this rank's rows.
@@ -600,8 +595,8 @@ def shard_model(
     else:
         in_units = [storage.spec for group in resident for storage in storages_by_group[group.name]]
         full_bytes = sum(one.unsharded_bytes for one in in_units) if kind == "shared" else 0
-        sizes = {"full_bytes": full_bytes, "world_size": shard_mesh.size()}  # of a site, or a MiCS group
-        log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", **sizes)
+        size = shard_mesh.size()  # of a site, or a MiCS group
+        log_gather = partial(collectives.spec.ledger.timed, "all_gather", "parameters", "shared", full_bytes, size)
         unit_storages.append(storage_type(resident, storages_by_group, arena=arena, log_gather=log_gather))
     sharded_model = ShardedModel(
         model,

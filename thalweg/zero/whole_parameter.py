@@ -115,11 +115,7 @@ class WholeParameter(nn.Parameter):
         """Call ``hook(parameter)`` when the reduced gradient is there."""
         return self.sharded.register_post_accumulate_grad_hook(lambda _: hook(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return deepcopy_plain(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_plain(self, protocol)
+    __deepcopy__, __reduce_ex__ = deepcopy_plain, reduce_plain  # pyright: ignore[reportAssignmentType]
 
 
 class AutogradSide:

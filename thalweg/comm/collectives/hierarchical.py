@@ -17,15 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.collectives.quantized import PayloadFormatFn, all_gather_packed
+from thalweg.comm.collectives.quantized import (
+    PayloadFormatFn,
+    all_gather_packed,
+    all_gather_payloads,
+    pack_values,
+    unpack_values,
+)
 from thalweg.comm.collectives.reducer import ReduceOptions, ReplicatedReducer, sum_rows
 from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryReducer, SharedMemoryRing
-from thalweg.comm.collectives.wire import AllToAllReduce, all_gather_flat, all_to_all_rows
+from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.topology import HostTopology
 from thalweg.parallel_dims import new_subgroup
@@ -40,6 +47,7 @@ class HostGroups:
     inter_host_group: dist.ProcessGroup
     intra_host_topology: HostTopology
     inter_host_topology: HostTopology
+    peer_ranks: tuple[int, ...]  # those with this rank's local rank, in host order
 
     @property
     def num_hosts(self) -> int:
@@ -69,11 +77,8 @@ class HostGroups:
         local_ranks = next(found for found in ranks_by_host if topology.rank in found)
         peer_ranks = next(found for found in zip(*ranks_by_host, strict=True) if topology.rank in found)
         intra, inter = (make_subgroup(ranks, group) for ranks in (local_ranks, peer_ranks))
-        return cls(ranks_by_host, intra, inter, topology.for_subgroup(local_ranks), topology.for_subgroup(peer_ranks))
-
-    def get_peer_ranks(self, rank: int) -> list[int]:
-        """The ranks with this rank's local rank on each host, in host order."""
-        return list(next(peer_ranks for peer_ranks in self.ranks_by_local_rank if rank in peer_ranks))
+        topologies = topology.for_subgroup(local_ranks), topology.for_subgroup(peer_ranks)
+        return cls(ranks_by_host, intra, inter, *topologies, peer_ranks)
 
 
 def make_subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -90,20 +95,16 @@ class HierarchicalReduceScatter(SharedMemoryReducer):
         self,
         hosts: HostGroups,
         ring: SharedMemoryRing,
-        rank: int,
+        all_to_all: AllToAllReduce,
         name: str,
         options: ReduceOptions | None = None,
-        all_to_all: AllToAllReduce | None = None,
     ) -> None:
-        """``all_to_all``: how partial sums go between hosts; as they are, if not given."""
+        """``all_to_all``: how partial sums go between hosts."""
         super().__init__(ring, name, options)
-        self._peer_ranks = hosts.get_peer_ranks(rank)
-        self._all_to_all = all_to_all or AllToAllReduce(hosts.inter_host_group, hosts.inter_host_topology)
-        self._error_feedback = self._all_to_all
+        self._peer_ranks = hosts.peer_ranks
+        self._all_to_all = self._error_feedback = all_to_all
 
-    def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
-    ) -> None:
+    def sum_shards(self, rows: Tensor, output: Tensor, scale: float, call: CollectiveCall) -> None:
         """Add up in the arena for this rank and its peers, then over the peers.
 
         The wire carries the dtype that was asked for (or codes of it); sums are kept in the output's.
@@ -124,14 +125,13 @@ class HierarchicalAllGather:
         self,
         hosts: HostGroups,
         ring: SharedMemoryRing,
-        rank: int,
         name: str,
-        ledger: CommsLog | None = None,
-        payload_format_fn: PayloadFormatFn = lambda numel, dtype: None,
+        ledger: CommsLog,
+        payload_format_fn: PayloadFormatFn,
     ) -> None:
-        """``payload_format_fn``: the codes in which shards go between hosts; as they are, if not given."""
-        self._hosts, self._name, self._ledger, self._ring = hosts, name, ledger or CommsLog(), ring
-        self._peer_ranks, self._payload_format_fn = hosts.get_peer_ranks(rank), payload_format_fn
+        """``payload_format_fn``: the codes in which shards go between hosts."""
+        self._hosts, self._ring, self._name, self._ledger = hosts, ring, name, ledger
+        self._payload_format_fn = payload_format_fn
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's hook; the output lies in the arena and belongs to the whole host."""
@@ -141,15 +141,39 @@ class HierarchicalAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         world_size, hosts = group.size(), self._hosts
-        sizes = {"full_bytes": output_tensor.nbytes, "world_size": world_size}
-        with self._ledger.timed("all_gather", self._name, "both", **sizes) as call:
+        with self._ledger.timed("all_gather", self._name, "both", output_tensor.nbytes, world_size) as call:
             rows = output_tensor.view(world_size, -1)
             payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
-            peer_rows = [rows[rank] for rank in self._peer_ranks]
+            peer_rows = [rows[rank] for rank in hosts.peer_ranks]
             num_bytes = all_gather_packed(input_tensor, payload_format, peer_rows, hosts.inter_host_group)
             call.add_bytes(*hosts.inter_host_topology.ring_bytes(num_bytes))
             self._ring.publish_shared_output(self._name)
-            call.add_bytes((hosts.num_local_ranks - 1) * len(self._peer_ranks) * input_tensor.nbytes)
+            call.add_bytes((hosts.num_local_ranks - 1) * hosts.num_hosts * input_tensor.nbytes)
+        return None
+
+
+class TwoLevelAllGather(WireAllGather):
+    """All-gather over links at both levels (MiCS): shards between hosts once, then inside each host."""
+
+    def __init__(self, hosts: HostGroups, name: str, ledger: CommsLog, payload_format_fn: PayloadFormatFn) -> None:
+        super().__init__(name, ledger)
+        self._hosts, self._payload_format_fn = hosts, payload_format_fn
+        self._rank_order = list(chain.from_iterable(hosts.ranks_by_local_rank))
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        size, hosts = group.size(), self._hosts
+        with self._ledger.timed("all_gather", self._name, "wire", output_tensor.nbytes, size) as call:
+            payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
+            sent = pack_values(input_tensor, payload_format)
+            peers = all_gather_payloads(sent, hosts.inter_host_group, hosts.num_hosts).view(-1)
+            payloads = all_gather_payloads(peers, hosts.intra_host_group, hosts.num_local_ranks).view(size, -1)
+            call.add_bytes(*hosts.inter_host_topology.ring_bytes(sent.numel()))
+            call.add_bytes(*hosts.intra_host_topology.ring_bytes(peers.numel()))
+            rows = output_tensor.view(size, -1)
+            for rank, payload in zip(self._rank_order, payloads, strict=True):
+                unpack_values(payload, payload_format, rows[rank])
         return None
 
 
@@ -166,8 +190,7 @@ class HierarchicalAllReduce(ReplicatedReducer):
         """Replace ``output`` (1-D) by the mean over all ranks."""
         hosts, ring, num_local_ranks = self._hosts, self._ring, self._hosts.num_local_ranks
         world_size = hosts.num_hosts * num_local_ranks
-        sizes = {"full_bytes": output.nbytes, "world_size": world_size}
-        with self._ledger.timed("all_reduce", self._name, "both", **sizes) as call:
+        with self._ledger.timed("all_reduce", self._name, "both", output.nbytes, world_size) as call:
             numel = output.numel()
             length = -(-numel // world_size) * hosts.num_hosts
             slot = ring.acquire_slot((num_local_ranks, length), output.dtype, f"the reduction of {self._name!r}")

@@ -170,20 +170,12 @@ class OneBitAllReduce:
                 at = end
         self._counts = counts.view(self._world_size, -1).to(device)
 
-    @property
-    def compressed_bytes(self) -> int:
-        """Bytes of all tensors as they travel."""
-        return self._world_size * payload_bytes(self._counts.shape[1])
-
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor], name: str = "momentum") -> None:
         """Replace ``tensors`` (any shape, contiguous) by their means; collective."""
-        with self._ledger.timed(
-            "all_reduce", name, "onebit", full_bytes=self.compressed_bytes, world_size=self._world_size
-        ) as call:
-            payload = self._worker_error.new_zeros(
-                self._world_size, payload_bytes(self._counts.shape[1]), dtype=torch.uint8
-            )
+        row_bytes = payload_bytes(self._counts.shape[1])
+        with self._ledger.timed("all_reduce", name, "onebit", self._world_size * row_bytes, self._world_size) as call:
+            payload = self._worker_error.new_zeros(self._world_size, row_bytes, dtype=torch.uint8)
             flat_tensors = [tensor.reshape(-1).float() for tensor in tensors]
             errors = self._worker_error.view(self._world_size, -1)
             for row, counts, codes, pieces in zip(errors, self._counts, payload, self._pieces, strict=True):

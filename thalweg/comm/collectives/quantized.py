@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thalweg.comm.collectives.reducer import GradDivisor, ReduceOptions, Reducer
-from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
+from thalweg.comm.collectives.wire import AllReduceSum, AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.quantization import BLOCK_SIZE, BlockQuantizer, PayloadFormat
 from thalweg.comm.topology import HostTopology
@@ -39,14 +39,27 @@ GRADIENT_QUANTIZER = BlockQuantizer(4)
 INTRA_HOST_GRADIENT_QUANTIZER = BlockQuantizer(8)
 
 
+def make_payload_format(
+    segments: list[tuple[int, bool]], numel: int, dtype: torch.dtype, quantizer: BlockQuantizer
+) -> PayloadFormat | None:
+    """The form of ``numel`` numbers in ``segments`` (elements, whether in codes); None where they go as they are."""
+    is_quantizable = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    fits = sum(length for length, _ in segments) == numel
+    if not (is_quantizable and fits and any(is_quantized for _, is_quantized in segments)):
+        return None
+    # Neighbours as one, where no block would hold numbers of both: a device has as many kernels to launch.
+    joined: list[tuple[int, bool]] = []
+    for length, in_few_bits in segments:
+        whole = quantizer.block_size if in_few_bits else 1
+        if joined and joined[-1][1] == in_few_bits and joined[-1][0] % whole == 0:
+            length += joined.pop()[0]
+        joined.append((length, in_few_bits))
+    return PayloadFormat(tuple(joined), quantizer, dtype)
+
+
 def single_segment_format(quantizer: BlockQuantizer) -> PayloadFormatFn:
     """Encode any buffer of 16 or 32-bit floats as one run of blocks."""
-
-    def get_payload_format(numel: int, dtype: torch.dtype) -> PayloadFormat | None:
-        is_quantizable = dtype in (torch.float32, torch.bfloat16, torch.float16)
-        return PayloadFormat(((numel, True),), quantizer, dtype) if is_quantizable else None
-
-    return get_payload_format
+    return lambda numel, dtype: make_payload_format([(numel, True)], numel, dtype, quantizer)
 
 
 class ErrorFeedback:
@@ -128,21 +141,18 @@ class QuantizedAllToAllReduce(AllToAllReduce):
             out.copy_(total)
 
 
-class QuantizedAllReduceSum:
+class QuantizedAllReduceSum(AllReduceSum):
     """A sum over one group that every rank gets with the same bits: codes up, finer codes down."""
 
-    def __init__(self, group: dist.ProcessGroup, topology: HostTopology) -> None:
-        self.group, self.topology = group, topology
-
-    def __call__(self, tensor: Tensor, call: CollectiveCall) -> None:
-        """Replace ``tensor`` (1-D) by the sum over the group."""
+    def __call__(self, tensor: Tensor, call: CollectiveCall, scale: float = 1.0) -> None:
+        """Replace ``tensor`` (1-D) by ``scale`` times the sum over the group."""
         world_size = len(self.topology.host_ids)
         length = -(-tensor.numel() // (world_size * BLOCK_SIZE)) * BLOCK_SIZE
         rows = torch.zeros(world_size, length, dtype=torch.float32, device=tensor.device)
         rows.view(-1)[: tensor.numel()].copy_(tensor)
         local_sum = torch.empty(length, dtype=torch.float32, device=tensor.device)
         QuantizedAllToAllReduce(self.group, self.topology, single_segment_format(GRADIENT_QUANTIZER)).reduce_rows(
-            rows, local_sum, 1.0, call, torch.float32
+            rows, local_sum, scale, call, torch.float32
         )
         gather_format = PayloadFormat(((length, True),), WEIGHT_QUANTIZER, torch.float32)
         num_bytes = all_gather_packed(local_sum, gather_format, rows, self.group)
@@ -197,7 +207,6 @@ class QuantizedAllGather(WireAllGather):
     ) -> None:
         super().__init__(name, ledger, topology)
         self._payload_format_fn, self._world_size = payload_format_fn, world_size
-        self._sharding_topology = topology
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -206,10 +215,8 @@ class QuantizedAllGather(WireAllGather):
         payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
         if payload_format is None or size != self._world_size:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        sizes = {"full_bytes": output_tensor.nbytes, "world_size": size}
-        with self._ledger.timed("all_gather", self._name, "wire", **sizes) as call:
-            num_bytes = all_gather_packed(input_tensor, payload_format, output_tensor.view(size, -1), group)
-            call.add_bytes(*self._sharding_topology.ring_bytes(num_bytes))
+        with self._logged("all_gather", output_tensor, payload_format.num_bytes, group):
+            all_gather_packed(input_tensor, payload_format, output_tensor.view(size, -1), group)
         return None
 
 
@@ -231,9 +238,7 @@ class TwoLevelReduceScatter(Reducer):
         self._rank_order = [rank for host_ranks in ranks_by_local_rank for rank in host_ranks]
         self._error_feedback = outer
 
-    def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
-    ) -> None:
+    def sum_shards(self, rows: Tensor, output: Tensor, scale: float, call: CollectiveCall) -> None:
         """Two all-to-alls; rows are put in the order of local ranks first."""
         numel = rows.shape[1]
         sorted_rows = torch.stack([rows[rank] for rank in self._rank_order])  # a list of indices would cross the link
@@ -241,39 +246,3 @@ class TwoLevelReduceScatter(Reducer):
         partial_sums = torch.empty(self._num_hosts * numel, dtype=torch.float32, device=rows.device)
         self._inner_all_to_all.reduce_rows(rows_by_local_rank, partial_sums, 1.0, call, rows.dtype)
         self._outer_all_to_all.reduce_rows(partial_sums.view(self._num_hosts, numel), output, scale, call, rows.dtype)
-
-
-class TwoLevelAllGather(WireAllGather):
-    """All-gather over links at both levels (MiCS): shards between hosts once, then inside each host."""
-
-    def __init__(
-        self,
-        inner: dist.ProcessGroup,
-        outer: dist.ProcessGroup,
-        topologies: tuple[HostTopology, HostTopology],
-        ranks_by_local_rank: Sequence[Sequence[int]],
-        name: str,
-        ledger: CommsLog | None = None,
-        payload_format_fn: PayloadFormatFn = lambda numel, dtype: None,
-    ) -> None:
-        super().__init__(name, ledger)
-        self._inner_group, self._outer_group, self._topologies = inner, outer, topologies
-        self._rank_order = [rank for host_ranks in ranks_by_local_rank for rank in host_ranks]
-        self._payload_format_fn = payload_format_fn
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        size, (inner, outer) = group.size(), self._topologies
-        sizes = {"full_bytes": output_tensor.nbytes, "world_size": size}
-        with self._ledger.timed("all_gather", self._name, "wire", **sizes) as call:
-            payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
-            sent = pack_values(input_tensor, payload_format)
-            peers = all_gather_payloads(sent, self._outer_group, len(outer.host_ids)).view(-1)
-            payloads = all_gather_payloads(peers, self._inner_group, len(inner.host_ids)).view(size, -1)
-            call.add_bytes(*outer.ring_bytes(sent.numel()))
-            call.add_bytes(*inner.ring_bytes(peers.numel()))
-            rows = output_tensor.view(size, -1)
-            for rank, payload in zip(self._rank_order, payloads, strict=True):
-                unpack_values(payload, payload_format, rows[rank])
-        return None

@@ -216,11 +216,12 @@ class Reducer:
         def reduce_scatter() -> None:
             world_size = group.size()
             scale = self.mean_scale(world_size if op == dist.ReduceOp.AVG else 1)
-            sizes = {"full_bytes": input_tensor.nbytes, "world_size": world_size}
-            with self._ledger.timed("reduce_scatter", self._name, self.transport, **sizes) as call:
+            with self._ledger.timed(
+                "reduce_scatter", self._name, self.transport, input_tensor.nbytes, world_size
+            ) as call:
                 rows = input_tensor.view(world_size, -1)
                 replica_reduce = self._options.replica_reduce if self._options.sync.enabled else None
-                self.sum_shards(rows, output_tensor, group, scale if replica_reduce is None else 1.0, call)
+                self.sum_shards(rows, output_tensor, scale if replica_reduce is None else 1.0, call)
                 if replica_reduce is not None:
                     replica_reduce(output_tensor, call)
                     output_tensor.mul_(scale)
@@ -232,9 +233,7 @@ class Reducer:
         if self._options.try_submit is None or not self._options.try_submit(work):
             work()
 
-    def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
-    ) -> None:
+    def sum_shards(self, rows: Tensor, output: Tensor, scale: float, call: CollectiveCall) -> None:
         """Write ``scale`` times the sum over ranks of this rank's row into ``output``."""
         raise NotImplementedError
 

@@ -457,9 +457,7 @@ class SharedMemoryReduceScatter(SharedMemoryReducer):
 
     transport = "shared"
 
-    def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
-    ) -> None:
+    def sum_shards(self, rows: Tensor, output: Tensor, scale: float, call: CollectiveCall) -> None:
         """Add up the row that this rank owns straight out of the peers' slots."""
         ring = self._ring
         slots = ring.exchange_slots(self._name, rows.shape, rows.dtype)
@@ -479,9 +477,7 @@ class SharedMemoryAllReduce(SharedMemoryReducer, ReplicatedReducer):
         """Replace ``output`` (1-D) by the mean over all ranks."""
         ring, world_size = self._ring, self._ring.arena.world_size
         full_bytes = output.numel() * self._input_dtype.itemsize
-        with self._ledger.timed(
-            "all_reduce", self._name, "shared", full_bytes=full_bytes, world_size=world_size
-        ) as call:
+        with self._ledger.timed("all_reduce", self._name, "shared", full_bytes, world_size) as call:
             slots = ring.exchange_slots(self._name, output.shape, self._input_dtype)
             sum_rows(slots, output, self.mean_scale(world_size))
             ring.release_slots()

@@ -132,8 +132,7 @@ class SiteExchange:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         part = self._own_parts(flat.unsqueeze(0))[0]
-        sizes = {"full_bytes": part.nbytes, "world_size": self.num_sites}
-        with self._ledger.timed("all_reduce", name, transport, **sizes) as call:
+        with self._ledger.timed("all_reduce", name, transport, part.nbytes, self.num_sites) as call:
             self._sum(part, call)
             part.div_(self.num_sites)
         means = self._join(part, name)[: flat.numel()].split([tensor.numel() for tensor in tensors])
@@ -143,8 +142,7 @@ class SiteExchange:
     def gather(self, flat: Tensor, name: str, transport: str = "wire") -> Tensor:
         """What all sites have in ``flat`` (1-D): (sites, numel), on ``flat``'s device; collective."""
         part_bytes = -(-flat.numel() // self._num_parts) * flat.element_size()
-        sizes = {"full_bytes": self.num_sites * part_bytes, "world_size": self.num_sites}
-        with self._ledger.timed("all_gather", name, transport, **sizes) as call:
+        with self._ledger.timed("all_gather", name, transport, self.num_sites * part_bytes, self.num_sites) as call:
             return self.send_rows(flat.unsqueeze(0), name, call).to(flat.device)
 
     def send_rows(self, rows: Tensor, name: str, call: CollectiveCall) -> Tensor:
@@ -172,9 +170,7 @@ class SiteExchange:
         if self._within is None or self._num_parts == 1:
             return part
         whole = part.new_empty(self._num_parts * part.numel())
-        with self._ledger.timed(
-            "all_gather", name, "wire", full_bytes=whole.nbytes, world_size=self._num_parts
-        ) as call:
+        with self._ledger.timed("all_gather", name, "wire", whole.nbytes, self._num_parts) as call:
             call.add_bytes((self._num_parts - 1) * part.nbytes)
             all_gather_flat(whole, part, self._within)
         return whole
@@ -199,15 +195,14 @@ class _LoggedCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     @contextmanager
-    def _logged(self, kind: str, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+    def _logged(self, kind: str, full: Tensor, sent_bytes: int, group: dist.ProcessGroup) -> Iterator[None]:
         topology = self._topology
         if topology is None or len(topology.host_ids) != group.size():
             topology = _one_rank_per_host(group)
         if self._order is not None:
             self._order.begin(f"the {kind} of {self._name!r}")
-        sizes = {"full_bytes": full.nbytes, "world_size": group.size()}
-        with self._ledger.timed(kind, self._name, "wire", **sizes) as call:
-            call.add_bytes(*topology.ring_bytes(shard.nbytes))
+        with self._ledger.timed(kind, self._name, "wire", full.nbytes, group.size()) as call:
+            call.add_bytes(*topology.ring_bytes(sent_bytes))
             try:
                 yield
             except RuntimeError:
@@ -222,7 +217,7 @@ class WireAllGather(_LoggedCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with self._logged("all_gather", output_tensor, input_tensor, group):
+        with self._logged("all_gather", output_tensor, input_tensor.nbytes, group):
             return all_gather_flat(output_tensor, input_tensor, group, async_op)
 
 
@@ -237,24 +232,20 @@ class WireReduceScatter(_LoggedCollective):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        with self._logged("reduce_scatter", input_tensor, output_tensor, group):
+        with self._logged("reduce_scatter", input_tensor, output_tensor.nbytes, group):
             return reduce_scatter_flat(output_tensor, input_tensor, group, op, async_op)
 
 
 class AllToAllReduceScatter(Reducer):
     """Reduce-scatter as an all-to-all and a local sum; ``all_to_all`` says how rows travel."""
 
-    def __init__(
-        self, name: str, options: ReduceOptions | None = None, all_to_all: AllToAllReduce | None = None
-    ) -> None:
+    def __init__(self, all_to_all: AllToAllReduce, name: str, options: ReduceOptions | None = None) -> None:
         super().__init__(name, options)
         self._all_to_all = self._error_feedback = all_to_all
 
-    def sum_shards(
-        self, rows: Tensor, output: Tensor, group: dist.ProcessGroup, scale: float, call: CollectiveCall
-    ) -> None:
-        """Exchange all rows over ``group``."""
-        (self._all_to_all or AllToAllReduce(group)).reduce_rows(rows, output, scale, call, rows.dtype)
+    def sum_shards(self, rows: Tensor, output: Tensor, scale: float, call: CollectiveCall) -> None:
+        """Exchange all rows over the group of ``all_to_all``."""
+        self._all_to_all.reduce_rows(rows, output, scale, call, rows.dtype)
 
 
 class WireAllReduce(ReplicatedReducer):
@@ -276,9 +267,7 @@ class WireAllReduce(ReplicatedReducer):
 
     def _reduce_mean(self, output: Tensor) -> None:
         world_size = self._group.size()
-        with self._ledger.timed(
-            "all_reduce", self._name, "wire", full_bytes=output.nbytes, world_size=world_size
-        ) as call:
+        with self._ledger.timed("all_reduce", self._name, "wire", output.nbytes, world_size) as call:
             scale = self.mean_scale(world_size)
             if world_size > 1:
                 self._all_reduce_sum(output, call, scale)

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thalweg.nn.losses.tiled_cross_entropy import LogitTransform, tiled_cross_entropy
 from thalweg.ops._torch_private import METADATA_OPS, hook_ids, is_plain_tensor, no_torch_function
-from thalweg.ops.losses import leading_shape, leaves_last_dim
+from thalweg.ops.losses import LossCall, leading_shape, leaves_last_dim
 
 
 @dataclass
@@ -217,7 +217,7 @@ def _lazy_result(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
             return func(logits, *args, **kwargs)
 
         return LazyLogits(head_call, hidden, probe.dtype, (*transforms, transform), (lazy, transform, False))
-    return _cross_entropy(lazy, *args, **kwargs) if func is F.cross_entropy else NotImplemented
+    return _cross_entropy(lazy, LossCall(func, (lazy, *args), kwargs)) if func is F.cross_entropy else NotImplemented
 
 
 def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
@@ -227,20 +227,11 @@ def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
         yield lazy
 
 
-def _cross_entropy(
-    lazy: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: Any = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    is_supported = weight is None and size_average is None and reduce is None
-    if not is_supported or not is_plain_tensor(target) or target.is_floating_point() or lazy.dim() > 2:
+def _cross_entropy(lazy: LazyLogits, loss: LossCall) -> Any:
+    target = loss.arguments["target"]
+    if loss.arguments["weight"] is not None or not is_plain_tensor(target) or target.is_floating_point():
         return NotImplemented
-    if lazy.dim() != target.dim() + 1 or any(one._hooks for one in _with_ancestors(lazy)):
+    if lazy.dim() > 2 or lazy.dim() != target.dim() + 1 or any(one._hooks for one in _with_ancestors(lazy)):
         return NotImplemented
     head_call, transforms = lazy._head_call, lazy._transforms
     autocast = torch.is_autocast_enabled(lazy.device.type)
@@ -257,9 +248,9 @@ def _cross_entropy(
             weight,
             target,
             bias,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
+            ignore_index=loss.arguments["ignore_index"],
+            reduction=loss.reduction,
+            label_smoothing=loss.arguments["label_smoothing"],
             logit_transform=apply_transforms if transforms else None,
             tile_tokens=head_call.head._thalweg_tiling.tile_tokens,
             measured_kernels=head_call.measured_kernels,

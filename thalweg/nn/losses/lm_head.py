@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thalweg.nn.losses.lazy_logits import HeadCall, LazyLogits, LossTiling, contains_lazy_logits
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
 from thalweg.ops._torch_private import hook_ids, is_plain_tensor
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass, original_class
+from thalweg.ops.dynamic_subclass import DynamicSubclass, cached_subclass, original_class
 from thalweg.ops.linear.functional import is_patched, must_use_plain_ops
 
 LossFromHead = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of hidden, weight and bias
@@ -51,11 +51,6 @@ def _should_be_lazy(head: Any, hidden: Any) -> bool:
     rows = hidden.numel() // max(1, hidden.shape[-1])
     num_tile_rows = tiling.tile_tokens or tile_rows(rows, head.out_features, hidden.device.type)
     return rows > num_tile_rows and not hook_ids(head) - tiling.known_hooks
-
-
-@cache
-def _lazy_head_class(original_class: type) -> type:
-    return make_subclass(original_class, _LazyHead)
 
 
 def find_lm_head(model: nn.Module) -> nn.Module | None:
@@ -96,7 +91,7 @@ def make_logits_lazy(model: nn.Module, head: nn.Module | None = None, tile_token
     tiling = LossTiling(tile_tokens, weakref.ref(head))
 
     head._thalweg_tiling = tiling  # type: ignore[assignment]
-    head.__class__ = _lazy_head_class(type(head))
+    head.__class__ = cached_subclass(type(head), _LazyHead)
     model.register_forward_pre_hook(partial(_before_forward, tiling))
     model.register_forward_hook(partial(_after_forward, tiling), always_call=True)
     return tiling

@@ -53,11 +53,8 @@ class Experts(nn.Module):
         self._template[0].train(self.training)
         if self._use_grouped is None and len(rows) and not rows.is_meta:
             self._use_grouped = self._grouped_matches_looped(rows, groups, weights)
-        return (
-            self._forward_grouped(rows, groups, weights)
-            if self._use_grouped
-            else self._forward_looped(rows, groups, weights)
-        )
+        run = self._forward_grouped if self._use_grouped else self._forward_looped
+        return run(rows, groups, weights)
 
     def _forward_grouped(self, rows: Tensor, groups: RowGroups, weights: dict[str, Tensor]) -> Tensor:
         template = self._template[0]

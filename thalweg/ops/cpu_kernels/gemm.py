@@ -118,7 +118,8 @@ def _tile_shape(isa: Isa, fmt: WeightFormat) -> tuple[int, int]:
     """Return the most rows, and registers of columns beside them, that a format's sums in registers allow."""
     if fmt.name == "int4":  # a panel is one pass; the fp32 sums, touched once a group, may be elsewhere
         return {16: 10, 8: 4, 4: 4}[isa.lanes], fmt.panel_columns // isa.lanes
-    return isa.byte_tile if fmt.name == "int8" else isa.tile
+    # ``vpmaddwd`` has its products in registers of their own.
+    return (4, 2) if fmt.name == "int8" and isa.byte_dot == "vpmaddwd" else isa.tile
 
 
 def _emit_tile(module: KernelModule, fmt: WeightFormat, rows: int) -> Any:

@@ -42,11 +42,6 @@ class Isa:
     byte_dot: Literal["vpdpbusd", "vpmaddwd", "sdot"]
     bf16_dot: bool = False
 
-    @property
-    def byte_tile(self) -> tuple[int, int]:
-        """The tile of int8 products: ``vpmaddwd`` has its products in registers of their own."""
-        return (4, 2) if self.byte_dot == "vpmaddwd" else self.tile
-
     def operand_kind(self, weight_format: str) -> str:
         """Return what rows become before they meet weights of a format: ``fp32``, ``bf16``, ``int8`` or ``int16``."""
         if weight_format == "bf16" and not self.bf16_dot:

@@ -67,11 +67,6 @@ class AttentionShape:
         return KV_DTYPE_BYTES[self.kv_dtype]
 
     @property
-    def element_type(self) -> Any:
-        """The cache's element type, where it is a float."""
-        return BF16 if self.kv_dtype == "bf16" else F32
-
-    @property
     def head_bytes(self) -> int:
         """Bytes of the keys, or the values, of one head of one block."""
         return BLOCK_SIZE * self.head_dim * self.element_bytes + (_SCALE_BYTES if self.is_int8 else 0)
@@ -142,8 +137,9 @@ class PlainKV:
                     cell.value = code.fma(p, v, cell.value)
 
     def _load_fp32(self, address: Any) -> Any:
-        value = self.code.load(vec(16, self.shape.element_type), address)
-        return self.code.builder.fpext(value, vec(16)) if self.shape.kv_dtype == "bf16" else value
+        if self.shape.kv_dtype == "bf16":
+            return self.code.builder.fpext(self.code.load(vec(16, BF16), address), vec(16))
+        return self.code.load(vec(16), address)
 
 
 class Bf16PairKV(PlainKV):

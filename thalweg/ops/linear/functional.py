@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from thalweg.ops._torch_private import (
     is_jit_tracing,
     unsafe_view,
 )
-from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
+from thalweg.ops.dynamic_subclass import DynamicSubclass, cached_subclass
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
 from thalweg.ops.linear.kernels import KERNELS, REFERENCE, SUPPORTED_DTYPES, MatmulKernel
 
@@ -191,11 +190,6 @@ def _conv1d_forward(self: Any, x: Tensor) -> Tensor:
     return conv1d(x, self.weight, self.bias)
 
 
-@cache
-def _patched_class(base_class: type, forward: Callable[..., Tensor]) -> type:
-    return make_subclass(base_class, _PatchedLinear, forward=forward)
-
-
 def _forward_for(module: nn.Module) -> Callable[..., Tensor] | None:
     if type(module) is nn.Linear:
         return _linear_forward
@@ -222,7 +216,7 @@ def patch_linear_layers(model: nn.Module, mode: str = "auto") -> int:
         forward = _forward_for(module)
         is_replaced = "forward" in module.__dict__ or "weight" not in module._parameters or hook_ids(module)
         if forward is not None and not is_replaced:
-            module.__class__ = _patched_class(type(module), forward)
+            module.__class__ = cached_subclass(type(module), _PatchedLinear, forward=forward)
             num_patched += 1
     return num_patched
 

@@ -67,6 +67,10 @@ def pack_linear(
         return _pack_plain(weight, bias)
 
 
+def _with_bias(kernel_name: str, linear_fn: LinearFn, bias: Tensor | None) -> PackedLinear:
+    return PackedLinear(kernel_name, linear_fn if bias is None else lambda x: linear_fn(x) + bias)
+
+
 def _pack_plain(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear("torch", lambda x: F.linear(x, weight, bias))
 
@@ -98,10 +102,9 @@ def _pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
     def layer(x: Tensor) -> Tensor:
         size = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        y = product(torch.cat([x / size, edges]), packed, narrow)[: len(x)] * size
-        return y if bias is None else y + bias
+        return product(torch.cat([x / size, edges]), packed, narrow)[: len(x)] * size
 
-    return PackedLinear("int8", layer)
+    return _with_bias("int8", layer, bias)
 
 
 def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -112,13 +115,9 @@ def _pack_int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     nibbles, table = _quantize_int4(weight)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(nibbles, 1)
     product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-
-    def layer(x: Tensor) -> Tensor:
-        y = product(x.bfloat16(), packed, _INT4_GROUP_SIZE, table).to(x.dtype)
-        return y if bias is None else y + bias
-
+    layer = lambda x: product(x.bfloat16(), packed, _INT4_GROUP_SIZE, table).to(x.dtype)
     layer(weight.new_zeros(1, inputs))
-    return PackedLinear("int4", layer)
+    return _with_bias("int4", layer, bias)
 
 
 @functools.cache  # the layers of a model have a few shapes
@@ -211,8 +210,7 @@ def _take_fused(
         except Exception as error:  # no operator; Triton's are of many kinds: no C compiler, an unknown device
             if like.device.type == "cuda":
                 _log_once("%s weights become numbers for each product, which is slow: %s", name, str(error))
-    kernel_name = name if layer is fused else "torch"
-    return PackedLinear(kernel_name, layer if bias is None else lambda x: layer(x) + bias)
+    return _with_bias(name if layer is fused else "torch", layer, bias)
 
 
 _DEVICE_PACKERS = {"int8": _pack_int8_on_device, "int4": _pack_int4_on_device}

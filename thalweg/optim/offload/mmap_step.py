@@ -14,7 +14,7 @@ ranks share in one collective for all parameters becomes one for each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from thalweg.optim import foreach
 from thalweg.optim.dtensor_local import to_local
-from thalweg.optim.norms import PartialNorm
+from thalweg.optim.norms import PartialNorms
 from thalweg.optim.offload.nvme_step import StateInSwapFile
 from thalweg.storage_io.swap_file import SwapFile
 
@@ -41,10 +41,7 @@ class MmapStep(StateInSwapFile):
         super().__init__(optimizer, swap, **where)
 
     def grad_norm(
-        self,
-        params: Sequence[Tensor],
-        replicate_group: dist.ProcessGroup | None,
-        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+        self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None, partial_norms: PartialNorms = None
     ) -> Tensor:
         """The global 2-norm; collective."""
         norm = super().grad_norm(params, replicate_group, partial_norms)

@@ -98,16 +98,15 @@ class PiecewiseOptimizer:
     def step(self, slice_steps: Sequence[SliceStep]) -> None:
         """Update masters and states in place."""
         inner = self._inner
-        members: dict[int, list[Tensor]] = {}
-        groups: dict[int, dict[str, Any]] = {}
+        groups: dict[int, dict[str, Any]] = {}  # by the identity of the group as it was given
         inner.state = defaultdict(dict)
         for slice_step in slice_steps:
             param = slice_step.master.detach()
             param.grad = slice_step.grad
-            members.setdefault(id(slice_step.group), []).append(param)
-            groups[id(slice_step.group)] = slice_step.group
+            group = groups.setdefault(id(slice_step.group), {**slice_step.group, "params": []})
+            group["params"].append(param)
             inner.state[param] = slice_step.state
-        inner.param_groups = [{**groups[key], "params": params} for key, params in members.items()]
+        inner.param_groups = list(groups.values())
         inner.step()
         inner.param_groups, inner.state = [], defaultdict(dict)
 

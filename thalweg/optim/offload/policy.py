@@ -28,13 +28,7 @@ from thalweg.optim.dtensor_local import to_local, trainable_params
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.mmap_step import MmapStep
 from thalweg.optim.offload.nvme_step import NvmeStep, is_elementwise, optimizer_state_bytes
-from thalweg.optim.offload.step_in_backward import (
-    DoubleBufferedStep,
-    GradOffload,
-    StepInBackward,
-    double_buffer_bytes,
-    grad_offload_bytes,
-)
+from thalweg.optim.offload.step_in_backward import DoubleBufferedStep, GradOffload, StepInBackward, double_buffer_bytes
 from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer, InMemoryStep, StepGuard
 from thalweg.parallel.pipeline.tied_weights import TiedWeights
@@ -96,7 +90,8 @@ def build_engine_optimizer(
         in_memory_params = _params_with_state_in_memory(inner, section.ratio) if on_disk else frozenset()
         if on_disk:
             size = optimizer_state_bytes if elementwise else _max_state_bytes
-            needed = size(inner, in_memory_params) + grad_offload_bytes(inner)
+            grad_bytes = sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in trainable_params(inner))
+            needed = size(inner, in_memory_params) + grad_bytes
             if swap is None:
                 swap = new_swap = SwapFile(section.nvme_path or "", needed, capacity=needed + MAX_SWAP_BYTES)
             else:

@@ -57,7 +57,7 @@ Sums are those of gradients in memory, in every bit: two numbers added in either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -67,7 +67,7 @@ from torch import Tensor
 
 from thalweg.optim.accumulation import AccumulationWindow, StepListener, StepResult
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local, trainable_params
-from thalweg.optim.norms import PartialNorm, compute_partial_norm
+from thalweg.optim.norms import PartialNorm, PartialNorms, compute_partial_norm
 from thalweg.optim.offload.io_pipeline import IoRange, ParamStep, merge_adjacent
 from thalweg.optim.offload.nvme_step import NvmeStep, optimizer_state_bytes
 from thalweg.optim.step import InMemoryStep
@@ -185,11 +185,6 @@ def double_buffer_bytes(nvme_step: NvmeStep) -> int:
 
 
 BUFFER_BYTES = 16 << 20
-
-
-def grad_offload_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of swap file for the gradients of all parameters of ``optimizer``, in pages."""
-    return sum(round_up(to_local(p).numel() * p.dtype.itemsize) for p in trainable_params(optimizer))
 
 
 class GradOffload:
@@ -325,10 +320,7 @@ class StepInBackward(InMemoryStep, StepListener):
     # The face of an Update
 
     def grad_norm(
-        self,
-        params: Sequence[Tensor],
-        replicate_group: dist.ProcessGroup | None,
-        partial_norms: Mapping[Tensor, PartialNorm] | None = None,
+        self, params: Sequence[Tensor], replicate_group: dist.ProcessGroup | None, partial_norms: PartialNorms = None
     ) -> Tensor:
         """The global 2-norm, gradients that have left included; collective."""
         if (error := self.wait_for_updates()) is not None:
@@ -469,11 +461,11 @@ class StepInBackward(InMemoryStep, StepListener):
             params = [param for param in params if can_step(param)]
         if not params:
             return
-        finite = True
-        for param in params:
-            self.partial_norms[param] = partial_norm = compute_partial_norm(local_grad(param))
-            finite = finite and partial_norm.is_finite
-        if not finite or self.skipped_units:  # the step is lost: nothing more of it is worth doing
+        norms = {param: compute_partial_norm(local_grad(param)) for param in params}
+        self.partial_norms |= norms
+        if self.skipped_units or not all(
+            norm.is_finite for norm in norms.values()
+        ):  # the step is lost: nothing more of it is worth doing
             self.skipped_units.append(unit or "the root")
             for param in params:
                 param.grad = None

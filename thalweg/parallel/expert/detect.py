@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,7 @@ from torch import Tensor, nn
 from thalweg.config.schema.parallel import ExpertParallel
 from thalweg.deferred_init.op_graph import is_meta
 from thalweg.ops.grouped_mm import RowGroups, grouped_linear, sort_by_expert
-from thalweg.parallel.expert.expert_parallel import (
-    AllToAllDispatcher,
-    ExpertLayer,
-    ExpertShardSpec,
-    local_rows,
-)
+from thalweg.parallel.expert.expert_parallel import AllToAllDispatcher, ExpertLayer, ExpertShardSpec, local_rows
 from thalweg.parallel.expert.module_list import find_expert_lists
 from thalweg.parallel.shard_spec import contiguous_spec
 from thalweg.parallel.tensor.dummy_inputs import eval_mode
@@ -105,7 +101,7 @@ class StackedExperts:
         """Take the exchange that brings tokens to their experts."""
         module = self.module
         is_grouped = self.use_grouped_mm and _is_transformers_format(module)
-        compute = _grouped_forward if is_grouped else _per_row_forward(module)
+        compute = _grouped_forward if is_grouped else partial(_per_row_forward, type(module).forward)
         names = positional_args(module)[:3]
         num_experts = self.num_experts
         num_local = next(len(local_rows(p, p.dtype)) for p in module._parameters.values() if p is not None)
@@ -149,15 +145,10 @@ def _grouped_forward(module: Any, rows: Tensor, groups: RowGroups, weights: dict
     return grouped_linear(inner, weights["down_proj"], groups, bias, in_features_first=inputs_first)
 
 
-def _per_row_forward(module: nn.Module) -> Any:
+def _per_row_forward(inner: Any, module: Any, rows: Tensor, groups: RowGroups, weights: dict[str, Tensor]) -> Tensor:
     """The module's own forward on rows that have one choice each, of weight 1."""
-    inner = type(module).forward
-
-    def compute(self: Any, rows: Tensor, groups: RowGroups, weights: dict[str, Tensor]) -> Tensor:
-        args = (rows, groups.group_ids[:, None], rows.new_ones(len(rows), 1))
-        return functional_forward(self, inner, weights, args, {})
-
-    return compute
+    args = (rows, groups.group_ids[:, None], rows.new_ones(len(rows), 1))
+    return functional_forward(module, inner, weights, args, {})
 
 
 @torch.no_grad()

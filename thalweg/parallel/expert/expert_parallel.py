@@ -105,15 +105,8 @@ class ExpertShardSpec:
 class ExpertLayer(Protocol):
     """What is asked of a layer of experts."""
 
-    @property
-    def num_experts(self) -> int:
-        """Of the whole layer."""
-        ...
-
-    @property
-    def ep_size(self) -> int:
-        """Ranks that the layer itself asks to be spread over; 1 leaves it to the config."""
-        ...
+    num_experts: int  # of the whole layer
+    ep_size: int  # ranks that the layer itself asks to be spread over; 1 leaves it to the config
 
     def shard_specs(self, num_ranks: int) -> Iterator[ExpertShardSpec]:
         """The experts' parameters and how ``num_ranks`` divide them."""
@@ -121,7 +114,6 @@ class ExpertLayer(Protocol):
 
     def attach_dispatcher(self, dispatcher: AllToAllDispatcher) -> None:
         """Take the exchange that brings tokens to their experts; the parameters are own ones by now."""
-        ...
 
 
 def shard_experts(

@@ -88,7 +88,7 @@ class ExpertModuleList:
         for index, expert in enumerate(self.experts):
             replace_forward(expert, _recording_forward(index, active_calls))
         for module in self.siblings:
-            replace_forward(module, _cached_forward(module, type(module).forward, active_calls))
+            replace_forward(module, _cached_forward(type(module).forward, active_calls))
         num_experts, inner = self.num_experts, type(self.parent).forward
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,13 +121,11 @@ def _recording_forward(index: int, active_calls: list[_TwoPassCall]) -> Any:
     return forward
 
 
-def _cached_forward(module: nn.Module, inner: Any, active_calls: list[_TwoPassCall]) -> Any:
-    key = id(module)
-
+def _cached_forward(inner: Any, active_calls: list[_TwoPassCall]) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not active_calls:
             return inner(self, *args, **kwargs)
-        outputs = active_calls[-1].cached_outputs.setdefault(key, deque())
+        outputs = active_calls[-1].cached_outputs.setdefault(id(self), deque())
         if not active_calls[-1].is_recording:
             return outputs.popleft()
         outputs.append(inner(self, *args, **kwargs))

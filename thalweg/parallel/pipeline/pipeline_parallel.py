@@ -179,8 +179,8 @@ class PipelineParallel:
         """Let a list of layers work on parts of sequences; None for a model with a forward of its own."""
         if not isinstance(self._stages, PipelineModuleStages):
             return None
-        layers = self._stages.module.layers.values()
-        self._stages.sequence_parallel = LayerSequenceParallel.install(layers, groups, on_token_count)
+        layers = list(self._stages.module.layers.values())
+        self._stages.sequence_parallel = LayerSequenceParallel(layers, groups, on_token_count)
         return self._stages.sequence_parallel.attention
 
     def _bind_tied_weights(self, rank_by_name: dict[str, int]) -> None:

@@ -68,11 +68,7 @@ class PipelineRunner:
         self._stages, self._make_schedule, self._pp_rank = stages, cache(make_schedule), pp_rank
         self._channel, self._group, self._reduction, self._hooks = channel, channel.group, reduction, hooks
         self._copied_stages: set[int] = set()
-
-    @property
-    def needs_batch(self) -> bool:
-        """Whether this rank reads the data at all."""
-        return self._stages.needs_batch
+        self.needs_batch = stages.needs_batch  # whether this rank reads the data at all
 
     def agree_micro_batches(self, batches: Sequence[Any] | None) -> list[Any]:
         """The micro-batches that every rank of the pipeline has; None from one that reads none; collective.
@@ -147,5 +143,5 @@ class PipelineRunner:
 
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         size = dist.get_world_size(self._group)
-        with self._channel.ledger.timed("all_reduce", "window", "pipeline", full_bytes=tensor.nbytes, world_size=size):
+        with self._channel.ledger.timed("all_reduce", "window", "pipeline", tensor.nbytes, size):
             dist.all_reduce(tensor, op=op, group=control_group(self._group, tensor.device))

@@ -79,29 +79,28 @@ class ScheduleExecutor:
         self._states: dict[tuple[int, int], _MicroBatchState] = {}
         self._local_outputs: dict[tuple[str, int, int], Any] = {}
 
-    def train(self, batches: Sequence[Any]) -> list[Tensor]:
-        """Forward and backward of all micro-batches; the losses, on the rank of the last stage."""
-        return self._execute(batches, self.schedule.orders, backward=True)
+    def train(self, batches: Sequence[Any]) -> None:
+        """Forward and backward of all micro-batches."""
+        self._execute(batches, self.schedule.orders, backward=True)
 
-    def evaluate(self, batches: Sequence[Any]) -> list[Tensor]:
-        """Forward of all micro-batches without gradients; the losses, on the rank of the last stage."""
+    def evaluate(self, batches: Sequence[Any]) -> None:
+        """Forward of all micro-batches without gradients."""
         orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.schedule.orders)
         with torch.no_grad():
-            return self._execute(batches, orders, backward=False)
+            self._execute(batches, orders, backward=False)
 
-    def _execute(self, batches: Sequence[Any], orders: Sequence[Sequence[Action]], backward: bool) -> list[Tensor]:
+    def _execute(self, batches: Sequence[Any], orders: Sequence[Sequence[Action]], backward: bool) -> None:
         if len(batches) != self.schedule.num_micro_batches:
             raise ValueError(f"the schedule is for {self.schedule.num_micro_batches} micro-batches, got {len(batches)}")
         for source, order in enumerate(orders):
             if source != self.rank:
                 sent = ((*self._destination(action), action.micro) for action in order)
                 self._channel.set_recv_order(source, ((kind, micro) for rank, kind, micro in sent if rank == self.rank))
-        losses: dict[int, Tensor] = {}
         try:
             final = orders[self.rank][-1] if orders[self.rank] else None
             for action in orders[self.rank]:
                 if action.kind == "F":
-                    self._forward(action, batches[action.micro], losses, backward)
+                    self._forward(action, batches[action.micro], backward)
                 else:
                     self._callbacks.before_backward(action, action is final)
                     self._backward(action)
@@ -110,7 +109,6 @@ class ScheduleExecutor:
         finally:
             self._states.clear()
             self._local_outputs.clear()
-        return [losses[micro] for micro in sorted(losses)]
 
     def _destination(self, action: Action) -> tuple[int | None, tuple[str, int]]:
         """The rank that gets the result of ``action``, or None, and the kind of the message: payload and stage."""
@@ -132,12 +130,11 @@ class ScheduleExecutor:
             return self._local_outputs.pop((payload, stage, micro))
         return self._channel.receive(source, (payload, stage), micro)
 
-    def _forward(self, action: Action, batch: Any, losses: dict[int, Tensor], backward: bool) -> None:
+    def _forward(self, action: Action, batch: Any, backward: bool) -> None:
         _, stage, micro = action
         value = None if stage == 0 else _detach_tree(self._get_input("value", stage, micro))
         result = self._run(stage, value, batch)
         if stage + 1 == self.schedule.num_stages:
-            losses[micro] = result.detach()
             result = self._callbacks.scale_loss(result) if backward else result
         else:
             self._send_output(action, result)

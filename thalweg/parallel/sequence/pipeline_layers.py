@@ -7,7 +7,7 @@ own.  What is by token (dim 1) is cut, labels too; they are the *next* tokens al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,20 +21,15 @@ _LAYER_SIGNATURE = ForwardSignature([], is_hugging_face=False)
 
 
 class LayerSequenceParallel:
-    """Cuts the micro-batches of one model's layers, and brings the parts' losses together."""
+    """Lets attention in ``layers`` be over whole sequences, cuts their micro-batches and brings the parts' losses
+    together."""
 
-    def __init__(self, attention: SequenceParallelAttention) -> None:
-        self.attention = attention
-        self._splitter = BatchSplitter(attention.partition, _LAYER_SIGNATURE)
-
-    @classmethod
-    def install(
-        cls, layers: Iterable[nn.Module], groups: SequenceGroups, on_token_count: Callable[[Tensor], None] | None = None
-    ) -> LayerSequenceParallel:
-        """Let attention in these layers be over whole sequences."""
-        attention = SequenceParallelAttention(groups, on_token_count)
-        install_attention(list(layers), attention)
-        return cls(attention)
+    def __init__(
+        self, layers: Sequence[nn.Module], groups: SequenceGroups, on_token_count: Callable[[Tensor], None] | None
+    ) -> None:
+        self.attention = SequenceParallelAttention(groups, on_token_count)
+        install_attention(layers, self.attention)
+        self._splitter = BatchSplitter(self.attention.partition, _LAYER_SIGNATURE)
 
     def find_batch_error(self, batch: Any) -> str | None:
         """What is wrong with a micro-batch, if anything is."""

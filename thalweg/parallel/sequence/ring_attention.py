@@ -136,9 +136,15 @@ class RingAttention:
         """
         return _RingAttentionFunction.apply(q, k, v, self, spec)  # type: ignore[return-value]
 
-    def kv_rank(self, step: int) -> int:
-        """Whose keys are here at a step."""
-        return (self.rank - step) % self.size
+    def iter_kv(self, k: Tensor, v: Tensor, spec: RingAttentionSpec) -> Iterator[tuple[int, Tensor, int]]:
+        """Each rank, this one first, and its keys and values (flat); the next, of that size, are on their way."""
+        flat = torch.cat([k.reshape(-1), v.reshape(-1)])
+        for step in range(self.size):
+            next_numel = _numel_per_token(k, v) * spec.num_tokens((self.rank - step - 1) % self.size)
+            wait_next = self.send_recv_next(flat, next_numel, _KV_TAG) if step + 1 < self.size else None
+            yield (self.rank - step) % self.size, flat, next_numel
+            if wait_next is not None:
+                flat = wait_next()
 
     def send_recv_next(self, sent: Tensor, numel: int, tag: int) -> Callable[[], Tensor]:
         """Begin to send a flat tensor on and to receive ``numel`` elements; call to have them."""
@@ -150,9 +156,7 @@ class RingAttention:
         works = dist.batch_isend_irecv([send, receive])
 
         def wait() -> Tensor:
-            with cp_group.ledger.timed(
-                "send", _LEDGER_NAME, cp_group.axis, full_bytes=sent.nbytes, world_size=cp_group.size
-            ):
+            with cp_group.ledger.timed("send", _LEDGER_NAME, cp_group.axis, sent.nbytes, cp_group.size):
                 for work in works:
                     work.wait()
             return received
@@ -180,20 +184,14 @@ class _RingAttentionFunction(torch.autograd.Function):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        flat = torch.cat([k.reshape(-1), v.reshape(-1)])
         visible = spec.find_visible(ring.rank, q.device)
         with torch.autocast(q.device.type, enabled=False):
-            for step in range(ring.size):
-                next_numel = _numel_per_token(k, v) * spec.num_tokens(ring.kv_rank(step + 1))
-                wait_next = ring.send_recv_next(flat, next_numel, _KV_TAG) if step + 1 < ring.size else None
+            for kv_rank, flat, _ in ring.iter_kv(k, v, spec):
                 keys, values = _split_kv(flat, k, v)
-                kv_rank = ring.kv_rank(step)
                 for rows, columns, causal, mask in spec.tiles(ring.rank, kv_rank, q.device, visible[kv_rank]):
                     kv = (x[:, :, columns] for x in (keys, values))
                     new = block_forward(q[:, :, rows], *kv, causal=causal, mask=mask, scale=spec.scale)
                     _merge_by_lse(out[:, :, rows], lse[:, :, rows], *new)
-                if wait_next is not None:
-                    flat = wait_next()
         y = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.ring, ctx.spec, ctx.visible = ring, spec, visible
@@ -205,15 +203,12 @@ class _RingAttentionFunction(torch.autograd.Function):
         ring, spec = ctx.ring, ctx.spec
         grad = grads[0].contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        flat, local_grad, wait_grad = torch.cat([k.reshape(-1), v.reshape(-1)]), None, None
+        local_grad = wait_grad = None
         with torch.autocast(q.device.type, enabled=False):
-            for step in range(ring.size):
-                next_numel = _numel_per_token(k, v) * spec.num_tokens(ring.kv_rank(step + 1))
-                wait_next = ring.send_recv_next(flat, next_numel, _KV_TAG) if step + 1 < ring.size else None
+            for kv_rank, flat, next_numel in ring.iter_kv(k, v, spec):
                 flat_grad = torch.zeros_like(flat, dtype=lse.dtype)
                 keys, values = _split_kv(flat, k, v)
                 key_grads, value_grads = _split_kv(flat_grad, k, v)
-                kv_rank = ring.kv_rank(step)
                 for rows, columns, causal, mask in spec.tiles(ring.rank, kv_rank, q.device, ctx.visible[kv_rank]):
                     own_k, own_v = (x[:, :, columns] for x in (keys, values))
                     own_grad, own_q, own_y, own_lse = (x[:, :, rows] for x in (grad, q, y, lse))
@@ -222,14 +217,12 @@ class _RingAttentionFunction(torch.autograd.Function):
                     dq[:, :, rows] += tile_grads[0]
                     key_grads[:, :, columns] += tile_grads[1]
                     value_grads[:, :, columns] += tile_grads[2]
-                if step == 0:
+                if local_grad is None:
                     local_grad = flat_grad
                 else:
                     if wait_grad is not None:
                         flat_grad.add_(wait_grad())
                     wait_grad = ring.send_recv_next(flat_grad, next_numel, _GRAD_TAG)
-                if wait_next is not None:
-                    flat = wait_next()
         assert local_grad is not None
         if wait_grad is not None:
             local_grad.add_(wait_grad())

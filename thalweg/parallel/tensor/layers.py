@@ -49,16 +49,12 @@ class SharedRows:
 
 def matmul(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: str) -> Tensor:
     """``module``'s product with other tensors: an ``nn.Linear``'s, or a Conv1D's (weight (in, out))."""
-    if _weight_is_transposed(module):
+    if not isinstance(module, nn.Linear):
         zeros = weight.new_zeros(weight.shape[1]) if bias is None else bias
         if kernels != "torch":
             return conv1d(x, weight, zeros)
         return torch.addmm(zeros, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
     return F.linear(x, weight, bias) if kernels == "torch" else linear(x, weight, bias)
-
-
-def _weight_is_transposed(module: nn.Module) -> bool:
-    return not isinstance(module, nn.Linear)
 
 
 def column_parallel(
@@ -71,8 +67,8 @@ def column_parallel(
         tp_group.use_local_rng()
         weight, bias = self.weight, self.bias
         if shared_rows is not None:
-            dim = 1 if _weight_is_transposed(self) else 0
-            weight = _gather_shared_rows(weight, dim, shared_rows, tp_group, name)
+            out_dim = 0 if isinstance(self, nn.Linear) else 1
+            weight = _gather_shared_rows(weight, out_dim, shared_rows, tp_group, name)
             bias = None if bias is None else _gather_shared_rows(bias, 0, shared_rows, tp_group, name)
         return matmul(self, x, weight, bias, kernels)
 

@@ -7,6 +7,7 @@ name, so that a wrong plan is refused with the first module where the two runs p
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,13 @@ def run_for_parity(model: nn.Module, plan: TpPlan, inputs: DummyInputs | None) -
         return None
     outputs: RunOutputs = {}
 
-    def record(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs.setdefault(name, output.detach().clone())
-
-        return hook
+    def record(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs.setdefault(name, output.detach().clone())
 
     with torch.no_grad(), eval_mode(model), ExitStack() as hooks:
         for name, layer in plan.layers.items():
             if layer.kind in _REPLICATED_KINDS:
-                hooks.enter_context(model.get_submodule(name).register_forward_hook(record(name)))
+                hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(record, name)))
         try:
             args, kwargs = inputs
             result = model(*args, **kwargs)

@@ -184,7 +184,7 @@ def _plan_layers(
         if is_row:
             plans[f"{name}.lora_A.{adapter}"] = LayerPlan("row", {"weight": replace(spec, dim=1)})
         else:
-            specs = _with_bias_spec(module.lora_B[adapter], replace(spec, dim=0))
+            specs = with_bias_spec(module.lora_B[adapter], replace(spec, dim=0))
             plans[f"{name}.lora_B.{adapter}"] = LayerPlan("column", specs, plan.shared_rows)
     return plans
 
@@ -212,7 +212,7 @@ def _plan_layer(
         return LayerPlan("row", _weight_specs(name, module, _check_size(name, spec, size))), spec
     if role in ("embedding", "head"):
         spec = contiguous_spec(0, weight.shape[0], world_size)
-        return LayerPlan(role, _with_bias_spec(module, spec)), spec
+        return LayerPlan(role, with_bias_spec(module, spec)), spec
     size = weight.shape[out_dim]
     if role in ("query", "qkv_interleaved"):
         spec = query_spec(assignment, out_dim, head_dim * (1 if role == "query" else 3))
@@ -282,7 +282,8 @@ def _check_size(name: str, spec: ShardSpec, size: int) -> ShardSpec:
     return spec
 
 
-def _with_bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
+def with_bias_spec(module: nn.Module, spec: ShardSpec) -> dict[str, ShardSpec]:
+    """The cuts of a layer's weight and of its bias, if it has one, along its outputs."""
     return {"weight": spec} | _bias_spec(module, spec)
 
 
@@ -450,7 +451,7 @@ def add_vocab_parallel(plan: TpPlan, model: nn.Module, world_size: int) -> None:
             continue
         for name, kind in kinds.items():
             assert kind is not None
-            specs = _with_bias_spec(users[name], contiguous_spec(0, weight.shape[0], world_size))
+            specs = with_bias_spec(users[name], contiguous_spec(0, weight.shape[0], world_size))
             plan.layers[name] = LayerPlan(kind, specs)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from thalweg.ops._torch_private import METADATA_OPS
-from thalweg.ops.losses import leading_shape, leaves_last_dim
+from thalweg.ops.losses import LossCall, leading_shape, leaves_last_dim
 from thalweg.parallel.comm_group import ParallelGroup, gather_from_region
 
 _LEDGER_NAME = "vocabulary"
@@ -104,7 +104,7 @@ def _vocab_parallel_result(
     if func is Tensor.__getitem__ and leaves_last_dim(rest[0], local.dim()):
         return (logits._with_local(local[rest[0]]),)
     if func is F.cross_entropy:
-        loss = _sharded_cross_entropy(logits, *rest, **kwargs)
+        loss = _sharded_cross_entropy(logits, LossCall(func, (logits, *rest), kwargs))
         return None if loss is None else (loss,)
     return None
 
@@ -113,25 +113,17 @@ def _materialize(tree: Any) -> Any:
     return _pytree.tree_map_only(VocabParallelLogits, VocabParallelLogits.full_tensor, tree)
 
 
-def _sharded_cross_entropy(
-    logits: VocabParallelLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
-    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+def _sharded_cross_entropy(logits: VocabParallelLogits, loss: LossCall) -> Tensor | None:
+    target, ignore_index = loss.arguments["target"], loss.arguments["ignore_index"]
+    plain = loss.arguments["weight"] is None and loss.arguments["label_smoothing"] == 0.0
     if not plain or target.is_floating_point() or logits.dim() != 2 or target.dim() != 1:
         return None
     start = sum(logits.shard_sizes[: logits.tp_group.rank])
     losses: Any = _VocabParallelCrossEntropy.apply(logits.local, target, start, logits.tp_group, ignore_index)
-    if reduction == "none":
+    if loss.reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    return total if loss.reduction == "sum" else total / (target != ignore_index).sum()
 
 
 @torch.no_grad()

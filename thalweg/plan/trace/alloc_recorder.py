@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from thalweg.ops._torch_private import is_item_call
+from thalweg.ops._torch_private import ITEM_CALL
 from thalweg.ops.grouped_mm import fake_grouped_mm
 from thalweg.ops.linear.autotune_cache import get_autotune_cache
 from thalweg.ops.linear.functional import MIN_FLOPS
@@ -105,7 +105,7 @@ class AllocationRecorder(TorchDispatchMode):
             self.num_ops += 1
             return args[0].fake_device
         kwargs, number = kwargs or {}, 0
-        if self.label == "update" and is_item_call(func):
+        if self.label == "update" and func is ITEM_CALL:
             # An optimizer reads a norm or its count of steps: any number does, as it moves no bytes.
             return 0.5 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         result = fake_grouped_mm(func.name(), args)

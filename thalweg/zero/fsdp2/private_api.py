@@ -450,12 +450,6 @@ class FSDPParamHandle:
         return inner._sharded_param_data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
     @property
-    def grad_owners(self) -> list[nn.Parameter]:
-        """The tensors whose ``.grad`` may hold gradients of this parameter."""
-        unsharded = getattr(self._inner, "_unsharded_param", None)
-        return [self.sharded_param] if unsharded is None else [self.sharded_param, unsharded]
-
-    @property
     def unsharded_param(self) -> nn.Parameter | None:
         """The parameter that the unit computes with; None before it is gathered for the first time."""
         return getattr(self._inner, "_unsharded_param", None)
@@ -723,7 +717,8 @@ def _read_whole(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def reset_iteration_state(root: Any) -> None:
     """Bring FSDP2 back to rest after a forward or backward that raised; gradients of earlier passes stay."""
     groups = get_fsdp_groups(root)
-    kept = [(tensor, tensor.grad) for group in groups for param in group.params for tensor in param.grad_owners]
+    owners = [tensor for group in groups for one in group.params for tensor in (one.sharded_param, one.unsharded_param)]
+    kept = [(tensor, tensor.grad) for tensor in owners if tensor is not None]
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
     else:  # the same; without, the next backward passes queue no callback for their end

@@ -55,13 +55,10 @@ class _ParamUpdate:
 class CrossHostSync:
     """Brings this host's copy of the parameters up to date; collective over ``group``."""
 
-    def __init__(
-        self, hosts: HostGroups, rank: int, group: dist.ProcessGroup, ledger: CommsLog, lossy: frozenset[str]
-    ) -> None:
+    def __init__(self, hosts: HostGroups, group: dist.ProcessGroup, ledger: CommsLog, lossy: frozenset[str]) -> None:
         """``lossy``: names of the parameters that may be rounded on their way."""
         self._hosts, self._group, self._ledger, self._lossy = hosts, group, ledger, lossy
-        self._peer_ranks = hosts.get_peer_ranks(rank)
-        self._rank, self._world_size = rank, dist.get_world_size(group)
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._versions: dict[str, int] = {}
         self._updated = False
         self._pending: set[str] = set()
@@ -90,15 +87,13 @@ class CrossHostSync:
                 parcel.payload = None
             parcel.encoding = encoding
         full = sum(parcel.storage.spec.unsharded_bytes for parcel in updates if parcel.encoding != UNCHANGED)
-        with self._ledger.timed(
-            "all_gather", "parameters", "both", full_bytes=full, world_size=self._world_size
-        ) as call:
+        with self._ledger.timed("all_gather", "parameters", "both", full, self._world_size) as call:
             sent_updates = [parcel for parcel in updates if parcel.encoding != UNCHANGED]
             for bucket in iter_buckets(sent_updates, lambda one: _get_payload_format(one).num_bytes, _BUCKET_BYTES):
                 sent = torch.cat([self._build_payload(parcel) for parcel in bucket])
                 received = all_gather_payloads(sent, self._hosts.inter_host_group, self._hosts.num_hosts)
                 lengths = [_get_payload_format(one).num_bytes for one in bucket]
-                for rank, row in zip(self._peer_ranks, received, strict=True):
+                for rank, row in zip(self._hosts.peer_ranks, received, strict=True):
                     for update, payload in zip(bucket, row.split(lengths), strict=True):
                         rows, shard = update.storage.get_rank_rows(rank), update.storage.shard
                         if rank == self._rank and update.encoding == RAW and rows.data_ptr() == shard.data_ptr():
@@ -125,11 +120,9 @@ class CrossHostSync:
         DELTA_QUANTIZER.quantize(delta, payload)
         delta_error = DELTA_QUANTIZER.get_scales(payload, numel).square().sum()
         quantized_error = WEIGHT_QUANTIZER.compute_scales(storage.shard.view(-1)).square().sum()
-        return (
-            _ParamUpdate(storage, DELTA, payload)
-            if delta_error <= quantized_error
-            else _ParamUpdate(storage, QUANTIZED)
-        )
+        if delta_error <= quantized_error:
+            return _ParamUpdate(storage, DELTA, payload)
+        return _ParamUpdate(storage, QUANTIZED)
 
     def _build_payload(self, update: _ParamUpdate) -> Tensor:
         if update.payload is not None:

@@ -28,9 +28,7 @@ SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 def stages_per_rank(name: ScheduleName, num_virtual_stages: int = 2) -> int:
     """How many stages each rank holds: 2 where the placement is a V, ``num_virtual_stages`` where it is interleaved."""
-    if name in ("zbv", "dualpipev"):
-        return 2
-    return num_virtual_stages if name == "interleaved" else 1
+    return len(assign_stages(name, 1, num_virtual_stages))
 
 
 def build_schedule(
@@ -64,7 +62,7 @@ def assign_stages(name: ScheduleName, num_ranks: int, num_virtual_stages: int = 
     """The rank of each stage: in turn, or down the ranks and up again."""
     if name in ("zbv", "dualpipev"):
         return (*range(num_ranks), *reversed(range(num_ranks)))
-    return tuple(range(num_ranks)) * stages_per_rank(name, num_virtual_stages)
+    return tuple(range(num_ranks)) * (num_virtual_stages if name == "interleaved" else 1)
 
 
 def _warm_up_then_alternate(

@@ -50,14 +50,8 @@ class ChannelDependence:
         start = torch.zeros_like(self.x)
         shape = (*self.x.shape[:-1], len(in_channels))
         start[..., in_channels] = torch.randn(shape, generator=self.generator, device=start.device).to(start.dtype)
-        grads = torch.autograd.grad(self.x, self.leaves, start, retain_graph=True, allow_unused=True)
-        masks = []
-        for grad, leaf in zip(grads, self.leaves, strict=True):
-            if grad is None:
-                masks.append(torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device))
-            else:
-                masks.append((grad != 0).flatten(0, -2).any(0))  # nan is not 0
-        return torch.cat(masks).cpu()
+        grads = torch.autograd.grad(self.x, self.leaves, start, retain_graph=True, materialize_grads=True)
+        return torch.cat([(grad != 0).flatten(0, -2).any(0) for grad in grads]).cpu()  # nan is not 0
 
     def channel_groups(self) -> list[ChannelGroup] | None:
         """The connected pieces, by their first column; None if some channel has no part in any."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from thalweg.parallel.tensor.auto_plan.module_trace import (
     trace_modules,
 )
 from thalweg.parallel.tensor.dummy_inputs import eval_mode, make_dummy_inputs
-from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, add_vocab_parallel
+from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, add_vocab_parallel, with_bias_spec
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -60,11 +61,6 @@ class ColumnRowPair:
     partial_modules: list[str] = field(default_factory=list)  # modules between whose parameters see a part
     local_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rank: a list of values
 
-    @property
-    def layer_names(self) -> list[str]:
-        """Its products."""
-        return [*(p.name for p in self.column_ops), self.row_op.name]
-
 
 def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
     """The plan for this rank, or None where the model cannot be run or nothing in it can be cut."""
@@ -82,10 +78,11 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
     plan = TpPlan(f"the graph of {type(model).__name__}'s linear layers")
     for pair in pairs:
         for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
-            plan.layers[op.name] = LayerPlan("column", _shard_specs(op, op.out_dim, out_indices, bias=True))
+            specs = with_bias_spec(op.module, _weight_spec(op, op.out_dim, out_indices))
+            plan.layers[op.name] = LayerPlan("column", specs)
         row_op = pair.row_op
-        specs = _shard_specs(row_op, 1 - row_op.out_dim, pair.in_indices, bias=False)
-        plan.layers[row_op.name] = LayerPlan("row", specs)
+        row_spec = _weight_spec(row_op, 1 - row_op.out_dim, pair.in_indices)
+        plan.layers[row_op.name] = LayerPlan("row", {"weight": row_spec})
         plan.layers.update({name: LayerPlan("grad_all_reduce") for name in pair.partial_modules})
         for name, values in pair.local_attributes.items():
             plan.local_attributes.setdefault(name, {}).update({key: own[rank] for key, own in values.items()})
@@ -96,13 +93,8 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
     return plan if pairs else None
 
 
-def _shard_specs(op: LinearOp, dim: int, indices_by_rank: IndicesByRank, *, bias: bool) -> dict[str, ShardSpec]:
-    spans = tuple(tuple(_to_spans(own)) for own in indices_by_rank)
-    size = op.weight.shape[dim]
-    specs = {"weight": ShardSpec(dim, size, spans)}
-    if bias and op.module._parameters.get("bias") is not None:
-        specs["bias"] = ShardSpec(0, size, spans)
-    return specs
+def _weight_spec(op: LinearOp, dim: int, indices_by_rank: IndicesByRank) -> ShardSpec:
+    return ShardSpec(dim, op.weight.shape[dim], tuple(tuple(_to_spans(own)) for own in indices_by_rank))
 
 
 def _to_spans(indices: Sequence[int]) -> Iterator[Span]:
@@ -161,7 +153,7 @@ def _find_pairs(model: nn.Module, trace: ModuleTrace, world_size: int) -> list[C
         if verifier.find_attributes(pair, hint):
             relative = {name.removeprefix(root): list(own) for name, own in pair.local_attributes.items()}
             found_units[key] = groups, relative
-            used_names.update(pair.layer_names)
+            used_names.update(p.name for p in (*column_ops, row_op))
             pairs.append(pair)
         else:
             failed_keys.add(key)
@@ -210,15 +202,13 @@ class _Verifier:
     def find_attributes(self, pair: ColumnRowPair, hint: dict[str, list[str]]) -> bool:
         """Find the numbers that must be local for every rank's part to come out right."""
         ranks = sorted(range(self.world_size), key=lambda rank: pair.fractions[rank])
-        extreme_ranks = dict.fromkeys((ranks[-1], ranks[0]))
+        extremes_first = dict.fromkeys((ranks[-1], *ranks))
         for subset in itertools.islice(self._attribute_subsets(pair, hint), _MAX_TRIALS):
             pair.local_attributes = {}
             for name, key, value in subset:
                 local = [_scale_exact(value, fraction) for fraction in pair.fractions]
                 pair.local_attributes.setdefault(name, {})[key] = local
-            if all(self.passes([pair], rank) for rank in extreme_ranks) and all(
-                self.passes([pair], rank) for rank in range(self.world_size)
-            ):
+            if all(self.passes([pair], rank) for rank in extremes_first):
                 return True
         return False
 
@@ -256,9 +246,10 @@ class _Verifier:
             for pair in pairs:
                 row_op = pair.row_op
                 for op, out_indices in zip(pair.column_ops, pair.out_indices, strict=True):
-                    stack.enter_context(op.module.register_forward_hook(_select_hook(out_indices[rank])))
-                compare_hook = _compare_hook(row_op.x, pair.in_indices[rank])
-                stack.enter_context(row_op.module.register_forward_pre_hook(compare_hook))
+                    select_columns = partial(_select_columns, out_indices[rank])
+                    stack.enter_context(op.module.register_forward_hook(select_columns))
+                compare_input = partial(_compare_input, row_op.x, pair.in_indices[rank])
+                stack.enter_context(row_op.module.register_forward_pre_hook(compare_input))
                 for name, values in pair.local_attributes.items():
                     module = self.model.get_submodule(name)
                     for key, by_rank in values.items():
@@ -280,17 +271,16 @@ def _scale_exact(value: Any, fraction: Fraction) -> Any:
     return int(result) if result.denominator == 1 and result > 0 else None
 
 
-def _select_hook(indices: tuple[int, ...]) -> Any:
-    return lambda module, args, output: output[..., list(indices)]
+def _select_columns(indices: tuple[int, ...], module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output[..., list(indices)]
 
 
-def _compare_hook(full_input: Tensor, indices: tuple[int, ...]) -> Any:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        if not is_close(args[0], full_input[..., list(indices)]):
-            raise _MismatchError
-        return (full_input,)
-
-    return hook
+def _compare_input(
+    full_input: Tensor, indices: tuple[int, ...], module: nn.Module, args: tuple[Tensor, ...]
+) -> tuple[Tensor]:
+    if not is_close(args[0], full_input[..., list(indices)]):
+        raise _MismatchError
+    return (full_input,)
 
 
 def _drop_failing(

@@ -212,28 +212,22 @@ def build_graph(model: nn.Module, trace: ModuleTrace) -> LinearGraph:
     inputs: dict[str, Tensor] = {}
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(11)
 
-    def before(op: LinearOp) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            inputs[op.name] = args[0]
+    def before(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[name] = args[0]
 
-        return hook
-
-    def after(op: LinearOp) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            scale = float(output.detach().float().std())
-            noise = torch.randn(output.shape, generator=generator, device=output.device).abs_()
-            # Signs alternate from token to token, so that no channel is below zero for all of them.
-            tokens = torch.arange(noise.numel() // noise.shape[-1], device=noise.device).view(*noise.shape[:-1], 1)
-            signs = 1.0 - 2.0 * ((tokens + torch.arange(noise.shape[-1], device=noise.device)) % 2)
-            leaves[op.name] = leaf = (scale * noise * signs).to(output.dtype).requires_grad_()
-            return leaf.clone()  # which may be changed in place, as a leaf may not
-
-        return hook
+    def after(name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        scale = float(output.detach().float().std())
+        noise = torch.randn(output.shape, generator=generator, device=output.device).abs_()
+        # Signs alternate from token to token, so that no channel is below zero for all of them.
+        tokens = torch.arange(noise.numel() // noise.shape[-1], device=noise.device).view(*noise.shape[:-1], 1)
+        signs = 1.0 - 2.0 * ((tokens + torch.arange(noise.shape[-1], device=noise.device)) % 2)
+        leaves[name] = leaf = (scale * noise * signs).to(output.dtype).requires_grad_()
+        return leaf.clone()  # which may be changed in place, as a leaf may not
 
     with torch.enable_grad(), ExitStack() as hooks:
-        for product in ops.values():
-            hooks.enter_context(product.module.register_forward_pre_hook(before(product)))
-            hooks.enter_context(product.module.register_forward_hook(after(product)))
+        for name, product in ops.items():
+            hooks.enter_context(product.module.register_forward_pre_hook(partial(before, name)))
+            hooks.enter_context(product.module.register_forward_hook(partial(after, name)))
         args, kwargs = trace.inputs
         output = model(*args, **kwargs)
     op_params = {f"{name}.{key}" for name in ops for key in ("weight", "bias")}
