@@ -207,7 +207,8 @@ class ChatCompletion(_OpenAIAnswer):
         self.num_sequences = self._params.n
         self._parse_tool_calls = bool(request.tools) and request.tool_choice != "none"
         self._tool_call_forced = request.tool_choice not in (None, "none", "auto")
-        self._parsers: defaultdict[int, ToolParser] = defaultdict(self._new_tool_parser)
+        names = [tool.function.name for tool in request.tools or ()]
+        self._parsers = defaultdict[int, ToolParser](lambda: ToolParser(self._tool_call_forced, names))
         self._started: set[int] = set()
 
     async def make_requests(self) -> list[Request]:
@@ -235,8 +236,8 @@ class ChatCompletion(_OpenAIAnswer):
         index, text, reason, calls = output.index, output.text, output.finish_reason, []
         if index not in self._started:
             yield self._delta(index, {"role": "assistant", "content": ""}, None, None)
-        if text and index not in self._started:
-            text = self._strip_template_space(text)
+            if self._tokenizer.chat_template is None:  # the plain one ends in "Assistant:", which a blank follows
+                text = text.removeprefix(" ")
         self._started.add(index)
         if self._parse_tool_calls:
             parser = self._parsers[index]
@@ -248,13 +249,6 @@ class ChatCompletion(_OpenAIAnswer):
             delta["tool_calls"] = calls
         if delta or reason or output.logprobs:
             yield self._delta(index, delta, reason, self._logprobs(output.logprobs or ()))
-
-    def _new_tool_parser(self) -> ToolParser:
-        return ToolParser(self._tool_call_forced, [tool.function.name for tool in self._request.tools or ()])
-
-    def _strip_template_space(self, text: str) -> str:
-        """The plain template ends in "Assistant:", so an answer begins with a blank that nobody wants."""
-        return text if self._tokenizer.chat_template is not None else text.removeprefix(" ")
 
     def _delta(self, index: int, delta: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
