@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import index
@@ -167,18 +167,6 @@ def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
         raise ValueError("the prompt is empty: it needs at least one token")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise ValueError(f"the prompt has tokens outside of 0 to {vocab_size - 1}")
-
-
-def batch_prompts(prompts: Iterable[list[int]], max_prompts: int, max_tokens: int) -> Iterator[list[list[int]]]:
-    """Cut a list of prompts into those that are computed together; one that is too long for that is alone."""
-    batch: list[list[int]] = []
-    for prompt in prompts:
-        if batch and (len(batch) == max_prompts or sum(map(len, batch)) + len(prompt) > max_tokens):
-            yield batch
-            batch = []
-        batch.append(prompt)
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True)
@@ -343,11 +331,9 @@ class EngineCore(Protocol):
         Raises ValueError, and leaves the engine as it was, when the request can never run: an empty prompt,
         one that leaves no room to generate, a token outside the vocabulary, a name in use, no such adapter.
         """
-        ...
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; no further outputs come.  Unknown names are ignored."""
-        ...
 
     def step(self) -> list[RequestOutput]:
         """Run the model once and return what every sequence got; empty when there is no work.
@@ -355,23 +341,18 @@ class EngineCore(Protocol):
         A failure that concerns one request is that request's output with ``finish_reason`` ``error``; an
         exception means that the engine is broken.
         """
-        ...
 
     def has_work(self) -> bool:
         """Whether a request is queued or running."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return the gauges and counters; cheap."""
-        ...
 
     def embed(self, prompts: Sequence[Sequence[int]]) -> Any:
         """Return embeddings, fp32 (len(prompts), width): the mean over tokens of the last hidden states.
 
         Raises ValueError where the model offers none.
         """
-        ...
 
     def close(self) -> None:
         """Free everything; what is still queued is dropped."""
-        ...

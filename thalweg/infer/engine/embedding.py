@@ -21,6 +21,7 @@ from thalweg.infer import types as infer_types
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner
 from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.utils.buckets import iter_buckets
 
 MAX_NUM_SEQS = 64  # sequences at a time
 
@@ -84,7 +85,7 @@ class EmbeddingEngine:
             if len(prompt) > max_length:
                 raise ValueError(f"the prompt has {len(prompt)} tokens; this model takes {max_length}")
         rows: list[Tensor] = []
-        for batch in infer_types.batch_prompts(prompts, MAX_NUM_SEQS, self.runner.max_num_batched_tokens):
+        for batch in iter_buckets(prompts, len, self.runner.max_num_batched_tokens, MAX_NUM_SEQS):
             lengths = [len(prompt) for prompt in batch]
             self._counters.update(steps=1, prompt=sum(lengths))
             states = self.runner.run([EncoderInput(0, prompt) for prompt in batch])

@@ -58,8 +58,8 @@ def _build_layers(stack: Any, c: Any) -> list[DecoderLayerSpec]:
         qkv = build_linear(a.q, a.k, a.v)
         attention = specs.build_attention(qkv, a.o, c.num_heads, c.d_kv, scale=1.0, relative_bias=relative)
         cross = _build_cross_attention(block.layer[1]) if len(block.layer) == 3 else None
-        norms, mlp = [build_rms_norm(x.layer_norm) for x in (first, last)], _build_mlp(last.DenseReluDense, c)
-        layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1], cross_attention=cross))
+        mlp = _build_mlp(last.DenseReluDense, c)
+        layers.append(specs.build_layer(attention, mlp, first.layer_norm, last.layer_norm, cross_attention=cross))
     return layers
 
 

@@ -71,7 +71,6 @@ class CpuRunner(ModelRunner):
         self._position_embeddings = None if decoder.position_embeddings is None else decoder.position_embeddings.float()
         self._spec, self._program = decoder, _DecoderProgram(request, self)
         program = self._program
-        self._embedded, self._logits = program.embedded, program.logits
         self._tokens, self._positions = program.inputs[:2]
         # numpy views of the same memory: cheaper to fill, item by item
         self._np_inputs = [t.numpy() for t in (*program.inputs, program.counts)]
@@ -79,8 +78,6 @@ class CpuRunner(ModelRunner):
         self._np_encoder_inputs = [t.numpy() for t in program.encoder_inputs]
         self._body, self._head = program.build(program.body, program.head)
         self._thread_tuner = cpu_kernels.ThreadTuner() if self.comm is None else None  # ranks have threads dealt out
-        self._out, self._final, self._argmax_buffers = program.out, program.final, program.argmax_buffers
-        self._page_warmer = program.page_warmer
         self._num_last_rows = 0
         self.weight_bytes = program.weight_bytes
         self._encoder: CpuEncoder | None = None
@@ -110,9 +107,9 @@ class CpuRunner(ModelRunner):
         else:
             is_decode = count == len(batch.tokens) == len(batch.spans)
             self._thread_tuner.run(count if is_decode else None, lambda threads: self._run_programs(batch, threads))
-        result = self._logits[:count, : self.vocab_size]
+        result = self._program.logits[:count, : self.vocab_size]
         if batch.wants_hidden_states:
-            states = self._final if comm is None or comm.is_last_stage else self._out
+            states = self._program.final if comm is None or comm.is_last_stage else self._program.out
             result = states[:count, : self.hidden_size]
         if comm is not None:
             result = comm.return_result(result)
@@ -127,7 +124,7 @@ class CpuRunner(ModelRunner):
         comm = self.comm
         self._weights.run(self._body, 0)
         if comm is not None and not comm.is_last_stage:
-            comm.send_activations(self._out[: len(batch.tokens), : self.hidden_size])
+            comm.send_activations(self._program.out[: len(batch.tokens), : self.hidden_size])
         elif not batch.logit_indices:
             self._weights.skip(len(self._body))
         else:
@@ -138,7 +135,7 @@ class CpuRunner(ModelRunner):
         has the head."""
         if self.comm is not None and not self.comm.is_last_stage:
             return None
-        tokens, values = self._argmax_buffers
+        tokens, values = self._program.argmax_buffers
         return tokens[: self._num_last_rows].tolist(), values[: self._num_last_rows].tolist()
 
     def _prepare_inputs(self, batch: ModelInput) -> None:
@@ -171,19 +168,19 @@ class CpuRunner(ModelRunner):
                     blocks = batch.encoder_block_tables[number]
                     self.encoder_block_tables[slot, : len(blocks)] = blocks
                 block = int(self.block_tables[slot, last])
-                self._page_warmer.prefault_to(block // cpu_kernels.BLOCKS_PER_STRIPE)
+                self._program.page_warmer.prefault_to(block // cpu_kernels.BLOCKS_PER_STRIPE)
         num_rows = len(batch.logit_indices)
         logit_indices[:num_rows] = batch.logit_indices
         counts[0], counts[1] = count, num_rows
         if self.comm is not None and not self.comm.is_first_stage:
-            self._embedded[:count] = self.comm.receive_activations(count)
+            self._program.embedded[:count] = self.comm.receive_activations(count)
             return
         x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
         if self._embed_scale != 1.0:
             x = x.float() * self._embed_scale
         if self._position_embeddings is not None:
             x = x.float() + self._position_embeddings[self._positions[:count]]
-        self._embedded[:count] = x
+        self._program.embedded[:count] = x
 
     def sleep(self) -> None:
         """Give back the pages of weights, cache and activations; the program and its addresses stay."""

@@ -21,10 +21,11 @@ cache that no sequence has.  All graphs share one pool of memory, as no two run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -149,9 +150,9 @@ def _is_range(values: np.ndarray, count: int) -> bool:
     return values.size == count and bool((values.ravel() == np.arange(count)).all())
 
 
-def _arrays_of(layouts: Sequence[_GroupLayout]) -> list[np.ndarray]:
+def _arrays_of(layouts: Sequence[_GroupLayout], places: np.ndarray) -> list[np.ndarray]:
     """Return what a step's groups need on the device, four arrays each."""
-    return [array for x in layouts for array in (x.lengths, x.rows, x.positions, x.tables)]
+    return [*(array for x in layouts for array in (x.lengths, x.rows, x.positions, x.tables)), places]
 
 
 def _rows_by_adapter(lora_ids: np.ndarray) -> dict[int, np.ndarray]:
@@ -271,13 +272,13 @@ class TorchLayers:
         x.mul_(cos).addcmul_(swapped, sin)
 
     def _attention_metadata(
-        self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Sequence[Tensor], block_size: int
+        self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Iterator[Tensor], block_size: int
     ) -> _AttentionMetadata:
-        """Return groups on our device.  ``on_device``: what :func:`_arrays_of` lists.  ``block_size``: of the tables,
-        0 where the keys lie in the rows of the queries."""
+        """Return groups on our device.  ``on_device`` has what :func:`_arrays_of` lists next.  ``block_size``: of the
+        tables, 0 where the keys lie in the rows of the queries."""
         groups, num_rows = [], len(places)
-        for number, layout in enumerate(layouts):
-            lengths, rows, positions, tables = on_device[4 * number : 4 * number + 4]
+        for layout in layouts:
+            lengths, rows, positions, tables = islice(on_device, 4)
             num_spans, num_queries = rows.shape
             keys = None
             in_order = _is_range(layout.rows, num_rows)
@@ -287,19 +288,14 @@ class TorchLayers:
                 keys = tables.gather(1, key_positions // block_size) * block_size + key_positions % block_size
             elif not in_order:
                 keys = rows
-            groups.append(
-                _AttentionGroup(
-                    (num_spans, num_queries, layout.num_keys),
-                    None if in_order else rows.flatten(),
-                    None if keys is None else keys.flatten(),
-                    positions,
-                    lengths,
-                    is_full=bool((layout.lengths == layout.num_keys).all()),
-                    is_prefill=num_queries == layout.num_keys and not bool(layout.positions[:, 0].any()),
-                )
-            )
+            is_full = bool((layout.lengths == layout.num_keys).all())
+            is_prefill = num_queries == layout.num_keys and not bool(layout.positions[:, 0].any())
+            own_rows, own_keys = (None if in_order else rows.flatten()), (None if keys is None else keys.flatten())
+            shape = num_spans, num_queries, layout.num_keys
+            groups.append(_AttentionGroup(shape, own_rows, own_keys, positions, lengths, is_full, is_prefill))
+        own_places = next(on_device)
         is_in_order = _is_range(places, num_rows) and sum(x.rows.size for x in layouts) == num_rows
-        return _AttentionMetadata(groups, None if is_in_order else on_device[4 * len(layouts)])
+        return _AttentionMetadata(groups, None if is_in_order else own_places)
 
     def _attend(
         self,
@@ -484,11 +480,12 @@ class TorchLayers:
         position_ids = [e.position_ids(torch.from_numpy(t)).numpy() for t in np.split(tokens, np.cumsum(counts)[:-1])]
         no_tables, firsts = np.empty((len(counts), 0), np.int64), np.zeros_like(counts)
         layouts, places = _lay_out_groups(firsts, counts, counts, no_tables, firsts)
-        arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts), places]
+        arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts, places)]
         lora_rows = _rows_by_adapter(np.repeat(lora_ids, counts)) if lora_ids else {}
-        ids, positions, *on_device = arrays_to_device([*arrays, *lora_rows.values()], self.device)
-        self.lora_rows = dict(zip(lora_rows, on_device[4 * len(layouts) + 1 :], strict=True))
+        on_device = iter(arrays_to_device([*arrays, *lora_rows.values()], self.device))
+        ids, positions = islice(on_device, 2)
         metadata = self._attention_metadata(layouts, places, on_device, 0)
+        self.lora_rows = dict(zip(lora_rows, on_device, strict=True))
         self._rotations = {}
         x = self._embed(e, ids, positions)
         for layer in e.layers:
@@ -791,7 +788,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         blocks = tables[slot_of_token, positions // size]
         layouts, places = _lay_out_groups(starts, counts, lengths, tables, slots)
         arrays = [np.array(batch.tokens, np.int64), positions, blocks * size + positions % size]
-        arrays += [*_arrays_of(layouts), places]
+        arrays += _arrays_of(layouts, places)
         indices = np.array(batch.logit_indices, np.int64)
         lora_rows, logit_lora_rows = {}, {}
         if batch.lora_ids:
@@ -807,15 +804,15 @@ class TorchRunner(TorchLayers, ModelRunner):
             cross_layouts, cross_places = _lay_out_groups(
                 starts, counts, lengths, encoder_tables, np.arange(len(slots))
             )
-            arrays += [*_arrays_of(cross_layouts), cross_places]
-        tokens, on_device_positions, slot_mapping, *rest = arrays_to_device(arrays, self.device)
-        metadata = self._attention_metadata(layouts, places, rest, size)
-        _, on_device_indices, *rest = rest[4 * len(layouts) :]
-        self.lora_rows = dict(zip(lora_rows, rest, strict=False))
-        rest = rest[len(lora_rows) :]
-        logit_rows = dict(zip(logit_lora_rows, rest, strict=False))
-        rest = rest[len(logit_lora_rows) :]
-        cross = self._attention_metadata(cross_layouts, cross_places, rest, size) if cross_layouts else None
+            arrays += _arrays_of(cross_layouts, cross_places)
+        on_device = iter(arrays_to_device(arrays, self.device))
+        tokens, on_device_positions, slot_mapping = islice(on_device, 3)
+        metadata = self._attention_metadata(layouts, places, on_device, size)
+        on_device_indices = next(on_device)
+        # Each takes as many as it has keys.
+        self.lora_rows = dict(zip(lora_rows, on_device, strict=False))
+        logit_rows = dict(zip(logit_lora_rows, on_device, strict=False))
+        cross = self._attention_metadata(cross_layouts, cross_places, on_device, size) if cross_layouts else None
         self._rotations = {}
         wanted = None if _is_range(indices, len(positions)) else on_device_indices
         return _Step(tokens, on_device_positions, slot_mapping, metadata, cross, wanted, logit_rows)
