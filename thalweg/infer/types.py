@@ -21,7 +21,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 # ``stop``: an end token or a stop string; ``length``: ``max_tokens`` or the model's length is reached.
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -252,6 +252,11 @@ class SequenceResult:
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
+    def to_output(self, index: int) -> RequestOutput:
+        """Return all that sample ``index`` of a request generated as one output."""
+        prompt_logprobs, ends = self.prompt_logprobs or None, (self.finish_reason, self.stop_reason)
+        return RequestOutput("", index, (), self.text, tuple(self.logprobs), prompt_logprobs, *ends)
+
 
 def collect_results(outputs: Generator[RequestOutput], failure: str) -> dict[tuple[str, int], SequenceResult]:
     """Return what came of each sequence, by request and index; RuntimeError, which begins with ``failure``, where a
@@ -317,9 +322,8 @@ class ModelMetadata:
     adapters: tuple[str, ...] = ()
 
 
-@runtime_checkable
-class EngineCore(Protocol):
-    """A model that works off requests.  Belongs to one thread."""
+class EngineCore:
+    """A model that works off requests; as it stands here, an encoder, which takes none.  Belongs to one thread."""
 
     metadata: ModelMetadata
     # A Hugging Face tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None.
@@ -331,6 +335,7 @@ class EngineCore(Protocol):
         Raises ValueError, and leaves the engine as it was, when the request can never run: an empty prompt,
         one that leaves no room to generate, a token outside the vocabulary, a name in use, no such adapter.
         """
+        raise ValueError(f"{self.metadata.name} is an encoder and generates nothing: use embed")
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; no further outputs come.  Unknown names are ignored."""
@@ -341,18 +346,22 @@ class EngineCore(Protocol):
         A failure that concerns one request is that request's output with ``finish_reason`` ``error``; an
         exception means that the engine is broken.
         """
+        return []
 
     def has_work(self) -> bool:
         """Whether a request is queued or running."""
+        return False
 
     def stats(self) -> EngineStats:
         """Return the gauges and counters; cheap."""
+        raise NotImplementedError
 
     def embed(self, prompts: Sequence[Sequence[int]]) -> Any:
         """Return embeddings, fp32 (len(prompts), width): the mean over tokens of the last hidden states.
 
         Raises ValueError where the model offers none.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free everything; what is still queued is dropped."""

@@ -259,8 +259,7 @@ class ResponsesAnswer(ChatCompletion):
 
     def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
         ((result,),) = results
-        whole = RequestOutput("", 0, (), result.text, tuple(result.logprobs), finish_reason=result.finish_reason)
-        return [event["response"] for event in self.chunks(0, whole) if "response" in event][-1]
+        return [event["response"] for event in self.chunks(0, result.to_output(0)) if "response" in event][-1]
 
     async def stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[dict[str, Any]]:
         try:
