@@ -87,21 +87,18 @@ def run(args: argparse.Namespace) -> int:
     options = ServeOptions(
         model=args.name or folder.name or args.model,
         aliases=() if args.name else (args.model,),
-        host=args.host,
-        port=args.port,
         api_keys=read_api_keys(args),
         num_replicas=args.replicas,
         deployment_name=args.deployment,
         tls_cert=args.ssl_certfile,
         tls_key=args.ssl_keyfile,
-        drain_seconds=args.drain_seconds,
-        request_seconds=args.request_seconds,
         pool_limits=PoolLimits(
             max_outstanding=max(args.replicas, len(args.replica)) * args.max_num_seqs + args.max_queue,
             stall_seconds=args.stall_seconds,
             start_seconds=args.start_seconds,
         ),
         body_limits=BodyLimits(max_bytes=args.body_bytes),
+        **{name: getattr(args, name) for name in ("host", "port", "drain_seconds", "request_seconds")},
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
     with contextlib.ExitStack() as stack:

@@ -254,8 +254,8 @@ class SequenceResult:
 
     def to_output(self, index: int) -> RequestOutput:
         """Return all that sample ``index`` of a request generated as one output."""
-        prompt_logprobs, ends = self.prompt_logprobs or None, (self.finish_reason, self.stop_reason)
-        return RequestOutput("", index, (), self.text, tuple(self.logprobs), prompt_logprobs, *ends)
+        prompt_logprobs, reason = self.prompt_logprobs or None, self.finish_reason
+        return RequestOutput("", index, (), self.text, tuple(self.logprobs), prompt_logprobs, reason, self.stop_reason)
 
 
 def collect_results(outputs: Generator[RequestOutput], failure: str) -> dict[tuple[str, int], SequenceResult]:

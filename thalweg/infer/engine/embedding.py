@@ -20,7 +20,7 @@ from torch import Tensor
 from thalweg.infer import types as infer_types
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner
-from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.infer.types import EngineStats, ModelMetadata
 from thalweg.utils.buckets import iter_buckets
 
 MAX_NUM_SEQS = 64  # sequences at a time
@@ -70,7 +70,7 @@ def _pooling_mode(config: dict[str, Any]) -> str:
     return known[modes[0]]
 
 
-class EmbeddingEngine:
+class EmbeddingEngine(infer_types.EngineCore):
     """An :class:`~thalweg.infer.types.EngineCore` that embeds and generates nothing."""
 
     def __init__(self, runner: EncoderRunner, metadata: ModelMetadata, tokenizer: Any, pooling: Pooling) -> None:
@@ -91,21 +91,6 @@ class EmbeddingEngine:
             states = self.runner.run([EncoderInput(0, prompt) for prompt in batch])
             rows += [self.pooling(own) for own in states.split(lengths)]
         return torch.stack(rows) if rows else torch.empty(0, 0)
-
-    def add(self, request: Request) -> None:
-        """Refuse: an encoder generates nothing."""
-        raise ValueError(f"{self.metadata.name} is an encoder and generates nothing: use embed")
-
-    def abort(self, request_id: str) -> None:
-        """Nothing is ever queued."""
-
-    def step(self) -> list[RequestOutput]:
-        """Nothing is ever queued."""
-        return []
-
-    def has_work(self) -> bool:
-        """Nothing is ever queued."""
-        return False
 
     def stats(self) -> EngineStats:
         """Return the counters."""

@@ -40,15 +40,6 @@ from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, L
 from thalweg.infer.precision import get_compute_dtype
 from thalweg.infer.quantization.modules import linear_packer, quantize_experts
 from thalweg.infer.runners import base
-from thalweg.infer.runners.base import (
-    EncoderInput,
-    EncoderRunner,
-    ModelInput,
-    ModelRunner,
-    QuerySpan,
-    RunnerRequest,
-    arrays_to_device,
-)
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -171,7 +162,9 @@ class TorchLayers:
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
+    def __init__(
+        self, request: base.RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True
+    ) -> None:
         self._lora, self.lora_rows = request.lora, dict[int, Tensor]()
         self.dtype, self.device = dtype or get_compute_dtype(request.config), request.device
         self.max_length = request.max_model_len
@@ -482,7 +475,7 @@ class TorchLayers:
         layouts, places = _lay_out_groups(firsts, counts, counts, no_tables, firsts)
         arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts, places)]
         lora_rows = _rows_by_adapter(np.repeat(lora_ids, counts)) if lora_ids else {}
-        on_device = iter(arrays_to_device([*arrays, *lora_rows.values()], self.device))
+        on_device = iter(base.arrays_to_device([*arrays, *lora_rows.values()], self.device))
         ids, positions = islice(on_device, 2)
         metadata = self._attention_metadata(layouts, places, on_device, 0)
         self.lora_rows = dict(zip(lora_rows, on_device, strict=True))
@@ -505,10 +498,8 @@ class TorchLayers:
         """Drop the weights."""
         if self._weight_ring is not None:
             self._weight_ring.close()
-        self._linears.clear()
-        self._device_tensors.clear()
-        self._shared_tensors.clear()
-        self._relative_biases.clear()
+        for table in (self._linears, self._device_tensors, self._shared_tensors, self._relative_biases):
+            table.clear()
 
 
 class KVCacheTensor:
@@ -575,7 +566,7 @@ class _DecodeGraph:
     inputs: Tensor
 
 
-class TorchRunner(TorchLayers, ModelRunner):
+class TorchRunner(TorchLayers, base.ModelRunner):
     """Runs a :class:`DecoderSpec`, or with a ``comm`` a shard of one."""
 
     block_size = base.BLOCK_SIZE
@@ -593,7 +584,9 @@ class TorchRunner(TorchLayers, ModelRunner):
             return f"{config.quantization} weights cannot be streamed through torch's operators"
         return specs.length_unsupported_reason(spec, config)
 
-    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
+    def __init__(
+        self, request: base.RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True
+    ) -> None:
         super().__init__(request, dtype, cache_weights)
         assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
         self._weight_format = request.weight_format
@@ -636,15 +629,15 @@ class TorchRunner(TorchLayers, ModelRunner):
         blocks = list(range(-(-num_tokens // self.block_size)))
         self._allocate_cache(2 * len(blocks))
         rows = range(min(num_tokens, self.num_slots))
-        batch = ModelInput([0] * num_tokens, [QuerySpan(0, 0, num_tokens)], rows, [blocks])
+        batch = base.ModelInput([0] * num_tokens, [base.QuerySpan(0, 0, num_tokens)], rows, [blocks])
         if self.decoder.encoder is not None:
             encoder_blocks = [len(blocks) + block for block in blocks]
-            self.run_encoder([EncoderInput(0, batch.tokens, encoder_blocks)])
+            self.run_encoder([base.EncoderInput(0, batch.tokens, encoder_blocks)])
             batch.encoder_block_tables, batch.encoder_seq_lens = [encoder_blocks], [num_tokens]
         self.run(batch)
 
     @torch.inference_mode()
-    def run(self, batch: ModelInput) -> Tensor:
+    def run(self, batch: base.ModelInput) -> Tensor:
         """Return fp32 logits (len(batch.logit_indices), vocab), or the last hidden states (tokens, width)."""
         if self._is_batch_invariant and len(batch.tokens) > 1:
             return self._run_one_by_one(batch)
@@ -664,7 +657,7 @@ class TorchRunner(TorchLayers, ModelRunner):
             result = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
         return result if comm is None else comm.return_result(result)
 
-    def _run_one_by_one(self, batch: ModelInput) -> Tensor:
+    def _run_one_by_one(self, batch: base.ModelInput) -> Tensor:
         """Run each token alone: its result then depends on nobody's company, not on how prompts are chunked, not on
         what the prefix cache holds.  All ranks do so alike."""
         place_of_row = {row: place for place, row in enumerate(batch.logit_indices)}
@@ -676,7 +669,7 @@ class TorchRunner(TorchLayers, ModelRunner):
                 alone = replace(
                     batch,
                     tokens=[batch.tokens[row]],
-                    spans=[QuerySpan(span.slot, position, 1)],
+                    spans=[base.QuerySpan(span.slot, position, 1)],
                     logit_indices=[0] if row in place_of_row else [],
                     block_tables=batch.block_tables[own],
                     encoder_block_tables=batch.encoder_block_tables[own],
@@ -689,7 +682,7 @@ class TorchRunner(TorchLayers, ModelRunner):
                 row += 1
         return torch.stack([results[place] for place in range(len(results))]) if results else torch.empty(0, 0)
 
-    def _run_graph(self, batch: ModelInput) -> Tensor | None:
+    def _run_graph(self, batch: base.ModelInput) -> Tensor | None:
         """Compute a step by one launch, or None: not each sequence has one token, or padding would cost too much."""
         count = len(batch.spans)
         if self._graph_module is None or len(batch.tokens) > count or list(batch.logit_indices) != [*range(count)]:
@@ -769,7 +762,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         logits = logits if self.comm is None else self.comm.gather_logits(logits)
         return d.logit_softcap * torch.tanh(logits / d.logit_softcap) if d.logit_softcap else logits
 
-    def _take_spans(self, batch: ModelInput) -> np.ndarray:
+    def _take_spans(self, batch: base.ModelInput) -> np.ndarray:
         """Return the spans' slots, starts and counts (3, spans); their block tables are up to date then."""
         slots, starts, counts = spans = np.array(batch.spans, np.int64).T.copy()
         for number in np.flatnonzero((counts > 1) | (starts % self.block_size == 0)).tolist():
@@ -777,7 +770,7 @@ class TorchRunner(TorchLayers, ModelRunner):
             self._block_tables[slots[number], :num_blocks] = batch.block_tables[number][:num_blocks]
         return spans
 
-    def _prepare(self, batch: ModelInput) -> _Step:
+    def _prepare(self, batch: base.ModelInput) -> _Step:
         """Lay out a step on the host and copy it to the device."""
         slots, starts, counts = self._take_spans(batch)
         lengths, size, tables = starts + counts, self.block_size, self._block_tables
@@ -805,7 +798,7 @@ class TorchRunner(TorchLayers, ModelRunner):
                 starts, counts, lengths, encoder_tables, np.arange(len(slots))
             )
             arrays += _arrays_of(cross_layouts, cross_places)
-        on_device = iter(arrays_to_device(arrays, self.device))
+        on_device = iter(base.arrays_to_device(arrays, self.device))
         tokens, on_device_positions, slot_mapping = islice(on_device, 3)
         metadata = self._attention_metadata(layouts, places, on_device, size)
         on_device_indices = next(on_device)
@@ -838,7 +831,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         return partial if self.comm is None else self.comm.all_reduce(partial)
 
     @torch.inference_mode()
-    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
+    def run_encoder(self, inputs: Sequence[base.EncoderInput]) -> None:
         """Compute encoder prompts and store the keys and values of cross attention."""
         d, size = self.decoder, self.block_size
         assert d.encoder is not None, "only a model with an encoder has encoder prompts"
@@ -851,7 +844,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         slots = [
             (np.array(x.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()[: len(x.tokens)] for x in inputs
         ]
-        (slot_mapping,) = arrays_to_device([np.concatenate(slots)], self.device)
+        (slot_mapping,) = base.arrays_to_device([np.concatenate(slots)], self.device)
         for index, layer in enumerate(d.layers):
             if layer.cross_attention is not None:
                 a = layer.attention
@@ -880,10 +873,6 @@ class TorchRunner(TorchLayers, ModelRunner):
         super().close()
         self._kv_cache, self._graphs, self._graph_logits = [], {}, None
 
-    def sleep(self) -> None:
-        """Drop the weights and the cache."""
-        self.close()
-
     @torch.inference_mode()
     def wake_up(self, spec: DecoderSpec | None) -> None:
         """Bring new weights to where they are used, all of them now: a caller's may be gone at their first use."""
@@ -894,7 +883,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         self._allocate_cache(self.num_blocks)
 
 
-class TorchEncoder(TorchLayers, EncoderRunner):
+class TorchEncoder(TorchLayers, base.EncoderRunner):
     """Runs an :class:`EncoderSpec` in plain operators."""
 
     @staticmethod
@@ -902,13 +891,13 @@ class TorchEncoder(TorchLayers, EncoderRunner):
         """Return why torch operators cannot run an encoder, or None."""
         return base.UNDESCRIBED if spec is None else None
 
-    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, request: base.RunnerRequest, dtype: torch.dtype | None = None) -> None:
         super().__init__(request, dtype)
         assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
         self._encoder, self.max_num_batched_tokens = request.spec, request.max_encoder_tokens
 
     @torch.inference_mode()
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+    def run(self, inputs: Sequence[base.EncoderInput]) -> Tensor:
         """Return the last states."""
         with self._attention_choice():
             return self.encode(self._encoder, [x.tokens for x in inputs]).float()

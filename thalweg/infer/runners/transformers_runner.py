@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thalweg.device import attention_of_many_shapes
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
+from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.modules import copy_to
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
@@ -159,11 +159,6 @@ class TransformersEncoder(EncoderRunner):
     """Runs a live encoder by its own code, one sequence at a time."""
 
     name: ClassVar[str] = "transformers"
-
-    @staticmethod
-    def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
-        """Return why the model's own code cannot do what the config asks, or None."""
-        return None
 
     def __init__(self, request: RunnerRequest) -> None:
         self._model, self.max_num_batched_tokens = _placed(request), request.max_encoder_tokens

@@ -66,9 +66,7 @@ class DraftModelProposer(Proposer):
                 chunk = sequence.tokens[sequence.num_draft_computed : sequence.num_draft_computed + remaining]
                 batch.spans.append(QuerySpan(sequence.slot, sequence.num_draft_computed, len(chunk)))
                 batch.block_tables.append(sequence.blocks)
-                batch.tokens += (
-                    chunk if max(chunk) < self._draft_vocab_size else [t * (t < self._draft_vocab_size) for t in chunk]
-                )
+                batch.tokens += [token * (token < self._draft_vocab_size) for token in chunk]
                 sequence.num_draft_computed += len(chunk)
                 if sequence.num_draft_computed == len(sequence.tokens):
                     sequence_indices.append(number)
