@@ -57,8 +57,6 @@ class CpuRunner(ModelRunner):
             raise UnsupportedModelError(reason)
         weights = request.weights
         self._weights = weights or InMemoryWeights(decoder, weight_format)
-        self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
-        self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         assert isinstance(request.num_blocks, int), "on a processor they are counted first"
         self.num_blocks, self.num_slots, self.comm = request.num_blocks, request.num_slots, request.comm
         shape = (self.num_slots, -(-request.max_model_len // self.block_size))
@@ -107,14 +105,14 @@ class CpuRunner(ModelRunner):
         else:
             is_decode = count == len(batch.tokens) == len(batch.spans)
             self._thread_tuner.run(count if is_decode else None, lambda threads: self._run_programs(batch, threads))
-        result = self._program.logits[:count, : self.vocab_size]
+        result = self._program.logits[:count, : self._spec.vocab_size]
         if batch.wants_hidden_states:
             states = self._program.final if comm is None or comm.is_last_stage else self._program.out
-            result = states[:count, : self.hidden_size]
+            result = states[:count, : self._spec.hidden_size]
         if comm is not None:
             result = comm.return_result(result)
-        if self._logit_softcap and not batch.wants_hidden_states:
-            result = self._logit_softcap * torch.tanh(result / self._logit_softcap)
+        if self._spec.logit_softcap and not batch.wants_hidden_states:
+            result = self._spec.logit_softcap * torch.tanh(result / self._spec.logit_softcap)
         return result
 
     def _run_programs(self, batch: ModelInput, num_threads: int | None = None) -> None:
@@ -124,7 +122,7 @@ class CpuRunner(ModelRunner):
         comm = self.comm
         self._weights.run(self._body, 0)
         if comm is not None and not comm.is_last_stage:
-            comm.send_activations(self._program.out[: len(batch.tokens), : self.hidden_size])
+            comm.send_activations(self._program.out[: len(batch.tokens), : self._spec.hidden_size])
         elif not batch.logit_indices:
             self._weights.skip(len(self._body))
         else:
@@ -176,8 +174,8 @@ class CpuRunner(ModelRunner):
             self._program.embedded[:count] = self.comm.receive_activations(count)
             return
         x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
-        if self._embed_scale != 1.0:
-            x = x.float() * self._embed_scale
+        if self._spec.embed_scale != 1.0:
+            x = x.float() * self._spec.embed_scale
         if self._position_embeddings is not None:
             x = x.float() + self._position_embeddings[self._positions[:count]]
         self._program.embedded[:count] = x
