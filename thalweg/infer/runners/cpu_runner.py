@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
@@ -29,7 +28,7 @@ from thalweg.infer.precision import get_kv_cache_dtype
 from thalweg.infer.runners import cpu_program
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, RunnerRequest
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
-from thalweg.infer.runners.packed_weights import InMemoryWeights, lm_head_format
+from thalweg.infer.runners.packed_weights import InMemoryWeights, embedding_writer, lm_head_format
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import PagePrefaulter, release_pages
 
@@ -64,9 +63,7 @@ class CpuRunner(ModelRunner):
         self.block_tables = np.zeros(shape, dtype=np.int32)
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
         self._has_lora, self._max_num_batched_tokens = request.lora is not None, request.config.max_num_batched_tokens
-        self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
-        self._embed: Tensor = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
-        self._position_embeddings = None if decoder.position_embeddings is None else decoder.position_embeddings.float()
+        self._write_embeddings: Any = embedding_writer(decoder, weight_format, in_place=weights is not None)
         self._spec, self._program = decoder, _DecoderProgram(request, self)
         program = self._program
         self._tokens, self._positions = program.inputs[:2]
@@ -173,12 +170,7 @@ class CpuRunner(ModelRunner):
         if self.comm is not None and not self.comm.is_first_stage:
             self._program.embedded[:count] = self.comm.receive_activations(count)
             return
-        x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
-        if self._spec.embed_scale != 1.0:
-            x = x.float() * self._spec.embed_scale
-        if self._position_embeddings is not None:
-            x = x.float() + self._position_embeddings[self._positions[:count]]
-        self._program.embedded[:count] = x
+        self._write_embeddings(self._program.embedded, self._tokens[:count], self._positions[:count])
 
     def sleep(self) -> None:
         """Give back the pages of weights, cache and activations; the program and its addresses stay."""
@@ -186,14 +178,13 @@ class CpuRunner(ModelRunner):
         self._program.kv_memory.release()
         for tensor in self._program.workspace:
             release_pages(tensor)
-        self._embed, self._position_embeddings = torch.empty(0), None
+        self._write_embeddings = None
 
     @torch.inference_mode()
     def wake_up(self, spec: DecoderSpec | None) -> None:
         """Pack new weights where the old ones were."""
         assert spec is not None and self._encoder is None, "a causal model's description"
-        self._embed = spec.embed.to(self._embed_dtype)
-        self._position_embeddings = None if spec.position_embeddings is None else spec.position_embeddings.float()
+        self._write_embeddings = embedding_writer(spec, self._program.weight_format)
         self._program.reload(self._spec, spec)
         self._spec = spec
 

@@ -666,15 +666,13 @@ class TorchRunner(TorchLayers, base.ModelRunner):
         for number, span in enumerate(batch.spans):
             own = slice(number, number + 1)
             for position in range(span.start, span.start + span.num_tokens):
+                by_sequence = ("block_tables", "encoder_block_tables", "encoder_seq_lens", "lora_ids")
                 alone = replace(
                     batch,
                     tokens=[batch.tokens[row]],
                     spans=[base.QuerySpan(span.slot, position, 1)],
                     logit_indices=[0] if row in place_of_row else [],
-                    block_tables=batch.block_tables[own],
-                    encoder_block_tables=batch.encoder_block_tables[own],
-                    encoder_seq_lens=batch.encoder_seq_lens[own],
-                    lora_ids=batch.lora_ids[own],
+                    **{name: getattr(batch, name)[own] for name in by_sequence},
                 )
                 result = self.run(alone)
                 if row in place_of_row:
