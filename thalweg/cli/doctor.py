@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -33,7 +32,7 @@ from typing import Literal
 import thalweg
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
 from thalweg.utils.procfs import available_host_memory, read_fields
-from thalweg.utils.versions import python_version_problem, torch_version_problem
+from thalweg.utils.versions import installed_version, python_version_problem, torch_version_problem
 
 _MIB, _GIB = 2**20, 2**30
 _EXTRAS = {
@@ -217,15 +216,10 @@ def _check_extras() -> CheckResult:
 
 
 def _check_core_packages() -> CheckResult:
-    found, missing = [], []
-    for name in ("safetensors", "numpy", "pydantic", "tqdm"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    if missing:
+    versions = {name: installed_version(name) for name in ("safetensors", "numpy", "pydantic", "tqdm")}
+    if missing := [name for name, version in versions.items() if version is None]:
         return CheckResult("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    return CheckResult("packages", "ok", ", ".join(found))
+    return _judge("packages", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def _check_disk() -> CheckResult:
