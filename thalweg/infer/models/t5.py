@@ -18,15 +18,11 @@ def build_decoder(model: Any) -> DecoderSpec:
     c, stack = model.config, model.decoder
     width = model.lm_head.weight.shape[1]
     norm = build_rms_norm(stack.final_layer_norm)
-    if _scales_outputs(c):
+    # T5 1.0, whose head is the embedding, scales the states before it
+    if c.model_type != "mt5" and getattr(c, "scale_decoder_outputs", c.tie_word_embeddings):
         norm = specs.NormSpec("rms", norm.weight.float() * width**-0.5, None, norm.eps)
     head = build_linear(model.lm_head)
     return DecoderSpec(**_build_stack(stack, c), final_norm=norm, lm_head=head, encoder=build_encoder(model))
-
-
-def _scales_outputs(c: Any) -> bool:
-    """Whether states are scaled before the head: in T5 1.0, whose head is the embedding."""
-    return c.model_type != "mt5" and getattr(c, "scale_decoder_outputs", c.tie_word_embeddings)
 
 
 def build_encoder(model: Any) -> EncoderSpec:

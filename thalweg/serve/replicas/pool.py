@@ -607,11 +607,9 @@ class Replica:
 
     def _sequence_done(self, request_id: str) -> None:
         """A sequence of the request ended; with the last one the request is forgotten."""
-        callback, num_sequences = self._callbacks[request_id]
+        callback, num_sequences = self._callbacks.pop(request_id)
         self.num_outstanding -= 1
-        if num_sequences == 1:
-            del self._callbacks[request_id]
-        else:
+        if num_sequences > 1:
             self._callbacks[request_id] = callback, num_sequences - 1
 
     async def _describe_exit(self) -> str:
